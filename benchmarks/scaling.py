@@ -152,12 +152,13 @@ class World:
             for name, (shape, spec) in self.state.items()
         }
 
-    def plan(self, host: int) -> tuple[SavePlan, float]:
+    def plan(self, host: int, *, with_copies: bool = False) -> tuple[SavePlan, float]:
         """One host's plan, and the processor seconds it took, with the text that the hosts compare."""
         table = self.arrays(host)
         gc.collect()
         started = time.process_time()
-        plan = plan_save(leaves_to_save(table, is_storable), {}, SaveOptions(), WriteAssignment(host, self.hosts))
+        assignment = WriteAssignment(host, self.hosts, with_copies=with_copies)
+        plan = plan_save(leaves_to_save(table, is_storable), {}, SaveOptions(), assignment)
         plan_text(plan, [])
         return plan, time.process_time() - started
 

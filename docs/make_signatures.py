@@ -30,7 +30,16 @@ NOT_MADE = {
     'Series',
 }
 # Methods that other modules of the package call.
-INTERNAL = {'agree', 'complete', 'open_elsewhere', 'raise_unreported', 'start', 'steps_to_restore', 'storage_with'}
+INTERNAL = {
+    'agree',
+    'complete',
+    'local_steps',
+    'open_elsewhere',
+    'raise_unreported',
+    'start',
+    'steps_to_restore',
+    'storage_with',
+}
 
 
 def parameters(function) -> str:

@@ -119,8 +119,8 @@ class Checkpointer:
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
-      local_dir: a directory of this machine that saves go to; uploads to ``checkpoints_dir`` follow in the background, and
-        ``restore`` takes the newest step of both. See docs/tiers.md.
+      local_dir: a directory of this machine that saves go to, one for each process; uploads to ``checkpoints_dir`` follow in the
+        background, and ``restore`` takes the newest step of both. See docs/tiers.md.
       local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
       persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
       upload_gbps: the limit on the rate of uploads, in gigabits (10^9 bits) per second; None sets none.
@@ -578,13 +578,12 @@ class Checkpointer:
             notices=self._notices,
         )
         template = self._train_state, self._partitioner, self._dataset
-        return self._tiers.restore(request, lambda each: run_restore(each, *template))
+        return self._tiers.restore(request, lambda each: run_restore(each, *template), moves=self._dataset is not None)
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.
 
-        A local step is read into memory, as far as the kernel has room, and a step of ``checkpoints_dir`` is copied to
-        ``local_dir``. An error is logged, and ``restore`` reads the step itself.
+        A local step is read into memory; in a job of one process, one of ``checkpoints_dir`` is copied to ``local_dir``.
         """
         self._tiers.prefetch()
 
@@ -739,9 +738,7 @@ class Checkpointer:
         return best_step_of(self._tiers.facts, self._monitored, metric, mode)
 
     def delete(self, step: int) -> None:
-        """Deletes one step: makes it invisible in one atomic operation, and then removes it. Waits for a running save.
-
-        In a job of several processes, all of them call it, and process 0 deletes.
+        """Deletes one step: hides it in one atomic operation, and then removes it. All processes of the job call it.
 
         Raises:
           CheckpointNotFoundError: the step does not exist.
@@ -758,7 +755,10 @@ class Checkpointer:
             self._tiers.delete(at)
             return self.latest_step()
 
-        self._schedule.forget(at, self._round(f'the deletion of step {at}').reduce_on_leader(Phase.DELETE, at, decide))
+        deletion = self._round(f'the deletion of step {at}')
+        self._schedule.forget(at, deletion.reduce_on_leader(Phase.DELETE, at, decide))
+        if not deletion.is_leader:
+            self._tiers.delete_part(at)
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)
@@ -781,9 +781,13 @@ class Checkpointer:
         """The steps with data-iterator state, ascending."""
         return self._tiers.catalog.dataset_steps()
 
-    def steps_to_restore(self) -> list[int]:
-        """The steps that ``restore_or_init`` tries, ascending; one that cannot be inspected ends them."""
-        return self._tiers.catalog.to_restore()
+    def steps_to_restore(self, local: Sequence[Sequence[int]] = ()) -> list[int]:
+        """The steps that ``restore_or_init`` tries, ascending, with the ``local`` ones of all processes."""
+        return sorted({*self._tiers.catalog.to_restore()}.union(*local))
+
+    def local_steps(self) -> list[int]:
+        """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one."""
+        return self._tiers.catalog.parts()
 
     def storage_with(self, step: int) -> Storage:
         """The storage that ``restore(step)`` reads: the local directory if it has the step, or else the run's directory."""

@@ -178,7 +178,7 @@ def restore_or_init(
     """
     check_word('fallback', fallback, ('older', None))
     sources = _sources(initial_checkpoint)
-    steps: list[int] = checkpointer.agree('restore_or_init', None, lambda _: checkpointer.steps_to_restore())
+    steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
     failed: dict[int, str] = {}
     for step in reversed(steps):
         error: T5CkptError | None = None

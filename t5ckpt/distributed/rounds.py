@@ -35,6 +35,10 @@ class Phase(enum.StrEnum):
 
     PLAN = 'plan'  # a save: all plans are equal, and process 0 has made the directory
     WRITE = 'write'  # a save: all chunks are written, and process 0 commits
+    COMMIT = 'commit'  # a save to local directories: each process has committed its own
+    LOOK = 'look'  # local directories: what each of them has
+    NEED = 'need'  # a restore from local directories: what each process needs and its directory lacks
+    GIVE = 'give'  # a restore from local directories: who sends what
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree
@@ -74,7 +78,7 @@ class Channel:
 
     def __init__(self, processes: Processes, prefix: str, timeout_seconds: float):
         self.processes = processes
-        self._prefix = prefix
+        self.prefix = self._prefix = prefix
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._finished: list[str] = []
@@ -250,18 +254,24 @@ class CoordinationRound:
 
     def share(self, name: str, data: bytes | None) -> bytes:
         """Sends bytes of the leader to all processes, without a barrier; the others pass None."""
+        if data is None:
+            return self.receive(name)
         prefix = f'{self._prefix}/{name}'
         with self._mapped(name, (0,)):
-            if data is None:
-                deadline = time.monotonic() + self._timeout
-                count = int(self._wait(f'{prefix}/count', deadline))
-                return b''.join(self._wait(f'{prefix}/{number}', deadline) for number in range(count))
             if not self.is_single_process:
                 starts = range(0, len(data), _MESSAGE_BYTES)
                 for number, start in enumerate(starts):
                     self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES], self._timeout)
                 self.processes.put(f'{prefix}/count', str(len(starts)).encode(), self._timeout)
             return data
+
+    def receive(self, name: str) -> bytes:
+        """Returns the bytes that a process shares under a name, also in that process."""
+        prefix = f'{self._prefix}/{name}'
+        with self._mapped(name, (0,)):
+            deadline = time.monotonic() + self._timeout
+            count = int(self._wait(f'{prefix}/count', deadline))
+            return b''.join(self._wait(f'{prefix}/{number}', deadline) for number in range(count))
 
     def _wait(self, key: str, deadline: float) -> bytes:
         return self.processes.get(key, max(0.001, deadline - time.monotonic()))

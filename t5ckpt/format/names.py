@@ -10,6 +10,7 @@ T5X's names (t5x/checkpoints.py):
 t5ckpt's names:
 
     t5ckpt.json, integrity.<process>.json  the sidecar and the file checksums
+    copies.json                            in a local directory, the checksums of the files that others upload
     DATASET_REMOVED                        retention has deleted the files of data iterators
     checkpoint_<step>.deleted-<unix>       a step that is being deleted
     checkpoint_<step>.pruned-<unix>        a step in the layout of another program that is being deleted
@@ -33,6 +34,7 @@ from collections.abc import Collection, Iterable
 
 MANIFEST = 'checkpoint'
 SIDECAR = 't5ckpt.json'
+COPIES = 'copies.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds-'
@@ -325,7 +327,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if top.startswith(TRAIN_DS_PREFIX) or is_file_checksums(key):
         return True
     if not slash:
-        return top in (MANIFEST, PINNED, DATASET_REMOVED) or is_sidecar(top)
+        return top in (MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_sidecar(top)
     if generation_of(top):
         # All arrays are directly below it, and t5ckpt wrote all of its files.
         name = key.rpartition('/')[2]

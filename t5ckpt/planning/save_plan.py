@@ -31,6 +31,7 @@ from t5ckpt.errors import DisagreementError, UnsupportedLeafError
 from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.format.dtypes import Cast, cast_leaves, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
@@ -71,7 +72,10 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayWrite:
-    """One stored leaf. ``dtype`` is the leaf's after the cast, ``array.dtype`` the one on disk."""
+    """One stored leaf. ``dtype`` is the leaf's after the cast, ``array.dtype`` the one on disk.
+
+    ``copied`` are the boxes of the chunks that are assigned to other processes, see ``WriteAssignment.with_copies``.
+    """
 
     path: Path
     name: str
@@ -79,6 +83,7 @@ class ArrayWrite:
     dtype: np.dtype
     array: StoredArray
     chunks: tuple[ChunkWrite, ...]
+    copied: frozenset[Box] = frozenset()
 
     @property
     def chunk_bytes(self) -> int:
@@ -95,6 +100,11 @@ class ArrayWrite:
         """The files of ``chunks``, relative to the checkpoint's directory."""
         grid, location = self.array.grid, self.array.location
         return [f'{location}/{grid.key(grid.index_of(chunk.box))}' for chunk in self.chunks]
+
+    @property
+    def copied_files(self) -> list[str]:
+        """Those of ``chunk_files`` that are assigned to other processes."""
+        return [file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.copied]
 
 
 class InlineWrite(NamedTuple):
@@ -246,10 +256,10 @@ def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
 def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
     dtype = np.dtype(np.void) if leaf.given.dtype is None else leaf.given.dtype
     on_disk = stored_dtype(dtype)
-    chunk_shape, chunks = assignment.chunks_of(leaf.given, on_disk.itemsize, options.chunk_bytes)
+    chunk_shape, chunks, copied = assignment.chunks_of(leaf.given, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
     array = StoredArray(directory, leaf.given.shape, on_disk, metadata=metadata)
-    return ArrayWrite(leaf.path, leaf.given.name, leaf.given.value, dtype, array, chunks)
+    return ArrayWrite(leaf.path, leaf.given.name, leaf.given.value, dtype, array, chunks, copied)
 
 
 def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:

@@ -86,8 +86,12 @@ class WriteAssignment:
     Most leaves of a model share their shape and sharding with others, so results are cached by these two.
     """
 
-    def __init__(self, index: int = 0, count: int = 1):
-        """Takes the index of this process and the number of processes."""
+    def __init__(self, index: int = 0, count: int = 1, *, with_copies: bool = False):
+        """Takes the index of this process and the number of processes.
+
+        ``with_copies`` also writes the chunks that are assigned to other processes, of the shards that this one holds.
+        """
+        self.with_copies = with_copies
         self.index = index
         self.count = count
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -115,8 +119,13 @@ class WriteAssignment:
                 mine.append(chunk)
         return mine
 
-    def chunks_of(self, leaf: LeafToSave, itemsize: int, limit: int) -> tuple[tuple[int, ...], tuple[ChunkWrite, ...]]:
-        """The chunk shape of an array, and the chunks that this process writes; to be called for each array, in order."""
+    def chunks_of(
+        self, leaf: LeafToSave, itemsize: int, limit: int
+    ) -> tuple[tuple[int, ...], tuple[ChunkWrite, ...], frozenset[Box]]:
+        """The chunk shape of an array, the chunks that this process writes, and the boxes of those that are assigned to others.
+
+        To be called for each array, in order.
+        """
         shape, value = leaf.shape, leaf.value
         if is_jax_array(value):
             chunk_shape, shards = self.chunk_shape(value, itemsize, limit), self.shards_of(value)
@@ -126,12 +135,16 @@ class WriteAssignment:
             shards = [HeldShard(None, Box.whole(shape), (0,))]
         grid = ChunkGrid(shape, chunk_shape)
         chunks: list[ChunkWrite] = []
+        copied: set[Box] = set()
         for shard in shards:
             boxes = self.chunks_of_this_process(shard, grid, itemsize)
+            if self.with_copies and self.index in shard.holders:
+                own, boxes = frozenset(boxes), grid.split(shard.box)
+                copied.update(box for box in boxes if box not in own)
             # For a shard at the array's origin both boxes are one object, which halves memory and time.
             is_shifted = any(shard.box.start)
             chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-        return chunk_shape, tuple(chunks)
+        return chunk_shape, tuple(chunks), frozenset(copied)
 
     def shards_of(self, array: Any) -> list[HeldShard]:
         """The distinct shards of a jax.Array that this process holds, by box."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -13,20 +14,21 @@ from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.datasets import DatasetState, warn_of_unused
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
-from t5ckpt.reading.contents import leaves_of, read_contents
+from t5ckpt.reading.contents import Contents, leaves_of, read_contents
 from t5ckpt.restore.all_gather import completed
 from t5ckpt.restore.fit import leaf_templates
 from t5ckpt.restore.make_leaf import make_fallback_leaf
-from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
+from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves, source_boxes
 from t5ckpt.restore.report import report_plan
-from t5ckpt.restore.request import RestoreRequest
-from t5ckpt.restore.resolve import find_checkpoint_to_restore
+from t5ckpt.restore.request import LocalSource, RestoreRequest
+from t5ckpt.restore.resolve import find_checkpoint_to_restore, verifies_checksums
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.train_state import StateView, flatten_state
 
 _log = logging.getLogger('t5ckpt')
 
@@ -36,8 +38,13 @@ def run_restore(
 ) -> Any:
     """Restores a state with the structure of ``state``."""
     started, before = time.monotonic(), request.storage.requests()
-    with request.round.failing_together(Phase.READ if request.reading.share_replicated else Phase.RESTORE):
-        finish = _read(request, state, partitioner, dataset)
+    last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
+    with request.round.failing_together(last if request.source is None else Phase.NEED):
+        planned = _planned(request, state, partitioner)
+    if request.source is not None:
+        planned = _provided(request, request.source, planned, dataset)
+    with request.round.failing_together(last):
+        finish = _read(request, planned, dataset)
     if request.reading.share_replicated and not request.round.is_single_process:
         # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.reduce_on_leader(Phase.READ, None, lambda _: None)
@@ -53,10 +60,16 @@ def run_restore(
     return restored
 
 
-def _read(
-    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
-) -> Callable[[], Any]:
-    """Reads all values; returns a function that builds the state from them."""
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A planned restore; nothing of the arrays is read yet."""
+
+    view: StateView
+    contents: Contents
+    plan: RestorePlan
+
+
+def _planned(request: RestoreRequest, state: Any, partitioner: Partitioner | None) -> _Planned:
     if request.call.lazy and getattr(partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
@@ -82,6 +95,30 @@ def _read(
     targets = leaf_templates(view, state, partitioner, request.call.only)
     plan = plan_restore(leaves, targets, options, located.url)
     report_plan(plan, request, contents, view.table, fallback)
+    return _Planned(view, contents, plan)
+
+
+def _provided(
+    request: RestoreRequest, source: LocalSource, planned: _Planned, dataset: DatasetState | None
+) -> _Planned:
+    """Brings the files that this process reads to its storage."""
+    files: dict[str, None] = {}
+    for read in planned.plan.stored:
+        array = read.leaf.array
+        boxes = [Box.whole(array.shape)] if request.call.lazy else source_boxes(read)
+        files |= dict.fromkeys(
+            f'{array.location}/{array.grid.key(index)}' for box in boxes for index in array.grid.chunks_of(box)
+        )
+    prefix = None if dataset is None or request.call.leaves_iterator else dataset.prefix(request.round.processes)
+    checksums = source.provide(request.round, list(files), prefix)
+    if not verifies_checksums(request, source.located):
+        return planned
+    return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
+
+
+def _read(request: RestoreRequest, planned: _Planned, dataset: DatasetState | None) -> Callable[[], Any]:
+    """Reads all values; returns a function that builds the state from them."""
+    view, contents, plan = planned.view, planned.contents, planned.plan
     reader = reader_of(contents, request.reading)
     if request.call.donate:
         _free(view.table, [read.value for read in plan.fallback])
@@ -89,7 +126,7 @@ def _read(
         values, final_shardings = lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
     values |= {read.path: make_fallback_leaf(read) for read in plan.fallback}
     if not request.call.leaves_iterator:
-        _move_iterator(request, reader, located, dataset)
+        _move_iterator(request, reader, contents.located, dataset)
     only = request.call.only
     gathered = functools.partial(completed, values, final_shardings)
     if only is not None:

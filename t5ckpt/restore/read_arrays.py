@@ -173,7 +173,7 @@ class _RestoreScheduler:
         return self._values
 
     def _open(self, read: StoredRead) -> tuple[list[Box], Callable[[], OpenArray]]:
-        boxes = _source_boxes(read)
+        boxes = source_boxes(read)
         return boxes, self._reader.start_open(read.leaf, read.name, boxes, self._pool)
 
     def _admit(self, size: int) -> None:
@@ -217,7 +217,7 @@ def _bytes_wanted(read: StoredRead) -> int:
     return sum(box.size for box in read.boxes) * read.leaf.array.dtype.itemsize
 
 
-def _source_boxes(read: StoredRead) -> list[Box]:
+def source_boxes(read: StoredRead) -> list[Box]:
     """The boxes of the stored array that this process needs."""
     if not read.resizes:
         return read.boxes

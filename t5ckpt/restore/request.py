@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.locate import Located
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path
@@ -14,6 +15,7 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import shown
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.dtypes import Cast
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.storage import Storage
@@ -39,6 +41,23 @@ class RestoreCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalSource:
+    """A checkpoint of which each process has a part in a storage of its own.
+
+    Attributes:
+      located: the part of this process.
+      manifest, sidecar: of the checkpoint, the same in all processes.
+      provide: called in all processes with the round, the chunk files that this process reads, and the prefix of its position of
+        the data iterator; makes these files available in ``located`` and returns their checksums.
+    """
+
+    located: Located
+    manifest: bytes
+    sidecar: bytes
+    provide: Callable[[CoordinationRound, Sequence[str], str | None], FileChecksums]
+
+
+@dataclasses.dataclass(frozen=True)
 class RestoreRequest:
     """A restore without the template: a call, and what its checkpointer was made with; see ``Checkpointer`` for the fields."""
 
@@ -50,6 +69,7 @@ class RestoreRequest:
     progress: Progress | None
     reading: ReadOptions
     notices: Notices
+    source: LocalSource | None = None
 
 
 def check_source(step: Any, path: Any) -> None:

@@ -31,15 +31,22 @@ def _requested(request: RestoreRequest) -> str:
     return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
 
 
-def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    located, lazy = _located(request), request.call.lazy
+def verifies_checksums(request: RestoreRequest, located: Located) -> bool:
+    """Whether a restore compares the checksums of the chunks that it reads."""
     # Only LazyArrays are read by index.
-    checksums = request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
-    return located, read_raw(located, checksums=checksums)
+    lazy = request.call.lazy
+    return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
+
+
+def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
+    located = _located(request)
+    return located, read_raw(located, checksums=verifies_checksums(request, located))
 
 
 def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
     """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes."""
+    if request.source is not None:
+        return request.source.located, RawFiles(request.source.manifest, request.source.sidecar)
     if request.round.is_single_process:
         return _found(request)
     return _shared(request) if request.round.is_leader else _received(request)
@@ -78,6 +85,4 @@ def _received(request: RestoreRequest) -> tuple[Located, RawFiles]:
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
-    lazy = request.call.lazy
-    checksums = request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
-    return located, dataclasses.replace(raw, checksum_lists=shared if checksums else None)
+    return located, dataclasses.replace(raw, checksum_lists=shared if verifies_checksums(request, located) else None)

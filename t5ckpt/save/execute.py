@@ -23,7 +23,7 @@ from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
-from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
@@ -58,7 +58,7 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             leader = _Leader(job, stack)
             vote = {'plan': digest(job.text.encode())}
             started = request.round.reduce_on_leader(Phase.PLAN, vote, leader.begin)
-            _check_agreement(job, started.get('different', ()))
+            check_agreement(job, started.get('different', ()))
             if started.get('skip'):
                 return None
             if not request.round.is_leader:
@@ -66,14 +66,13 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             with request.round.failing_together(Phase.WRITE):
                 written, entry = _write(job, started)
                 report = written.below(started['generation'])
-                manifest = _manifest_bytes(job, report) if request.round.is_leader else b''
+                manifest = manifest_bytes(job, report) if request.round.is_leader else b''
                 check_caller()
-            parents = parents_of(job.dataset)
             vote = {
                 'integrity': list(entry),
                 'bytes': report.file_bytes,
                 'files': len(report.digests),
-                'directories': parents,
+                'directories': parents_of(job.dataset),
             }
             done = request.round.reduce_on_leader(
                 Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
@@ -88,10 +87,10 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     seconds = time.monotonic() - request.started
     record_duration(WRITE_EVENT, seconds)
     if request.round.is_leader:
-        _finish(request, report, done['bytes'], seconds, requests_between(before, request.storage.requests()))
+        finish(request, report, done['bytes'], seconds, requests_between(before, request.storage.requests()))
     if request.reuse is not None:
         arrays = join(step_dir(request.step), started['generation'])
-        request.reuse.previous = _previous(job, arrays, written, done['sidecar_checksum'])
+        request.reuse.previous = previous_of(job, arrays, written, done['sidecar_checksum'])
     return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
 
 
@@ -136,29 +135,41 @@ class _Leader:
         request, work = self._job.request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        files = {MANIFEST: entry_of(manifest)}
-        lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
-        files |= {name: tuple(vote['integrity']) for name, vote in zip(lists, votes, strict=True)}
-        arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
-        expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
-        if arrays['files'] != expected:
-            raise SaveFailedError(
-                f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
-            )
-        sidecar = work.sidecar(_known(self._job, work.generation), arrays, files)
+        sidecar, nbytes = sealed(self._job, work, votes, report, entry_of(manifest))
         encoded = encode_sidecar(sidecar)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
-            with request.around_commit():
+            with request.around_commit(request.persists()):
                 work.commit(manifest, encoded, directories)
         except StepTakenError as error:
             return _dropped(request.step, error)
         request.retention.note_saved(request.step, sidecar)
-        return {'bytes': arrays['bytes'] + sum(size for size, _ in files.values()), 'sidecar_checksum': digest(encoded)}
+        return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
 
 
-def _previous(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+def sealed(
+    job: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
+) -> tuple[Sidecar, int]:
+    """The sidecar of what all processes wrote, and the bytes of all files.
+
+    Raises:
+      SaveFailedError: the files are not those of the arrays.
+    """
+    files = {MANIFEST: manifest}
+    lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
+    files |= {name: tuple(vote['integrity']) for name, vote in zip(lists, votes, strict=True)}
+    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
+    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
+    if arrays['files'] != expected:
+        raise SaveFailedError(
+            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
+        )
+    sidecar = work.sidecar(known_facts(job, work.generation), arrays, files)
+    return sidecar, arrays['bytes'] + sum(size for size, _ in files.values())
+
+
+def previous_of(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
     """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
     storage, versions = job.request.storage, report.file_versions
     if storage.links:
@@ -169,7 +180,7 @@ def _previous(job: PreparedSave, directory: str, report: WriteReport, sidecar_ch
     )
 
 
-def _check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
+def check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
     """Raises with the difference between the plan of process 0 and the first plan that differs; the same on all processes."""
     if not different:
         return
@@ -197,14 +208,19 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.selection,
     )
     report = write_arrays(write_job, job.staging)
-    for name, data in job.dataset.items():
-        # T5X reads the positions in the step's directory.
-        key = join(started['directory'], name)
-        if '/' in name:
-            request.storage.make_dir(key.rpartition('/')[0])
-        request.storage.write(key, data)
-    files = report.below(generation).digests | {name: entry_of(data) for name, data in job.dataset.items()}
+    files = report.below(generation).digests | write_positions(job, started['directory'], job.dataset)
     return report, write_checksums(request.storage, directory, request.round.processes.index, files)
+
+
+def write_positions(job: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Writes positions of data iterators, where T5X reads them: in the step's directory."""
+    storage = job.request.storage
+    for name, data in positions.items():
+        key = join(directory, name)
+        if '/' in name:
+            storage.make_dir(key.rpartition('/')[0])
+        storage.write(key, data)
+    return {name: entry_of(data) for name, data in positions.items()}
 
 
 def _note_files(request: SaveRequest) -> None:
@@ -225,7 +241,7 @@ def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
     return {'skip': True}
 
 
-def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float, requests: str) -> None:
+def finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float, requests: str) -> None:
     """Logs a commit, and runs retention."""
     step = request.step
     how = 'linked' if request.storage.links else 'copied in the store'
@@ -240,7 +256,8 @@ def _finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: flo
         _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
 
 
-def _manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
+def manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
+    """The manifest, with the leaves that it holds."""
     table = job.staging.manifest_leaves(report.arrays, job.request.storage.driver)
     _check_step(job.request, table)
     with paused():
@@ -252,6 +269,8 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
 
     Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.
     """
+    if not request.round.is_leader:
+        return
     own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
     value = np.asarray(own)
     if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
@@ -262,7 +281,7 @@ def _check_step(request: SaveRequest, table: LeafTable) -> None:
         request.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
-def _known(job: PreparedSave, generation: str) -> Sidecar:
+def known_facts(job: PreparedSave, generation: str) -> Sidecar:
     """The fields of the sidecar that do not depend on the files."""
     return Sidecar(
         job.facts.below(generation),

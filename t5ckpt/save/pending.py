@@ -22,6 +22,7 @@ from t5ckpt.core.text import lines, printable
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import SaveFailedError
 from t5ckpt.save.execute import run_save
+from t5ckpt.save.parts import save_parts
 from t5ckpt.save.prepare import PreparedSave
 
 _log = logging.getLogger('t5ckpt')
@@ -127,7 +128,7 @@ class PendingSave:
         self._begun.set()
         self._thread = threading.get_ident()
         try:
-            self._outcome = None if self._work is None else run_save(self._work, self._check_caller)
+            self._outcome = None if self._work is None else _saved(self._work, self._check_caller)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
@@ -256,6 +257,10 @@ class PendingSave:
             self._seen = True
             text = f'the save of step {self.step} in the background failed: '
             raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
+
+
+def _saved(work: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+    return (save_parts if work.request.in_parts else run_save)(work, check_caller)
 
 
 def _wait_until(event: InterruptSafeEvent, end: float | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
@@ -14,14 +14,14 @@ from t5ckpt.commit.removal import check_removable
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.planning.save_plan import plan_save, plan_text
+from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaves import leaves_to_save, most_devices
+from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 class PreparedSave:
     """A planned save whose first wave is staged, for :func:`run_save`. It keeps no original of a staged array alive.
 
-    ``leaves`` is for the next save, see ``save/chunk_reuse.py``. The processes compare ``text`` and share ``samples``.
+    ``leaves`` is for the next save, see ``save/chunk_reuse.py``. The processes compare ``text`` and share ``samples``. ``copies``
+    are the files that are assigned to other processes, in a save ``in_parts``.
     """
 
     request: SaveRequest
@@ -42,6 +43,7 @@ class PreparedSave:
     text: str
     samples: Mapping[str, Any]
     devices: int
+    copies: frozenset[str] = frozenset()
 
 
 def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> PreparedSave | None:
@@ -58,7 +60,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
     given = transformed(table, axes, request.call.transforms)
     with paused():
-        assignment = WriteAssignment(processes.index, processes.count)
+        assignment = WriteAssignment(processes.index, processes.count, with_copies=request.in_parts)
         leaves = leaves_to_save(given.leaves, is_storable)
         devices = most_devices(table.values())
         plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
@@ -67,16 +69,30 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
     # inside an object store may fail after the caller has donated the array, so the array is staged.
     skips = previous if request.storage.links and (is_single or request.options.codec != 'auto') else None
-    unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=is_leader)]
+    whole = is_leader or request.in_parts
+    unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=whole)]
     known = leaves_of_writes(plan.writes)
-    own = plan if is_leader else dataclasses.replace(plan, inline=())
+    own = plan if is_leader else dataclasses.replace(plan, inline=plan.inline if _holds(plan.inline, request) else ())
     staging = Staging(
         own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
     )
     samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices)
+    copies = _copies(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
+    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, copies)
+
+
+def _holds(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:
+    """Whether this process writes a manifest of its own: it has a device of every leaf in it."""
+    return request.in_parts and all(not is_jax_array(each.leaf) or each.leaf.addressable_shards for each in inline)
+
+
+def _copies(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
+    """The files that this process writes and that are assigned to others."""
+    return frozenset(
+        file for write in writes for file in ([write.zarray] if with_metadata else []) + write.copied_files
+    )
 
 
 def is_free(request: SaveRequest) -> bool:
@@ -120,4 +136,5 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
 
 def _header(request: SaveRequest) -> list[str]:
     """The first lines of the plan's text: what the processes must agree on besides the leaves."""
-    return [f'step: {request.step}', f'directory: {request.storage.url()}', f'options: {request.options}']
+    where = [] if request.in_parts else [f'directory: {request.storage.url()}']
+    return [f'step: {request.step}', *where, f'options: {request.options}']

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 from t5ckpt.commit.begin import kind_of
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
@@ -35,7 +36,9 @@ class SaveRequest:
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.
-      around_commit: surrounds the commit in process 0.
+      in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
+      persists: called in process 0 before the commit; why the step is also uploaded, or None.
+      around_commit: surrounds the commit, with the answer of ``persists``; with ``in_parts`` in every process, else in process 0.
       started: when the save was asked for, by ``time.monotonic``.
     """
 
@@ -55,7 +58,9 @@ class SaveRequest:
     round: CoordinationRound
     site: CallSite
     keep: KeepPolicy
-    around_commit: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    in_parts: bool = False
+    persists: Callable[[], str | None] = lambda: None
+    around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def replaces(self) -> bool:

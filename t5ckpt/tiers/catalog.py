@@ -75,13 +75,21 @@ class TierCatalog:
         self._is_away = False
         return answer
 
-    def _local_steps(self) -> list[int]:
+    def local_steps(self) -> list[int]:
         """The complete local steps, ascending. One that cannot be read counts as not there."""
         return [each.step for each in listing(self.local).steps] if self._opened() else []
 
+    def parts(self) -> list[int]:
+        """The steps of which this process may have a part, in a job of several, ascending."""
+        try:
+            return self.local_steps()
+        except T5CkptError:
+            # Of this process alone. The restore that follows raises it in all of them.
+            return []
+
     def steps(self) -> list[int]:
         """The complete steps of both tiers, ascending."""
-        local = self._local_steps()
+        local = self.local_steps()
         return sorted({*local, *self._query_run(lambda: steps_in(self.run), lambda: local or None)})
 
     def dataset_steps(self) -> list[int]:
@@ -91,7 +99,7 @@ class TierCatalog:
 
     def to_restore(self) -> list[int]:
         """The steps of both tiers that ``restore_or_init`` tries, ascending."""
-        local = self._local_steps()
+        local = self.local_steps()
 
         def of_run() -> list[int]:
             self._dir.check_id()
@@ -101,7 +109,7 @@ class TierCatalog:
 
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier."""
-        local = self._local_steps()
+        local = self.local_steps()
 
         def newest_of_run() -> list[int]:
             self._dir.check_id()

@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import listing
@@ -158,6 +159,43 @@ class LocalDir:
             return self.run.read(_RUN_ID).decode().strip()
         except CheckpointNotFoundError:
             return ''
+
+    def known_id(self) -> tuple[str, bool]:
+        """The id in the record, and whether the run has it, too; ('', False) without a record."""
+        return ('', False) if self._record is None else (self._record.id, self._record.is_shared)
+
+    def agreed_id(self, known: Sequence[tuple[str, bool]]) -> str:
+        """The id of a job of several processes, from :meth:`known_id` of each; in process 0.
+
+        Raises:
+          LocalDirError: the directories are of an earlier run at the same URL.
+        """
+        try:
+            found = self._read_run_id()
+        except StorageError:
+            found = None
+        ids = sorted({each for each, _ in known if each})
+        if found == '' and any(is_shared for _, is_shared in known):
+            raise LocalDirError(
+                f'the local directories have the checkpoints of an earlier run at {self.run.url()}, and the run there has no id, '
+                f'as if it was deleted. {_cures(self.storage)}'
+            )
+        return found or (ids[0] if ids else secrets.token_hex(8))
+
+    def adopt(self, agreed: str) -> None:
+        """Takes the id that the processes agreed on.
+
+        Raises:
+          LocalDirError: the directory has steps of a run with another id.
+        """
+        record = self._record
+        if record is not None and record.id != agreed and listing(self.storage).steps:
+            raise LocalDirError(
+                f'{self.storage.url()} has the local checkpoints of a run with the id {record.id}, and the other processes those '
+                f'of the run {agreed} at {self.run.url()}. {_cures(self.storage)}'
+            )
+        if record is None or record.id != agreed:
+            self._write(TierRecord(self.run.url(), agreed, False, self._keep))
 
     def ensure_record(self) -> None:
         """Writes the record before the first local commit, with the run's id if its storage answers."""

@@ -39,6 +39,10 @@ class RunCatalog:
         """The steps that ``restore_or_init`` tries, ascending."""
         return listing(self._storage).to_restore
 
+    def parts(self) -> list[int]:
+        """The steps of which this process has a part: none."""
+        return []
+
     def storage_with(self, step: int) -> Storage:  # noqa: ARG002
         """The storage that has a step."""
         return self._storage
@@ -72,7 +76,7 @@ class OneTier:
     def wait_until_persisted(self, step: int | None) -> None:
         """Does nothing: a save that ended is in the run's storage."""
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any]) -> Any:
+    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:  # noqa: ARG002
         """Restores a step of the run; ``run`` carries out a request."""
         return run(request)
 
@@ -84,6 +88,9 @@ class OneTier:
     def delete(self, step: int) -> None:
         """Deletes a step, see :func:`delete_step`."""
         delete_step(self.local, step, self._clock)
+
+    def delete_part(self, step: int) -> None:
+        """Does nothing: process 0 has deleted the step."""
 
     def close(self) -> None:
         """Does nothing."""

@@ -127,8 +127,9 @@ def _put_aside(tiers: TierCatalog, step: int) -> None:
 class Prefetch:
     """Fetches the step to restore in a thread: from the run's storage to the local disk, or from the disk to memory."""
 
-    def __init__(self, tiers: TierCatalog, begin_fetch: Callable[[], None]):
-        """Begins at once; ``begin_fetch`` makes the local directory ready."""
+    def __init__(self, tiers: TierCatalog, begin_fetch: Callable[[], None], *, is_shared: bool):
+        """Begins at once; ``begin_fetch`` makes the local directory ready. ``is_shared``: other processes read the step, too."""
+        self._is_shared = is_shared
         self._tiers = tiers
         self._begin_fetch = begin_fetch
         self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
@@ -150,6 +151,9 @@ class Prefetch:
         if choice.step is None:
             return
         if not choice.is_local:
+            if self._is_shared:
+                # The processes choose the step together, in the restore.
+                return
             located = locate_step(tiers.run, choice.step)
             if tiers.read_only or not located.manifest:
                 return

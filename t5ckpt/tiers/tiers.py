@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.request import RestoreRequest
@@ -19,11 +22,13 @@ from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
+from t5ckpt.tiers.several import SharedRestore
+from t5ckpt.tiers.shared_upload import Orders
 from t5ckpt.tiers.uploads import Uploads
 
 
 class Tiers:
-    """The local directory and the run's storage of a job of one process; :class:`OneTier` has the same methods.
+    """The local directory and the run's storage ; :class:`OneTier` has the same methods.
 
     Attributes:
       local: the storage that saves write to.
@@ -60,25 +65,64 @@ class Tiers:
         self.catalog = self.facts = TierCatalog(self._dir, self._open, self.retention, of_run, clock)
         self._uploads = Uploads(options, self._dir, self.catalog)
         self._prefetch: Prefetch | None = None
+        self._has_joined = False
+
+    @property
+    def _is_single(self) -> bool:
+        return self._coordinator.processes_of_job().count == 1
 
     def _open(self, *, create: bool = False) -> bool:
-        """Opens the local directory; the first time, the uploads that were cut off are begun again.
+        """Opens the local directory; in a job of one process, the first time begins the uploads again that were cut off.
 
         Raises:
-          UnsupportedTopologyError: the job has several processes.
           LocalDirError: the directory is in use, or of another run.
         """
-        count = self._coordinator.processes_of_job().count
-        if count > 1:
-            raise UnsupportedTopologyError(
-                f'local_dir is for jobs of one process so far, and this one has {count}. Leave local_dir out; save_async to '
-                f'{self.catalog.run.url()} continues the training at once, too.'
-            )
         if not self._dir.open(create=create):
             return False
-        if not self._read_only:
+        if self._is_single and not self._read_only:
             self._uploads.resume()
         return True
+
+    def _join(self) -> None:
+        """Agrees on the run's id with the other processes, and begins the uploads; the first call does, in all processes.
+
+        Raises:
+          UnsupportedTopologyError: the checkpointer only reads.
+          LocalDirError: a directory is in use, or of another run.
+        """
+        if self._has_joined:
+            return
+        at = self._coordinator.round('opening the local directories')
+        with at.failing_together(Phase.LOOK):
+            if self._read_only:
+                raise UnsupportedTopologyError(
+                    'local_dir with read_only=True is for jobs of one process. Leave local_dir out, to read '
+                    f'{self.catalog.run.url()}.'
+                )
+            self._open(create=True)
+            vote = {'id': self._dir.known_id(), 'waiting': self._uploads.waiting_parts()}
+        decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
+        with at.failing_together(Phase.COMMIT):
+            self._dir.adopt(decided['id'])
+        at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+        channel = self._coordinator.new_channel()
+        self._uploads.join(Orders(channel.processes, channel.prefix), decided['waiting'], decided['dropped'])
+        self._has_joined = True
+
+    def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
+        """On process 0: the id, and which of the waiting steps are uploaded: those whose lists are all there."""
+        agreed = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
+        saves: dict[int, set[str]] = {}
+        lists: dict[int, set[int]] = {}
+        for vote in votes:
+            for step, save, indices in vote['waiting']:
+                saves.setdefault(step, set()).add(save)
+                lists.setdefault(step, set()).update(indices)
+        own = {step: save for step, save, _ in votes[0]['waiting']}
+        waiting = [
+            step for step, found in saves.items() if found == {own.get(step)} and lists[step] >= set(range(len(votes)))
+        ]
+        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(saves.keys() - set(waiting))}
 
     def begin_save(self) -> None:
         """Creates, locks and checks the local directory, in the caller's thread.
@@ -87,12 +131,20 @@ class Tiers:
           LocalDirError: it is in use, or of another run.
         """
         self._uploads.check_not_refused()
-        self._open(create=True)
+        if self._is_single:
+            self._open(create=True)
+        else:
+            self._join()
 
     def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         """The request of a local save, whose commit is followed by the upload if the persist policy takes the step."""
-        around = functools.partial(self._uploads.around_commit, request.step, request.call, preempted)
-        return dataclasses.replace(request, around_commit=around)
+        step, call = request.step, request.call
+        return dataclasses.replace(
+            request,
+            in_parts=not self._is_single,
+            persists=functools.partial(self._uploads.reason, step, call, preempted),
+            around_commit=functools.partial(self._uploads.around_commit, step, call),
+        )
 
     def wait_until_persisted(self, step: int | None) -> None:
         """Waits for the upload of a step; None waits for all that wait.
@@ -104,23 +156,31 @@ class Tiers:
         self._open()
         self._uploads.wait(step)
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any]) -> Any:
-        """Restores a step of either tier; ``run`` carries out a request."""
+    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:
+        """Restores a step of either tier; ``run`` carries out a request, ``moves`` says whether there is a data iterator."""
         if request.call.path is not None:
             return run(request)
         if self._prefetch is not None:
             self._prefetch.wait()
+        if not self._is_single:
+            self._join()
+            return SharedRestore(self.catalog, self._coordinator, self._uploads.drop).restore(request, run, moves=moves)
         return restore_from_tiers(self.catalog, request, run)
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background."""
         if self._prefetch is None:
-            self._prefetch = Prefetch(self.catalog, self._begin_fetch)
+            self._prefetch = Prefetch(self.catalog, self._begin_fetch, is_shared=not self._is_single)
 
     def _begin_fetch(self) -> None:
         """As :meth:`begin_save`, also with a record, for a step that comes from the run's storage."""
         self.begin_save()
         self._dir.ensure_record()
+
+    def delete_part(self, step: int) -> None:
+        """Deletes the local part of a step, which process 0 has deleted."""
+        if has_step(self.local, step):
+            delete_step(self.local, step, self.catalog.clock, even_waiting=True)
 
     def delete(self, step: int) -> None:
         """Deletes a step from both tiers, and ends its upload; see :meth:`TierCatalog.delete`."""

@@ -22,6 +22,7 @@ from t5ckpt.storage import Storage
 
 # An upload is not to take all connections, or the processor, from the training.
 _WORKERS = 4
+Copy = Callable[[bool], int]
 
 
 class NotUploadableError(Exception):
@@ -34,16 +35,25 @@ def is_same_save(first: Storage, second: Storage, step: int) -> bool:
     return raw[0].sidecar is not None and (raw[0].manifest, raw[0].sidecar) == (raw[1].manifest, raw[1].sidecar)
 
 
-def upload(
-    local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock, *, overwrite: bool
-) -> int:
+def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:
+    """Copies a step of a job of one process, for :func:`upload`; ``pace`` as in ``TransferOptions``."""
+
+    def copy(replaces: bool) -> int:
+        source = Identity.now(locate_step(local, step))
+        with source.checked_on_failure('uploaded'):
+            return Transfer(source, run, step, TransferOptions(_WORKERS, replaces, pace=pace)).run(clock).nbytes
+
+    return copy
+
+
+def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
     """Uploads a step, or resumes its upload.
 
     Args:
       local: the local directory.
       run: the run's storage.
       step: the step.
-      pace: see ``TransferOptions``.
+      copy: copies the files, and commits; called with whether a checkpoint is replaced, returns the bytes.
       clock: unix seconds.
       overwrite: whether a complete checkpoint of the step, of another save, is replaced.
 
@@ -56,8 +66,7 @@ def upload(
       StorageError: the storage failed; the next call resumes the upload.
     """
     try:
-        located = locate_step(local, step)
-        source = Identity.now(located)
+        locate_step(local, step)
         found = occupant(run, step)
         if found is not None and found.is_t5x and is_same_save(local, run, step):
             return 0
@@ -67,13 +76,11 @@ def upload(
             if not run.commits_by_rename:
                 # No single write replaces files with the names of their source. The local step stays until the upload ends.
                 delete_step(run, step, clock)
-        options = TransferOptions(_WORKERS, overwrite and run.commits_by_rename, pace=pace)
-        with source.checked_on_failure('uploaded'):
-            return Transfer(source, run, step, options).run(clock).nbytes
+        return copy(overwrite and run.commits_by_rename)
     except (FormatError, StepKeptError) as error:
         raise NotUploadableError(str(error)) from error
     except CheckpointNotFoundError as error:
         if has_step(local, step):
             # It was overwritten meanwhile.
-            return upload(local, run, step, pace, clock, overwrite=overwrite)
+            return upload(local, run, step, copy, clock, overwrite=overwrite)
         raise NotUploadableError(f'{local.url()} does not have the step anymore: {error}') from error

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Any
 
 from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.commit.retention import Retention
-from t5ckpt.errors import NotPersistedError
+from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.distributed.processes import ServiceError
+from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.part import Part
 from t5ckpt.tiers.queue import UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
-from t5ckpt.tiers.upload import upload
+from t5ckpt.tiers.shared_upload import Follower, Leader, Orders
+from t5ckpt.tiers.upload import copy_alone, upload
 
 _log = logging.getLogger('t5ckpt')
 
@@ -36,7 +42,9 @@ class Uploads:
         self._last_saved: int | None = None
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
         self._limit = RateLimit(options.gbps)
-        self._queue = UploadQueue(self._upload, self._intents.drop, self.run.url())
+        self._queue: UploadQueue | Follower = UploadQueue(self._upload, self._forget, self.run.url())
+        # Of a job of several processes, in process 0.
+        self._leader: Leader | None = None
         self._has_resumed = False
 
     def check_not_refused(self) -> None:
@@ -60,17 +68,50 @@ class Uploads:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
             self._queue.add(found)
 
+    def waiting_parts(self) -> list[list[Any]]:
+        """The steps that wait, of a job of several processes: (step, save, indices of the whole lists) of each."""
+        self._intents.collect()
+        found: list[list[Any]] = []
+        for step in self._intents.steps():
+            try:
+                part = Part.read(self.local, step)
+            except T5CkptError:
+                found.append([step, '', []])
+            else:
+                found.append([step, part.save, part.whole_lists()])
+        return found
+
+    def join(self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int]) -> None:
+        """Begins the uploads of a job of several processes.
+
+        Args:
+          orders: of process 0 to the others.
+          waiting: the steps of earlier processes that can be uploaded.
+          dropped: those that cannot.
+        """
+        self._has_resumed = True
+        is_leader = orders.processes.index == 0
+        for step in dropped:
+            if is_leader:
+                _log.warning('t5ckpt: step %d was to be uploaded, and is not on the local disks anymore', step)
+            self._intents.drop(step)
+        if not is_leader:
+            self._queue = Follower(orders, self.local, self.run, self._limit.wait, self._end, self._intents.steps)
+            return
+        self._leader = Leader(orders, self.local, self.run, self.clock)
+        if waiting:
+            _log.info('t5ckpt: steps that wait for their upload: %s', waiting)
+            self._queue.add(waiting)
+
+    def reason(self, step: int, call: SaveCall, preempted: bool) -> str | None:
+        """Why to upload a step that is being saved, or None."""
+        return self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
+
     @contextlib.contextmanager
-    def around_commit(self, step: int, call: SaveCall, preempted: bool) -> Generator[None]:
+    def around_commit(self, step: int, call: SaveCall, reason: str | None) -> Generator[None]:
         """Surrounds the local commit of a step: records before it that the step is to be uploaded, and begins that after it."""
         self._dir.ensure_record()
         self._last_saved = step
-        reason = self._schedule.reason(
-            step,
-            call.metrics,
-            preempted=preempted,
-            is_uploading=self._queue.is_uploading(),
-        )
         if reason is None:
             yield
             return
@@ -94,16 +135,42 @@ class Uploads:
         def pace(nbytes: int) -> None:
             self._limit.wait(nbytes, self._queue.check)
 
-        nbytes = upload(self.local, self.run, step, pace, self.clock, overwrite=overwrite)
+        leader = self._leader
+        if leader is None:
+            copy = copy_alone(self.local, self.run, step, pace, self.clock)
+        else:
+            copy = functools.partial(leader.copy, step, pace)
+        try:
+            nbytes = upload(self.local, self.run, step, copy, self.clock, overwrite=overwrite)
+        except (StorageError, StepTakenError) as error:
+            if leader is not None:
+                leader.orders.send({'failed': f'step {step} is not in {self.run.url()} yet: {error}'})
+            raise
         self._intents.drop(step)
+        if leader is not None:
+            leader.orders.send({'step': step, 'dropped': ''})
         seconds = self._schedule.upload_seconds = time.monotonic() - started
         _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self.run.url(), nbytes, seconds)
         try:
             self._catalog.retain(step)
-            # The step may have stayed for its upload alone.
-            self._retention.carry_out(self._last_saved, confirmed=[step])
+            self._retain(step)
         except Exception:  # noqa: BLE001 - a policy is the user's code, and the step is uploaded
             _log.exception('t5ckpt: retention after the upload of step %d failed; the checkpoint is there', step)
+
+    def _retain(self, step: int) -> None:
+        """Local retention: the step may have stayed for its upload alone."""
+        self._retention.carry_out(self._last_saved, confirmed=[step])
+
+    def _forget(self, step: int, why: str = 'the log of process 0 has the reason') -> None:
+        """Forgets that a step waits, in all processes; in process 0."""
+        self._intents.drop(step)
+        if self._leader is not None:
+            self._leader.orders.send({'step': step, 'dropped': why})
+
+    def _end(self, step: int) -> None:
+        """Forgets that a step waits, in the other processes."""
+        self._intents.drop(step)
+        self._retain(step)
 
     @contextlib.contextmanager
     def without(self, step: int) -> Generator[None]:
@@ -115,6 +182,10 @@ class Uploads:
             if step in self._intents.steps():
                 self._queue.add([step])
             raise
+        self._forget(step, 'it was deleted')
+
+    def drop(self, step: int) -> None:
+        """Forgets that a local step waits, which is not there anymore."""
         self._intents.drop(step)
 
     def wait(self, step: int | None) -> None:
@@ -141,6 +212,10 @@ class Uploads:
                     self._queue.wait(None)
         finally:
             self._queue.stop()
+            if self._leader is not None:
+                with contextlib.suppress(ServiceError, TimeoutError):
+                    self._leader.orders.send({'end': True})
+                self._leader = None
             left = self._waiting()
             if left:
                 _log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -114,7 +115,8 @@ class Job:
             process.kill()
         for process in self.processes:
             process.wait()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # an order that a dead process did not read
+                process.stdin.close()
             process.stdout.close()
         self._logs.cleanup()
 

@@ -440,15 +440,6 @@ def save_local(directory):
         ck.save(tree, step=1)
 
 
-def on_two_tiers(directory, action):
-    directory = pathlib.Path(directory)
-    tree = state()
-    with checkpointer(directory / 'run', tree, local_dir=directory / f'local{jax.process_index()}') as ck:
-        call = getattr(ck, action)
-        found = call(tree, step=1) if action.startswith('save') else call(*[1] * (action == 'delete'))
-        return found.result() if action == 'save_async' else found
-
-
 def save_slowly(directory, timeout):
     """As ``save``, for a job one of whose processes is stopped meanwhile."""
     with checkpointer(directory, process_timeout=timeout) as ck:

@@ -93,17 +93,6 @@ def test_memory_is_no_place_for_several_processes(four):
         assert 'share' in text
 
 
-@pytest.mark.parametrize('action', ['save', 'save_async', 'restore', 'latest_step', 'all_steps', 'delete', 'metrics'])
-def test_a_local_directory_is_for_one_process(four, tmp_path, action):
-    errors = four.errors('on_two_tiers', tmp_path, action)
-    assert errors[0][0] == 'UnsupportedTopologyError'
-    for kind, text in errors:
-        # Process 0 alone deletes, and the others learn of its error.
-        assert kind == 'UnsupportedTopologyError' or (kind, action) == ('RemoteError', 'delete')
-        assert 'this one has 4. Leave local_dir out' in text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_damaged_chunk_fails_the_restore_of_all(four, tmp_path):
     four.run('save', tmp_path)
     os.truncate(next((tmp_path / 'checkpoint_1' / 'target.both').glob('0.*')), 100)

@@ -62,3 +62,33 @@ def test_replace_and_delete(job_and_bucket):
     report = t5ckpt.verify(url, 1, full=True)
     assert (report.ok, report.notes) == (True, ())
     assert not list(open_storage(url).walk('.t5ckpt/busy'))
+
+
+def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):
+    """Each chunk is uploaded once, the manifest last; a restart reads no chunk of the bucket, and one without disks reads all."""
+    job, bucket = job_and_bucket
+    url, options = bucket.url(), {'persist': [1, 2]}
+    disks = [str(tmp_path / f'disk{index}') for index in range(4)]
+    leaves = list(scenarios.LEAVES)
+    job.run('tiers', url, leaves, options, each=disks)
+    bucket.proxy.clear()
+    for step in (1, 2):
+        assert job.run('tiers_save', step) == [step] * 4
+        assert job.run('tiers_wait', step) == [None] * 4
+    written = [
+        request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
+    ]
+    assert len(written) == len(set(written))
+    assert written[-1].endswith('/checkpoint_1/checkpoint')
+    assert sum('integrity.' in key for key in written) == 4
+    job.run('tiers_close')
+    assert t5ckpt.verify(url, full=True).ok
+    job.run('tiers', url, leaves, options, each=disks)
+    bucket.proxy.clear()
+    answers = job.run('tiers_restore')
+    assert [(answer['step'], answer['position'], answer['bytes'][1:]) for answer in answers] == [(2, 2, [0, 0])] * 4
+    assert not [request.key for request in bucket.proxy.clear() if '/target.' in request.key]
+    job.run('tiers_close')
+    job.run('tiers', url, leaves, options, each=[f'{disk}-new' for disk in disks])
+    assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 4
+    job.run('tiers_close')

@@ -11,12 +11,14 @@ def main() -> None:
     port, count, index, heartbeat = map(int, sys.argv[1:])
     jax.distributed.initialize(f'127.0.0.1:{port}', count, index, heartbeat_timeout_seconds=heartbeat)
     import scenarios
+    import tier_scenarios
 
     _answer('ready')
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            answer = getattr(scenarios, name)(*arguments)
+            module = scenarios if hasattr(scenarios, name) else tier_scenarios
+            answer = getattr(module, name)(*arguments)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             answer = {'error': [type(error).__name__, str(error)]}
             traceback.print_exc()

@@ -1,0 +1,195 @@
+"""Writes and commits a save of several processes to storages of their own, such as the local disks of their hosts.
+
+Each process writes every distinct shard of its devices, also the chunks that another process uploads. All directories get the
+same manifest and the same sidecar, whose checksum therefore identifies the save:
+
+    integrity.<process>.json    the checksums of the files that are assigned to this process, as in a shared directory
+    copies.json                 those of its other files; a directory with this file has a part of a checkpoint
+    train_ds-*                  its position, and that of the process half a job away
+
+A directory is renamed to its final name only after all processes have agreed that all files are durable. A crash between the
+first and the last rename leaves a step that some directories lack; ``tiers/look.py`` decides whether the others have it whole.
+
+Notes: agreement is by the coordination service, never by a device collective. Each process receives the sidecar from process 0,
+and the manifest if its own differs.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.commit.begin import begin
+from t5ckpt.commit.deletion import delete_step, rename_damaged
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.occupancy import occupant
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
+from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
+from t5ckpt.distributed.rounds import Phase
+from t5ckpt.errors import CoordinationError, ProcessMissingError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.dtypes import to_stored
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import COPIES
+from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
+from t5ckpt.save.execute import check_agreement, finish, manifest_bytes, previous_of, sealed, write_positions
+from t5ckpt.save.prepare import PreparedSave, is_free
+from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.storage import requests_between
+
+_log = logging.getLogger('t5ckpt')
+# Larger positions are only on the disk of their own process: gRPC refuses messages above 4 MiB.
+_MOST_POSITION_BYTES = 2**20
+
+
+def save_parts(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+    """Writes and commits, as :func:`run_save` does; each process in its own storage."""
+    request = job.request
+    before = request.storage.requests()
+    try:
+        with contextlib.ExitStack() as stack:
+            with request.round.failing_together(Phase.PLAN):
+                vote = {'plan': digest(job.text.encode()), 'is_free': is_free(request)}
+            started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(job, votes))
+            check_agreement(job, started.get('different', ()))
+            if started.get('skip'):
+                return None
+            with request.round.failing_together(Phase.WRITE):
+                work = stack.enter_context(_begun(job))
+                written, vote = _write(job, work, started['codecs'])
+                manifest = manifest_bytes(job, written)
+                check_caller()
+            vote['manifest'] = digest(manifest)
+            done = request.round.reduce_on_leader(
+                Phase.WRITE, vote, lambda votes: _sealed(job, work, votes, _own(job, written), manifest)
+            )
+            sidecar = _commit(job, work, done, manifest, _directories(job, written))
+    except BaseException:
+        if request.reuse is not None:
+            # The next save must not fail for the same reason.
+            request.reuse.previous = None
+        raise
+    seconds = time.monotonic() - request.started
+    record_duration(WRITE_EVENT, seconds)
+    request.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
+    requests = requests_between(before, request.storage.requests())
+    finish(request, written, done['bytes'], seconds, requests)
+    if request.reuse is not None:
+        request.reuse.previous = previous_of(job, work.directory, written, digest(sidecar))
+    return CommittedCheckpoint(request.step, request.storage.url(work.directory), done['bytes'], seconds)
+
+
+def _agreed(job: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
+    """On process 0: whether to save, and with which codecs."""
+    request = job.request
+    plans = [vote['plan'] for vote in votes]
+    different = [index for index, plan in enumerate(plans) if plan != plans[0]]
+    if different:
+        return {'different': different}
+    if not any(vote['is_free'] for vote in votes):
+        return {'skip': True}
+    codecs = request.selection.agreed
+    for location, (sample, dtype) in job.samples.items():
+        last = None if job.previous is None else job.previous.codec(request.storage, location)
+        codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+    return {'codecs': codecs}
+
+
+def _begun(job: PreparedSave) -> Transaction:
+    """Makes the directory of this process."""
+    request = job.request
+    _, index = collect(request.storage, request.clock)
+    request.retention.note_index(index)
+    if not request.call.overwrite and occupant(request.storage, request.step) is not None:
+        # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
+        aside = rename_damaged(request.storage, request.step, request.clock)
+        _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
+    return begin(request.storage, request.step, request.clock, writer_facts(), index, request.replaces)
+
+
+def _write(job: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
+    """Writes the files of this process; returns the report of all of them, and the vote on those that are assigned to it."""
+    request = job.request
+    storage, index = request.storage, request.round.processes.index
+    can_reuse = job.previous is not None and job.previous.is_there(storage)
+    previous = job.previous if can_reuse else None
+    written = write_arrays(
+        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.selection), job.staging
+    )
+    own = _own(job, written)
+    positions = write_positions(job, work.directory, job.dataset)
+    copies = {name: written.digests[name] for name in job.copies}
+    copies |= write_positions(job, work.directory, _positions_of_peer(job))
+    storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
+    entry = write_checksums(storage, work.directory, index, own.digests | positions)
+    vote = {'integrity': list(entry), 'bytes': own.file_bytes, 'files': len(own.digests)}
+    return written, vote
+
+
+def _own(job: PreparedSave, written: WriteReport) -> WriteReport:
+    """The report of the files that are assigned to this process."""
+    digests = {name: entry for name, entry in written.digests.items() if name not in job.copies}
+    return dataclasses.replace(written, digests=digests)
+
+
+def _positions_of_peer(job: PreparedSave) -> dict[str, bytes]:
+    """Exchanges the positions of data iterators, so that each is on two disks."""
+    request = job.request
+    if request.dataset is None:
+        return {}
+    index, count = request.round.processes.index, request.round.processes.count
+    is_small = sum(map(len, job.dataset.values())) <= _MOST_POSITION_BYTES
+    own = {name: base64.b64encode(data).decode() for name, data in job.dataset.items()} if is_small else {}
+    request.round.put_for_peer('positions', json.dumps(own).encode())
+    found = json.loads(request.round.get_from_peer('positions', (index + count // 2) % count))
+    return {name: base64.b64decode(data) for name, data in found.items() if name not in job.dataset}
+
+
+def _sealed(
+    job: PreparedSave, work: Transaction, votes: Sequence[Any], own: WriteReport, manifest: bytes
+) -> dict[str, Any]:
+    """On process 0, when all files are durable: sends the sidecar, and the manifest if a process needs it."""
+    request = job.request
+    entry: FileEntry = entry_of(manifest)
+    sidecar, nbytes = sealed(job, work, votes, own, entry)
+    request.round.share('sidecar', encode_sidecar(sidecar))
+    if any(vote['manifest'] != votes[0]['manifest'] for vote in votes):
+        request.round.share('manifest', manifest)
+    return {'bytes': nbytes, 'manifest': votes[0]['manifest'], 'reason': request.persists()}
+
+
+def _commit(
+    job: PreparedSave, work: Transaction, done: Mapping[str, Any], manifest: bytes, directories: Sequence[str]
+) -> bytes:
+    """Commits the directory of this process; returns the sidecar when all processes have committed theirs.
+
+    If the commit of a process fails, all of them delete the step. If a process dies, the others leave it: it may be whole.
+    """
+    request = job.request
+    with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
+        sidecar = request.round.receive('sidecar')
+        if digest(manifest) != done['manifest']:
+            manifest = request.round.receive('manifest')
+        stack.enter_context(request.around_commit(done['reason']))
+        work.commit(manifest, sidecar, directories)
+        try:
+            request.round.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+        except (CoordinationError, ProcessMissingError):
+            raise
+        except T5CkptError:
+            delete_step(request.storage, request.step, request.clock, even_waiting=True)
+            raise
+    return sidecar
+
+
+def _directories(job: PreparedSave, written: WriteReport) -> list[str]:
+    return [array.location for array in written.arrays.values()] + parents_of(job.dataset)

@@ -1,0 +1,231 @@
+"""Which local step a set of disks has whole, and who sends what is missing. Pure.
+
+A disk tells for each of its steps the save, and the index that its process had in that save: 40 bytes. A step is covered if the
+disks have all indices of one save, each with all of its files. Only if an index is missing, the disks also tell which chunks they
+have, as bitmaps; the chunks of a lost disk may be on the disks of replicas.
+
+No process id is told, so disks may come back in another order, or on other machines. Bitmaps are merged packed and one at a time:
+those of 1,024 disks with millions of chunks take gigabytes as arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.format.chunk_grid import ChunkGrid
+
+# A manifest of more chunks is not one of a save that this program writes.
+_MOST_CHUNKS = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskStep:
+    """One local step of one disk.
+
+    Attributes:
+      save: the checksum of the sidecar, which is the same on all disks that took part in the save.
+      index: of the process in the save; -1 if the disk does not have the files that were assigned to it.
+      count: of the processes in the save.
+      positions: the positions of data iterators on the disk, T5X's ``(SSS, NNN)`` of their names.
+    """
+
+    save: str
+    index: int
+    count: int
+    positions: tuple[tuple[int, int], ...] = ()
+
+    def vote(self, step: int) -> list[Any]:
+        """In JSON's types, for :meth:`of`."""
+        return [step, self.save, self.index, self.count, [list(pair) for pair in self.positions]]
+
+    @classmethod
+    def of(cls, vote: Sequence[Any]) -> tuple[int, DiskStep]:
+        """The step and the facts of a vote."""
+        step, save, index, count, positions = vote
+        return step, cls(save, index, count, tuple((shard, of) for shard, of in positions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A step that the disks may have whole together.
+
+    Attributes:
+      step, save: which.
+      missing: the indices that no disk has whole; if there are none, the disks have all chunks.
+      positions: how many positions of data iterators are on no disk.
+    """
+
+    step: int
+    save: str
+    missing: tuple[int, ...]
+    positions: int
+
+
+def candidates(disks: Iterable[Mapping[int, DiskStep]]) -> list[Candidate]:
+    """The saves of which any disk has a part, the newest first; of one step, the one with the fewest missing indices first."""
+    found: dict[tuple[int, str], list[DiskStep]] = {}
+    for disk in disks:
+        for step, each in disk.items():
+            found.setdefault((step, each.save), []).append(each)
+    made = [_candidate(step, save, parts) for (step, save), parts in found.items()]
+    return sorted(made, key=lambda each: (-each.step, len(each.missing), each.save))
+
+
+def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
+    indices = {part.index for part in parts}
+    missing = tuple(index for index in range(max(part.count for part in parts)) if index not in indices)
+    held = {pair for part in parts for pair in part.positions}
+    return Candidate(step, save, missing, max((of for _, of in held), default=0) - len(held))
+
+
+class ChunkNumbers:
+    """Numbers all chunks of a step in one order that follows from its manifest: arrays by location, grids in C order."""
+
+    def __init__(self, grids: Mapping[str, ChunkGrid]):
+        """Takes the grid of each array directory."""
+        self._grids = dict(sorted(grids.items()))
+        self._first: dict[str, int] = {}
+        self.count = 0
+        for location, grid in self._grids.items():
+            self._first[location] = self.count
+            self.count += grid.num_chunks
+
+    @property
+    def locations(self) -> list[str]:
+        """The directories of the arrays."""
+        return list(self._grids)
+
+    def bits(self, names: Iterable[str]) -> np.ndarray:
+        """The packed bitmap of some files; those that are not chunks are left out."""
+        bits = np.zeros(self.count, bool)
+        numbers = [number for name in names if (number := self._number(name)) is not None]
+        bits[numbers] = True
+        return np.packbits(bits)
+
+    def chosen(self, names: Iterable[str], bits: np.ndarray) -> list[str]:
+        """Those of some files whose chunks are in a packed bitmap."""
+        if not bits.any():
+            return []
+        numbered = ((name, self._number(name)) for name in names)
+        return [name for name, at in numbered if at is not None and bits[at >> 3] >> (7 - (at & 7)) & 1]
+
+    def _number(self, name: str) -> int | None:
+        location, _, key = name.rpartition('/')
+        grid = self._grids.get(location)
+        index = None if grid is None else grid.index(key)
+        if grid is None or index is None:
+            return None
+        number = 0
+        for at, size in zip(index, grid.grid_shape, strict=True):
+            if at >= size:
+                return None
+            number = number * size + at
+        return self._first[location] + number
+
+
+def encode_bits(bits: np.ndarray) -> str:
+    """A packed bitmap as text; '' for one without a bit. The chunks of contiguous shards are mostly runs, so zlib shortens it."""
+    return base64.b85encode(zlib.compress(bits.tobytes(), 6)).decode() if bits.any() else ''
+
+
+def decode_bits(text: str, count: int) -> np.ndarray:
+    """The packed bitmap of ``count`` chunks.
+
+    Raises:
+      ValueError: the text is not of this form.
+    """
+    if not 0 <= count < _MOST_CHUNKS:
+        raise ValueError(f'{count} chunks')
+    nbytes = (count + 7) // 8
+    if not text:
+        return np.zeros(nbytes, np.uint8)
+    data = zlib.decompressobj().decompress(base64.b85decode(text), nbytes + 1)
+    if len(data) != nbytes:
+        raise ValueError(f'{len(data)} of {nbytes} bytes')
+    return np.frombuffer(data, np.uint8)
+
+
+def num_bits(bits: np.ndarray) -> int:
+    """How many chunks a packed bitmap has."""
+    return int(np.bitwise_count(bits).sum())
+
+
+def union(votes: Iterable[str], count: int) -> np.ndarray:
+    """The union of encoded bitmaps."""
+    merged = np.zeros((count + 7) // 8, np.uint8)
+    for vote in votes:
+        if vote:
+            merged |= decode_bits(vote, count)
+    return merged
+
+
+@dataclasses.dataclass(frozen=True)
+class Gifts:
+    """Who sends which chunks; all processes that lack a chunk get it at once.
+
+    Attributes:
+      gives: for each process, the encoded bitmap of what it sends.
+      nowhere: the packed bitmap of the chunks that no disk has.
+    """
+
+    gives: tuple[str, ...]
+    nowhere: np.ndarray
+
+
+def plan_gifts(lacking: np.ndarray, votes: Sequence[str], count: int) -> Gifts:
+    """Assigns each lacking chunk to a process that has it.
+
+    Every process first takes up to its equal part, and then the processes take what is left, in order.
+
+    Args:
+      lacking: the packed bitmap of the chunks that any process lacks.
+      votes: for each process, the encoded bitmap of those that it has.
+      count: of all chunks.
+    """
+    left = lacking.copy()
+    part = -(-num_bits(lacking) // max(1, sum(bool(vote) for vote in votes)))
+    none = np.zeros(0, np.uint8)
+    gives = [none] * len(votes)
+    for process, vote in enumerate(votes):
+        own = _first_bits(decode_bits(vote, count) & left, part) if vote else none
+        if own.any():
+            left &= ~own
+            gives[process] = _shrunk(own)
+    for process, vote in enumerate(votes):
+        if vote and left.any():
+            own = decode_bits(vote, count) & left
+            if own.any():
+                left &= ~own
+                gives[process] = _shrunk(own | _grown(gives[process], left.size))
+    return Gifts(tuple(encode_bits(_grown(bits, left.size)) if bits.size else '' for bits in gives), left)
+
+
+def _first_bits(bits: np.ndarray, count: int) -> np.ndarray:
+    """The bitmap without all bits after the first ``count``."""
+    totals = np.cumsum(np.bitwise_count(bits), dtype=np.int64)
+    if not totals.size or totals[-1] <= count:
+        return bits
+    at = int(np.searchsorted(totals, count, side='right'))
+    kept = bits.copy()
+    kept[at:] = 0
+    rest = count - (int(totals[at - 1]) if at else 0)
+    ones = np.flatnonzero(np.unpackbits(bits[at : at + 1]))[:rest]
+    last = np.zeros(8, np.uint8)
+    last[ones] = 1
+    kept[at] = np.packbits(last)[0]
+    return kept
+
+
+def _shrunk(bits: np.ndarray) -> np.ndarray:
+    """The bitmap compressed to bytes, since there is one for each process."""
+    return np.frombuffer(zlib.compress(bits.tobytes(), 1), np.uint8)
+
+
+def _grown(data: np.ndarray, size: int) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(data.tobytes()), np.uint8) if data.size else np.zeros(size, np.uint8)

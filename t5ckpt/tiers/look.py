@@ -1,0 +1,127 @@
+"""Chooses the step to restore, in a job of several processes: the newest that the disks of all have, else that of the bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.rounds import Phase
+from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union
+from t5ckpt.tiers.part import Part
+
+_log = logging.getLogger('t5ckpt')
+_ACTION = 'the look at the local directories'
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRun:
+    """What process 0 found in the run's storage.
+
+    Attributes:
+      step: the newest step, or the one that was asked for; None without one.
+      save: the checksum of its sidecar.
+    """
+
+    step: int | None = None
+    save: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The step to restore.
+
+    Attributes:
+      step: None if there is none.
+      save: of the local step; '' if it is read from the run's storage.
+      giver: a process whose disk has a part of it.
+      in_run: whether the run's storage has the same save, and gives the chunks that are on no disk.
+      refused: why newer steps were not taken, by step.
+    """
+
+    step: int | None
+    save: str = ''
+    giver: int = 0
+    in_run: bool = False
+    refused: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
+
+
+def look(
+    coordinator: Coordinator,
+    parts: Mapping[int, Part],
+    of_run: Callable[[bool], OfRun],
+    step: int | None,
+    *,
+    needs_positions: bool,
+) -> Found:
+    """Chooses the step; every process calls it.
+
+    Args:
+      coordinator: of the checkpointer.
+      parts: what the disk of this process has.
+      of_run: asks the run's storage, in process 0; called with whether any disk has a part.
+      step: the step that was asked for, or None.
+      needs_positions: whether the positions of data iterators are restored, too.
+    """
+    votes = [part.as_vote().vote(at) for at, part in parts.items() if step in (None, at)]
+    decided = coordinator.round(_ACTION).reduce_on_leader(
+        Phase.LOOK, votes, lambda votes: _listed(votes, of_run, needs_positions)
+    )
+    run_step, refused = decided['run'], dict[int, str]()
+    for at, save, giver, known, in_run in decided['candidates']:
+        if run_step is not None and at < run_step:
+            break
+        part = parts.get(at)
+        why = known
+        if known == 'ask':
+            why = _asked(coordinator, part if part is not None and part.save == save else None)
+        if not why or in_run:
+            return Found(at, save, giver, in_run, refused)
+        refused.setdefault(at, why)
+    return Found(run_step, refused={at: why for at, why in refused.items() if at != run_step})
+
+
+def _listed(votes: Sequence[Any], query: Callable[[bool], OfRun], needs_positions: bool) -> dict[str, Any]:
+    """On process 0: the candidates, and what is known of each: '' for a whole step, 'ask', or why it cannot be restored."""
+    of_run = query(any(votes))
+    disks = [dict(DiskStep.of(vote) for vote in disk) for disk in votes]
+    found: list[Any] = []
+    for each in candidates(disks):
+        giver = next(
+            process for process, disk in enumerate(disks) if each.step in disk and disk[each.step].save == each.save
+        )
+        in_run = (each.step, each.save) == (of_run.step, of_run.save)
+        found.append([each.step, each.save, giver, _known(each, needs_positions), in_run])
+    return {'candidates': found, 'run': of_run.step}
+
+
+def _known(candidate: Candidate, needs_positions: bool) -> str:
+    if needs_positions and candidate.positions > 0:
+        return f'{candidate.positions} positions of data iterators are on no disk'
+    return 'ask' if candidate.missing else ''
+
+
+def _asked(coordinator: Coordinator, part: Part | None) -> str:
+    """Asks the disks which chunks they have; '' if they have all, else what is missing."""
+    numbers = None if part is None else part.numbers()
+    vote = None if numbers is None or part is None else [numbers.count, encode_bits(numbers.bits(part.there))]
+
+    def decide(votes: Sequence[Any]) -> str:
+        having = [each for each in votes if each is not None]
+        count = having[0][0]
+        missing = count - num_bits(union((text for _, text in having), count))
+        return f'{missing} of {count} chunks are on no disk' if missing else ''
+
+    return coordinator.round(_ACTION).reduce_on_leader(Phase.LOOK, vote, decide)
+
+
+def log_choice(found: Found, steps: Collection[int]) -> None:
+    """Logs why newer steps were not taken, in process 0."""
+    for step, reason in sorted(found.refused.items()):
+        if found.step is None or step > found.step:
+            _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
+    for step in sorted(steps):
+        if found.step is not None and step > found.step and step not in found.refused:
+            _log.warning('t5ckpt: local step %d was not restored: its files are damaged', step)

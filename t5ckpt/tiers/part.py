@@ -1,0 +1,119 @@
+"""What the local directory of one process has of a step that several processes saved, see ``save/parts.py``.
+
+A complete checkpoint, which a job of one process saved, is a part with everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.locate import Located
+from t5ckpt.core.keys import join
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, step_dir
+from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.reading.contents import RawFiles, read_contents
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep
+
+_POSITION = re.compile(r'train_ds-([0-9]+)-of-([0-9]+)')
+_LIST = re.compile(r'integrity\.([0-9]+)\.json')
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+      storage, step: where it is.
+      manifest, sidecar: undecoded; the same on all disks of a save.
+      lists: the names of the processes' lists of file checksums that are there.
+      checksums: of the files that were written here; also of those that are not there anymore.
+      there: the names of the files that are there, with the right size.
+    """
+
+    storage: Storage
+    step: int
+    manifest: bytes
+    sidecar: bytes
+    lists: dict[str, FileChecksums]
+    checksums: FileChecksums
+    there: frozenset[str]
+    count: int
+
+    @classmethod
+    def read(cls, storage: Storage, step: int) -> Part:
+        """Reads the files of a part that are not chunks, and the sizes of the others.
+
+        Raises:
+          FormatError: one of them is damaged.
+          CheckpointNotFoundError: the step is not there.
+          StorageError: the disk failed.
+        """
+        directory = step_dir(step)
+
+        def where(name: str) -> str:
+            return storage.url(join(directory, name))
+
+        manifest, sidecar = (storage.read(join(directory, name)) for name in (MANIFEST, SIDECAR))
+        recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where(SIDECAR)), where(SIDECAR))
+        recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
+        sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
+        checksums, lists = FileChecksums(), dict[str, FileChecksums]()
+        if COPIES in sizes:
+            checksums = FileChecksums.decode(storage.read(join(directory, COPIES)), where(COPIES))
+        for name in recorded.lists:
+            if name in sizes:
+                lists[name] = recorded.read_lists({name: storage.read(join(directory, name))}, where)
+                checksums = checksums.merged(lists[name])
+        there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
+        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists))
+
+    @property
+    def save(self) -> str:
+        """Identifies the save."""
+        return digest(self.sidecar)
+
+    @property
+    def located(self) -> Located:
+        """Where a restore reads it."""
+        return Located(self.storage, step_dir(self.step), MANIFEST, self.step)
+
+    def whole_lists(self) -> list[int]:
+        """The indices of the lists all of whose files are there."""
+        return [
+            int(match[1])
+            for name, entries in self.lists.items()
+            if self.there.issuperset(entries) and (match := _LIST.fullmatch(name)) is not None
+        ]
+
+    def as_vote(self) -> DiskStep:
+        """What the disk tells of it."""
+        return DiskStep(self.save, next(iter(self.whole_lists()), -1), self.count, positions_in(self.there))
+
+    def numbers(self) -> ChunkNumbers:
+        """The numbers of the chunks of the whole step."""
+        leaves = read_contents(self.located, RawFiles(self.manifest, self.sidecar)).leaves()
+        arrays = [leaf.array for leaf in leaves.values() if hasattr(leaf, 'array')]
+        return ChunkNumbers({array.location: array.grid for array in arrays})
+
+
+def positions_in(names: frozenset[str]) -> tuple[tuple[int, int], ...]:
+    """The positions of data iterators among some files."""
+    found = {(int(match[1]), int(match[2])) for name in names if (match := _POSITION.match(name)) is not None}
+    return tuple(sorted(found))
+
+
+def parts_in(storage: Storage) -> dict[int, Part]:
+    """The parts in a local directory, by step. A damaged one counts as not there."""
+    found: dict[int, Part] = {}
+    for each in listing(storage).steps:
+        try:
+            found[each.step] = Part.read(storage, each.step)
+        except T5CkptError:
+            continue
+    return found

@@ -1,0 +1,234 @@
+"""Brings the files that a restore reads, and that the disk of a process lacks, to its local directory.
+
+They come from the disks of other processes, with one exchange, or from the run's storage if it has the same save. They are
+written to the local directory, so afterwards the disk is whole again for the next restart. A file that its sender finds damaged
+is deleted and counts as absent; the processes then ask again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.commit.begin import begin
+from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.rounds import CoordinationRound, Phase
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.contents import file_checksums_of
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_gifts, union
+from t5ckpt.tiers.exchange import File, exchange
+from t5ckpt.tiers.part import Part
+
+_log = logging.getLogger('t5ckpt')
+_TURNS = 4
+_ACTION = 'a restore from local directories'
+
+
+@dataclasses.dataclass
+class Provided:
+    """The bytes that this process read, by source."""
+
+    own: int = 0
+    peers: int = 0
+    run: int = 0
+
+
+class Provider:
+    """Provides the files of one step; every process has one, and calls it at the same point."""
+
+    def __init__(self, coordinator: Coordinator, part: Part, run: Storage | None):
+        """Takes the part of this process, and the run's storage if it has the same save."""
+        self.part = part
+        self.provided = Provided()
+        self._coordinator = coordinator
+        self._run = run
+        self._storage, self._directory = part.storage, step_dir(part.step)
+        self._entries: dict[str, FileEntry] = dict(part.checksums)
+        self._there = set(part.there)
+        self._of_run: FileChecksums | None = None
+        self._brought = set[str]()
+
+    def __call__(self, first: CoordinationRound, names: Sequence[str], prefix: str | None) -> FileChecksums:
+        """Makes files available locally; returns the checksums of all files that are there.
+
+        Args:
+          first: the round of the restore.
+          names: the chunk files that this process reads.
+          prefix: of the names of its position of the data iterator; None without one.
+
+        Raises:
+          CorruptCheckpointError: a chunk is nowhere, in all processes.
+        """
+        numbers, asking = self.part.numbers(), first
+        for turn in range(_TURNS + 1):
+            lacking = [name for name in names if name not in self._there]
+            wants = None if turn else self._wanted_positions(prefix)
+            asked = self._ask(asking, numbers, lacking, wants)
+            if asked is None:
+                break
+            if turn == _TURNS:
+                raise CorruptCheckpointError(
+                    f'{self._url()}: files of the local directories are damaged again and again.'
+                )
+            asking = self._turn(numbers, lacking, wants, asked)
+        self.provided.own = sum(self._entries[name][0] for name in names if name not in self._brought)
+        return FileChecksums({name: self._entries[name] for name in self._there})
+
+    def _wanted_positions(self, prefix: str | None) -> str | None:
+        """The prefix of the positions that this process lacks; a new disk takes all, for those that a lost one had twice."""
+        if prefix is None or self._positions(prefix):
+            return None
+        return prefix if self._there else TRAIN_DS_PREFIX
+
+    def _url(self) -> str:
+        return self._storage.url(self._directory)
+
+    def _positions(self, prefix: str) -> list[str]:
+        return sorted(name for name in self._there if name.startswith(prefix))
+
+    @staticmethod
+    def _ask(
+        asking: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None
+    ) -> dict[str, Any] | None:
+        """What any process lacks; None if that is nothing."""
+        vote = [encode_bits(numbers.bits(lacking)), wants]
+
+        def decide(votes: Sequence[Any]) -> dict[str, Any] | None:
+            bits = encode_bits(union((text for text, _ in votes), numbers.count))
+            prefixes = sorted({prefix for _, prefix in votes if prefix is not None})
+            return {'chunks': bits, 'prefixes': prefixes} if bits or prefixes else None
+
+        return asking.reduce_on_leader(Phase.NEED, vote, decide)
+
+    def _turn(
+        self, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None, asked: dict[str, Any]
+    ) -> CoordinationRound:
+        """Exchanges what the disks have of that, and fetches the rest from the run's storage.
+
+        Returns:
+          The round of the next question.
+        """
+        chunks = decode_bits(asked['chunks'], numbers.count)
+        positions = [name for prefix in asked['prefixes'] for name in self._positions(prefix)]
+        vote = [encode_bits(numbers.bits(self._there) & chunks), positions]
+        given = self._coordinator.round(_ACTION)
+        answer = given.reduce_on_leader(
+            Phase.GIVE,
+            vote,
+            lambda votes: _assigned(given, votes, chunks, numbers.count, has_run=self._run is not None),
+        )
+        if answer['lost']:
+            raise CorruptCheckpointError(f'{self._url()}: {answer["lost"]}')
+        index = given.processes.index
+        gives = decode_bits(given.receive(f'gives/{index}').decode(), numbers.count)
+        nowhere = decode_bits(answer['nowhere'], numbers.count)
+        names = numbers.chosen(sorted(self._there), gives)
+        names += [name for name, giver in answer['positions'].items() if giver == index]
+        wanted = {*lacking, *(name for name in answer['positions'] if wants is not None and name.startswith(wants))}
+        following = self._coordinator.round(_ACTION)
+        with following.failing_together(Phase.NEED):
+            exchange(self._sent(names), wanted - self._there, self._receive)
+            from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
+            if wants is not None and not self._positions(wants):
+                from_run += self._positions_of_run(wants)
+            for name in from_run:
+                self._fetch(name)
+            self._record()
+        return following
+
+    def _sent(self, names: Sequence[str]) -> Iterator[File]:
+        """The files that this process sends; a damaged one is deleted instead."""
+        for name in names:
+            key, entry = join(self._directory, name), self._entries[name]
+            try:
+                data = self._storage.read(key)
+            except CheckpointNotFoundError:
+                data = b''
+            if entry_of(data) == entry:
+                yield name, entry, data
+            else:
+                _log.warning('t5ckpt: %s is damaged and was deleted', self._storage.url(key))
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._storage.delete_file(join(self._directory, name))
+        self._there.discard(name)
+
+    def _receive(self, file: File) -> None:
+        name, entry, data = file
+        if name not in self._there and entry_of(data) == entry:
+            self._write(name, entry, data)
+            self.provided.peers += len(data)
+
+    def _fetch(self, name: str) -> None:
+        """Fetches a file from the run's storage, which has the same save."""
+        if self._run is None:
+            return
+        located = locate_step(self._run, self.part.step)
+        data = CheckpointFiles.of(located).read(name)
+        if self._of_run is None:
+            self._of_run = file_checksums_of(located) or FileChecksums()
+        self._of_run.check(name, entry_of(data), self._run.url(join(located.directory, name)))
+        self._write(name, entry_of(data), data)
+        self.provided.run += len(data)
+
+    def _positions_of_run(self, prefix: str) -> list[str]:
+        if self._run is None:
+            return []
+        directory = locate_step(self._run, self.part.step).directory
+        return [name for name in self._run.names(directory, TRAIN_DS_PREFIX) if name.startswith(prefix)]
+
+    def _write(self, name: str, entry: FileEntry, data: bytes) -> None:
+        key = join(self._directory, name)
+        self._storage.make_dir(key.rpartition('/')[0])
+        self._storage.write(key, data)
+        self._entries[name] = entry
+        self._there.add(name)
+        self._brought.add(name)
+
+    def _record(self) -> None:
+        """Writes the checksums of the files that came from elsewhere."""
+        listed = {name for entries in self.part.lists.values() for name in entries}
+        copies = {name: entry for name, entry in self._entries.items() if name not in listed}
+        self._storage.write(join(self._directory, COPIES), FileChecksums(copies).encode())
+
+    def drop_damaged(self) -> int:
+        """Reads all files of the part, and deletes those that are damaged; returns their number."""
+        before = len(self._there)
+        for _ in self._sent(sorted(self._there)):
+            pass
+        return before - len(self._there)
+
+
+def _assigned(
+    given: CoordinationRound, votes: Sequence[Any], chunks: Any, count: int, *, has_run: bool
+) -> dict[str, Any]:
+    """On process 0: who sends what. Each process receives the bitmap of what it sends on its own."""
+    gifts = plan_gifts(chunks, [text for text, _ in votes], count)
+    for process, text in enumerate(gifts.gives):
+        given.share(f'gives/{process}', text.encode())
+    positions: dict[str, int] = {}
+    for process, (_, names) in enumerate(votes):
+        for name in names:
+            positions.setdefault(name, process)
+    missing = num_bits(gifts.nowhere)
+    lost = '' if has_run or not missing else f'{missing} of {count} chunks are on no disk.'
+    return {'nowhere': encode_bits(gifts.nowhere), 'positions': positions, 'lost': lost}
+
+
+def begin_part(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
+    """Makes a part without chunks on a disk that has none of a step."""
+    with begin(storage, step, clock, writer_facts()) as work:
+        storage.write(join(work.directory, COPIES), FileChecksums().encode())
+        work.commit(manifest, sidecar, [])
+    return Part.read(storage, step)

@@ -1,0 +1,207 @@
+"""Restores from local directories in a job of several processes.
+
+The processes choose a step (``tiers/look.py``), bring what each of them needs and lacks to its own disk
+(``tiers/provide.py``), and restore from there as from any directory. A damaged local file is deleted, counts as absent, and they
+choose again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from t5ckpt.catalog.listing import has_step, newest
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.core.keys import join
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.rounds import Phase
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CoordinationError,
+    CorruptCheckpointError,
+    NotADirectoryStorageError,
+    ProcessMissingError,
+    RemoteError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import SIDECAR, step_dir
+from t5ckpt.reading.contents import read_raw
+from t5ckpt.restore.request import LocalSource, RestoreRequest
+from t5ckpt.tiers.catalog import TierCatalog
+from t5ckpt.tiers.look import Found, OfRun, log_choice, look
+from t5ckpt.tiers.part import Part, parts_in
+from t5ckpt.tiers.provide import Provider, begin_part
+
+_log = logging.getLogger('t5ckpt')
+_ACTION = 'a restore from local directories'
+_ATTEMPTS = 3
+_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
+
+
+class SharedRestore:
+    """One restore; every process makes one, and calls it at the same point."""
+
+    def __init__(self, catalog: TierCatalog, coordinator: Coordinator, drop_intent: Callable[[int], None]):
+        """Reads nothing; ``drop_intent`` forgets that a step waits for its upload."""
+        self._catalog = catalog
+        self._local, self._run = catalog.local, catalog.run
+        self._coordinator = coordinator
+        self._drop_intent = drop_intent
+
+    def restore(self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:
+        """Restores a step, and logs which, and how many bytes came from where.
+
+        Args:
+          request: of the call.
+          run_restore: carries out a request.
+          moves: whether the checkpointer has a data iterator.
+
+        Raises:
+          CheckpointNotFoundError: there is no step.
+          CorruptCheckpointError: the disks do not have the step whole, and the run's storage does not have it.
+        """
+        positions = moves and not request.call.leaves_iterator
+        asked = request.call.step
+        of_run = functools.partial(self._of_run, asked)
+        for attempt in range(_ATTEMPTS):
+            parts = parts_in(self._local)
+            found = look(self._coordinator, parts, of_run, asked, needs_positions=positions)
+            is_leader = self._coordinator.processes_of_job().index == 0
+            if is_leader:
+                log_choice(found, parts)
+            if not found.save or found.step is None:
+                restored = self._of_storage(request, run_restore, found)
+            else:
+                outcome = self._of_disks(
+                    request, run_restore, found, found.step, parts.get(found.step), last=attempt + 1 == _ATTEMPTS
+                )
+                if outcome is None:
+                    continue
+                (restored,) = outcome
+            if asked is None:
+                self._put_aside(found)
+            return restored
+        raise AssertionError('the last attempt returns or raises')
+
+    def _of_run(self, step: int | None, has_local: bool) -> OfRun:
+        """What the run's storage has; in process 0."""
+        try:
+            if step is None:
+                listed = newest(self._run)
+                at = None if listed is None else listed.step
+            else:
+                at = step if has_step(self._run, step) else None
+            sidecar = None if at is None else read_raw(locate_step(self._run, at)).sidecar
+        except StorageError as error:
+            if not has_local:
+                raise
+            _log.warning('t5ckpt: only the steps of the local directories are used: %s', error)
+            return OfRun()
+        return OfRun(at, '' if sidecar is None else digest(sidecar))
+
+    def _of_storage(self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], found: Found) -> Any:
+        """Restores from the run's storage, as without local directories."""
+        if found.step is None and found.refused:
+            reasons = '; '.join(f'step {step}: {why}' for step, why in sorted(found.refused.items()))
+            raise CorruptCheckpointError(
+                f'the local directories have no whole step, and {self._run.url()} does not have it: {reasons}.'
+            )
+        call = dataclasses.replace(request.call, step=request.call.step if found.step is None else found.step)
+        restored = run_restore(dataclasses.replace(request, call=call, round=self._coordinator.round('a restore')))
+        _log.info('t5ckpt: restored step %s from %s, nothing from local directories', found.step, self._run.url())
+        return restored
+
+    def _of_disks(
+        self,
+        request: RestoreRequest,
+        run_restore: Callable[[RestoreRequest], Any],
+        found: Found,
+        step: int,
+        part: Part | None,
+        *,
+        last: bool,
+    ) -> tuple[Any] | None:
+        """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
+        part = self._completed(found, step, part if part is not None and part.save == found.save else None)
+        provider = Provider(self._coordinator, part, self._run if found.in_run else None)
+        call = dataclasses.replace(request.call, step=step)
+        source = LocalSource(part.located, part.manifest, part.sidecar, provider)
+        asked = dataclasses.replace(
+            request, call=call, storage=self._local, source=source, round=self._coordinator.round('a restore')
+        )
+        try:
+            restored = run_restore(asked)
+        except (CoordinationError, ProcessMissingError):
+            raise
+        except Exception as error:
+            # Of any kind: the other processes have a RemoteError, and come here, too.
+            if self._is_mended(error, provider, last=last):
+                return None
+            raise
+        given = provider.provided
+        _log.info(
+            't5ckpt: restored step %s: %d bytes of arrays from %s, %d from other processes, %d from %s',
+            found.step, given.own, self._local.url(), given.peers, given.run, self._run.url(),
+        )  # fmt: skip
+        return (restored,)
+
+    def _completed(self, found: Found, step: int, part: Part | None) -> Part:
+        """The part of this process; an empty one is made, with the manifest of a process that has one."""
+        at = self._coordinator.round(_ACTION)
+        some_lack = at.reduce_on_leader(Phase.LOOK, part is None, any)
+        if some_lack:
+            with at.failing_together(Phase.GIVE):
+                if at.processes.index == found.giver and part is not None:
+                    at.share('manifest', part.manifest)
+                    at.share('sidecar', part.sidecar)
+                if part is None:
+                    self._remove(step)
+                    files = at.receive('manifest'), at.receive('sidecar')
+                    part = begin_part(self._local, step, *files, self._catalog.clock)
+            at.reduce_on_leader(Phase.GIVE, None, lambda _: None)
+        if part is None:
+            raise AssertionError('every process has a part now')
+        return part
+
+    def _remove(self, step: int) -> None:
+        """Renames what the disk has of another save of a step, or a part of it that cannot be read."""
+        if has_step(self._local, step):
+            aside = rename_damaged(self._local, step, self._catalog.clock)
+            _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
+
+    def _is_mended(self, error: Exception, provider: Provider, *, last: bool) -> bool:
+        """Whether a damaged file was deleted anywhere, so that the processes choose again."""
+        at = self._coordinator.round(_ACTION)
+        with at.failing_together(Phase.NEED):
+            deleted = provider.drop_damaged() if isinstance(error, _DAMAGES) else 0
+        kind = 'damage' if deleted else 'remote' if isinstance(error, RemoteError) else 'other'
+
+        def decide(kinds: Sequence[str]) -> bool:
+            return 'damage' in kinds and not last
+
+        return at.reduce_on_leader(Phase.NEED, kind, decide)
+
+    def _put_aside(self, found: Found) -> None:
+        """Renames local steps that are newer than the restored one, and those of other saves: training passes them again."""
+        for step in self._catalog.local_steps():
+            if found.step is None or step < found.step or (step == found.step and self._has_save(step, found.save)):
+                continue
+            try:
+                aside = rename_damaged(self._local, step, self._catalog.clock)
+                self._drop_intent(step)
+            except T5CkptError as error:
+                _log.warning('t5ckpt: local step %d was not restored, and could not be renamed: %s', step, error)
+            else:
+                _log.warning('t5ckpt: local step %d was not restored, and was renamed to %s', step, aside)
+
+    def _has_save(self, step: int, save: str) -> bool:
+        try:
+            return digest(self._local.read(join(step_dir(step), SIDECAR))) == save
+        except T5CkptError:
+            return False

@@ -1,0 +1,325 @@
+"""The upload of a step that several processes saved: each sends the files of its list, and process 0 commits with the manifest.
+
+Process 0 decides which step is uploaded, and tells the others with orders: numbered keys of the coordination service, in a
+channel of their own. The other processes wait for orders in a thread, without a barrier and without a time-out, since an upload
+may take hours. An order is answered when the files are in the run's storage. The last order is the end, from ``close`` in
+process 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from t5ckpt.commit.begin import resume
+from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.protocols import Clock
+from t5ckpt.core.thread_pool import Pool, start_thread
+from t5ckpt.distributed.processes import Processes, ServiceError
+from t5ckpt.errors import LocalDirError, NotPersistedError, StorageError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.file_checksums import FileEntry, entry_of
+from t5ckpt.format.names import step_dir
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.part import Part
+from t5ckpt.tiers.queue import UploadStopped
+from t5ckpt.tiers.upload import NotUploadableError
+
+_log = logging.getLogger('t5ckpt')
+_WORKERS = 4
+_POLL_SECONDS = 5.0
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 2.0
+_CALL_SECONDS = 60.0
+
+
+class Orders:
+    """The messages of process 0 to the others about uploads. Safe from any thread."""
+
+    def __init__(self, processes: Processes, prefix: str):
+        """Takes the processes, and a prefix of keys that nothing else uses."""
+        self.processes = processes
+        self._prefix = f'{prefix}/uploads'
+        self._guard = threading.Lock()
+        self._next = self._removed = 0
+
+    def send(self, order: dict[str, Any]) -> int:
+        """Sends an order; returns its number."""
+        with self._guard:
+            number, self._next = self._next, self._next + 1
+            self.processes.put(f'{self._prefix}/order/{number}', json.dumps(order).encode(), _CALL_SECONDS)
+        return number
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Waits for the next order; None if there is none within a few seconds."""
+        try:
+            data = self.processes.get(f'{self._prefix}/order/{self._next}', _POLL_SECONDS)
+        except TimeoutError:
+            return None
+        number, self._next = self._next, self._next + 1
+        return number, json.loads(data)
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Answers an order."""
+        key = f'{self._prefix}/answer/{number}/{self.processes.index}'
+        self.processes.put(key, json.dumps(answer).encode(), _CALL_SECONDS)
+
+    def answers(self, number: int) -> list[dict[str, Any]]:
+        """The answers to an order so far. When all are there, removes the orders up to it."""
+        found = self.processes.get_all(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
+        if len(found) == self.processes.count - 1:
+            for old in range(self._removed, number + 1):
+                self.processes.remove(f'{self._prefix}/order/{old}', _CALL_SECONDS)
+            self.processes.remove(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
+            self._removed = number + 1
+        return [json.loads(data) for data in found.values()]
+
+    def stop(self, number: int) -> None:
+        """Tells the others to end the work on an order."""
+        self.processes.put(f'{self._prefix}/stop/{number}/0', b'1', _CALL_SECONDS)
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether process 0 has called :meth:`stop`."""
+        return bool(self.processes.get_all(f'{self._prefix}/stop/{number}', _CALL_SECONDS))
+
+
+def send_lists(part: Part, run: Storage, directory: str, pace: Callable[[int], None], *, again: bool) -> int:
+    """Sends the files of the lists of a part; returns their bytes.
+
+    Args:
+      part: of this process.
+      run: the run's storage.
+      directory: of the upload.
+      pace: called with the size of each file before it is read; may raise.
+      again: whether an earlier attempt may have sent some of them.
+
+    Raises:
+      NotUploadableError: a file is damaged or gone.
+      StorageError: the run's storage failed.
+    """
+    files: dict[str, FileEntry | None] = {}
+    for name, entries in part.lists.items():
+        files |= {**entries, name: None}
+    for parent in parents_of(files):
+        run.make_dir(join(directory, parent))
+
+    def send(name: str, entry: FileEntry | None) -> int:
+        key = join(directory, name)
+        if again and entry is not None and run.known_size(key) in (entry[0], -1):
+            return 0
+        pace(0 if entry is None else entry[0])
+        source = join(step_dir(part.step), name)
+        try:
+            data = part.storage.read(source)
+        except T5CkptError as error:
+            raise NotUploadableError(f'{part.storage.url(source)} cannot be read: {error}') from error
+        if entry is not None and entry_of(data) != entry:
+            raise NotUploadableError(f'{part.storage.url(source)} is damaged')
+        run.write(key, data)
+        return len(data)
+
+    with Pool(_WORKERS, 't5ckpt-upload') as pool:
+        futures = [pool.submit(send, name, entry) for name, entry in files.items()]
+        try:
+            return sum(future.result() for future in futures)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+class Leader:
+    """Uploads steps with all processes; in process 0."""
+
+    def __init__(self, orders: Orders, local: Storage, run: Storage, clock: Clock):
+        """Takes the orders, and the two storages."""
+        self.orders = orders
+        self._local, self._run, self._clock = local, run, clock
+
+    def copy(self, step: int, pace: Callable[[int], None], replaces: bool) -> int:
+        """Copies a step of all local directories, and commits it; returns its bytes.
+
+        Raises:
+          NotUploadableError: files of it are damaged, or on no disk.
+          StorageError: the run's storage failed, for any process.
+          UploadStopped: ``pace`` has raised it.
+        """
+        run, part = self._run, Part.read(self._local, step)
+        facts = writer_facts() | {'resume': digest(part.manifest + part.sidecar)}
+        with resume(run, step, self._clock, facts) as work:
+            work.replaces = replaces
+            work.kept_after = (T5CkptError, UploadStopped)
+            again = sum(1 for _ in zip(range(2), run.walk(work.directory))) > 1  # noqa: B905 - counts to two
+            order = {'upload': step, 'save': part.save, 'directory': work.directory, 'again': again}
+            number = self.orders.send(order)
+            try:
+                nbytes = send_lists(part, run, work.directory, pace, again=again)
+                answers = self._answers(number, pace)
+            except BaseException:
+                self.orders.stop(number)
+                self._answers(number, lambda _: None)
+                raise
+            self._check(answers, part)
+            grids = part.numbers().locations
+            names = [name for entries in part.lists.values() for name in entries]
+            work.commit(part.manifest, part.sidecar, sorted({*grids, *parents_of(names)}))
+        return nbytes + sum(answer['nbytes'] for answer in answers)
+
+    def _answers(self, number: int, pace: Callable[[int], None]) -> list[dict[str, Any]]:
+        pause = _LOOK_SECONDS
+        while len(answers := self.orders.answers(number)) < self.orders.processes.count - 1:
+            pace(0)
+            if not threading.main_thread().is_alive():
+                raise UploadStopped
+            time.sleep(pause)
+            pause = min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
+        return answers
+
+    @staticmethod
+    def _check(answers: list[dict[str, Any]], part: Part) -> None:
+        """Raises for an answer that is an error, or if a list was on no disk."""
+        for answer in answers:
+            if 'fatal' in answer:
+                raise NotUploadableError(answer['fatal'])
+            if 'error' in answer:
+                raise StorageError(0, answer['error'])
+        there = {index for answer in answers for index in answer['lists']} | set(part.whole_lists())
+        missing = sorted(set(range(part.count)) - there)
+        if missing:
+            raise NotUploadableError(
+                f'the files that the processes {missing} of the save were to upload are on no disk'
+            )
+
+
+class Follower:
+    """Carries out the orders of process 0, in a thread; has the methods of :class:`UploadQueue`."""
+
+    refusal: LocalDirError | None = None
+
+    def __init__(
+        self,
+        orders: Orders,
+        local: Storage,
+        run: Storage,
+        pace: Callable[[int, Callable[[], None]], None],
+        end: Callable[[int], None],
+        waiting: Callable[[], list[int]],
+    ):
+        """Starts the thread.
+
+        Args:
+          orders: of process 0.
+          local: the local directory.
+          run: the run's storage.
+          pace: waits until a file of a size may be sent; calls a function meanwhile.
+          end: forgets that a step waits.
+          waiting: the steps that wait.
+        """
+        self._orders = orders
+        self._local, self._run = local, run
+        self._pace = pace
+        self._end = end
+        self._waiting = waiting
+        self._condition = threading.Condition()
+        self._failed_attempts = 0
+        self._error = ''
+        self._dropped: dict[int, str] = {}
+        self._is_uploading = False
+        self._process = os.getpid()
+        self._ended = threading.Event()
+        self._looked = 0.0
+        if start_thread(self._follow, 't5ckpt-upload', daemon=False) is None:
+            self._ended.set()
+
+    def is_uploading(self) -> bool:
+        """Whether this process is sending files."""
+        return self._is_uploading
+
+    def add(self, steps: Iterable[int]) -> None:
+        """Does nothing: process 0 decides."""
+
+    def check(self) -> None:
+        """Does nothing: process 0 decides."""
+
+    def cancel(self, step: int) -> None:
+        """Does nothing: process 0 decides."""
+
+    def wait(self, step: int | None) -> None:
+        """As :meth:`UploadQueue.wait`."""
+        with self._condition:
+            failed = self._failed_attempts
+            while not self._ended.is_set() and (self._waiting() if step is None else step in self._waiting()):
+                if self._failed_attempts > failed:
+                    raise NotPersistedError(f'{self._error} The upload is repeated.')
+                self._condition.wait(0.5)
+            reason = None if step is None else self._dropped.get(step)
+        if reason is not None:
+            raise NotPersistedError(f'step {step} was not uploaded to {self._run.url()}: {reason}.')
+
+    def stop(self) -> None:
+        """Waits until process 0 ends the uploads."""
+        while os.getpid() == self._process and not self._ended.wait(0.5):
+            pass
+
+    def _follow(self) -> None:
+        try:
+            while threading.main_thread().is_alive():
+                received = self._orders.receive()
+                if received is None:
+                    continue
+                if 'end' in received[1]:
+                    return
+                self._carry_out(*received)
+        except (ServiceError, TimeoutError) as error:
+            # Process 0 has ended, or died; the save that runs says so.
+            _log.info('t5ckpt: this process uploads nothing more: %s', error)
+        finally:
+            self._ended.set()
+            with self._condition:
+                self._condition.notify_all()
+
+    def _carry_out(self, number: int, order: dict[str, Any]) -> None:
+        if 'upload' in order:
+            self._is_uploading = True
+            self._orders.answer(number, self._upload(number, order))
+            self._is_uploading = False
+            return
+        with self._condition:
+            if 'failed' in order:
+                self._failed_attempts += 1
+                self._error = order['failed']
+            else:
+                step, why = order['step'], order['dropped']
+                if why:
+                    self._dropped[step] = why
+                try:
+                    self._end(step)
+                except Exception:  # noqa: BLE001 - the next start drops it
+                    _log.exception('t5ckpt: step %d could not be forgotten', step)
+            self._condition.notify_all()
+
+    def _upload(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
+        def check() -> None:
+            if time.monotonic() - self._looked > _LONGEST_LOOK_SECONDS:
+                self._looked = time.monotonic()
+                if self._orders.is_stopped(number):
+                    raise UploadStopped
+
+        try:
+            part = Part.read(self._local, order['upload'])
+            if part.save != order['save']:
+                return {'lists': [], 'nbytes': 0}
+            nbytes = send_lists(
+                part, self._run, order['directory'], lambda size: self._pace(size, check), again=order['again']
+            )
+        except NotUploadableError as error:
+            return {'fatal': str(error)}
+        except ServiceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
+            return {'error': f'process {self._orders.processes.index}: {type(error).__name__}: {error}'}
+        return {'lists': part.whole_lists(), 'nbytes': nbytes}

@@ -1,0 +1,175 @@
+"""What the processes of a job with local directories are told to do; as scenarios.py."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+
+import jax
+import numpy as np
+import scenarios
+
+import t5ckpt
+from t5ckpt.errors import NotPersistedError, StorageError
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+# Every shard of these is on the disks of two processes at least.
+TWICE = ['target/rows', 'target/bfloat', 'target/everywhere', 'target/small', 'state/step']
+ONCE = [*TWICE, 'target/both']
+_held: dict = {}
+
+
+class Positions:
+    """An iterator of this process, whose position is the step that it has reached."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return self.at
+
+    def get_state(self):
+        return {'at': self.at, 'of': jax.process_index()}
+
+    def set_state(self, state):
+        assert state['of'] == jax.process_index()
+        self.at = state['at']
+
+
+class DyingPolicy(t5ckpt.SaveEvery):
+    """Kills process 0 when it is asked about a step: all files are durable, and nothing is committed."""
+
+    def reason(self, moment):
+        if moment.step == _held.get('dies_at'):
+            scenarios.die()
+        return super().reason(moment)
+
+
+class Away(FaultyStorage):
+    """A storage that does not answer while a file exists."""
+
+    def __init__(self, inner, flag):
+        super().__init__(inner)
+        self._flag = pathlib.Path(flag)
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if self._flag.exists():
+            raise StorageError(5, 'injected: the bucket is away')
+
+
+def _dies(done, total):
+    if _held.get('dies_at') == 'write' and done > total // 2:
+        scenarios.die()
+
+
+def tiers(directory, leaves, options, local):
+    """Makes the checkpointer of this process, which the next orders use.
+
+    ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'hook', (process, operation, key) of the run's
+    storage at which that process dies; 'away', a file while which exists the run's storage does not answer; 'iterator'.
+    """
+    options = dict(options)
+    storage = open_storage(directory)
+    hook, away = options.pop('hook', None), options.pop('away', None)
+    if hook is not None and hook[0] == jax.process_index():
+        storage = scenarios.HookedStorage(storage, hook[1], hook[2], scenarios.die)
+    if away is not None:
+        storage = Away(storage, away)
+    _held.update(leaves=leaves, positions=Positions())
+    persist = options.pop('persist', None)
+    options['persist_policy'] = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
+    iterator = _held['positions'] if options.pop('iterator', True) else None
+    _held['ck'] = scenarios.checkpointer(
+        storage,
+        scenarios.state(leaves=leaves),
+        dataset_iterator=iterator,
+        local_dir=local,
+        progress=_dies,
+        **options,
+    )
+
+
+def tiers_save(step, dies=None):
+    """Saves the values of a step; with ``dies``, (process, where), that process dies in it."""
+    _held['dies_at'] = dies[1] if dies is not None and dies[0] == jax.process_index() else None
+    _held['positions'].at = step
+    tree = scenarios.state(step, leaves=_held['leaves'])
+    done = _held['ck'].save(tree, step=step, metrics={'loss': float(step)})
+    return None if done is None else done.step
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def tiers_restore(step=None, seed=None):
+    """Restores and checks the bits; what the log says of the sources, and the position of the iterator."""
+    handler = _Lines()
+    logging.getLogger('t5ckpt').addHandler(handler)
+    try:
+        restored = _held['ck'].restore(step)
+    finally:
+        logging.getLogger('t5ckpt').removeHandler(handler)
+    (line,) = [line for line in handler.lines if 'restored step' in line]
+    at = int(line.split('restored step ')[1].split(':')[0].split(' ')[0])
+    for name in _held['leaves']:
+        size, dtype, _ = scenarios.LEAVES[name]
+        group, leaf = name.split('/')
+        values = scenarios.full(name, size, dtype, at if seed is None else seed)
+        for shard in restored[group][leaf].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
+    why = [line for line in handler.lines if 'not restored' in line]
+    numbers = (
+        [int(word) for word in line.split(':', 1)[1].replace(',', ' ').split() if word.isdigit()] if ':' in line else []
+    )
+    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why}
+
+
+def tiers_restore_or_init(expected):
+    """As a trainer starts; the step."""
+    ck = _held['ck']
+    restored = t5ckpt.restore_or_init(ck, lambda: scenarios.state(leaves=_held['leaves']))
+    name = _held['leaves'][0]
+    size, dtype, _ = scenarios.LEAVES[name]
+    if expected is not None:
+        group, leaf = name.split('/')
+        values = scenarios.full(name, size, dtype, expected)
+        for shard in restored[group][leaf].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes()
+    return ck.restored_step
+
+
+def tiers_steps():
+    """What this process lists."""
+    return _held['ck'].all_steps()
+
+
+def tiers_wait(step=None):
+    """Waits for the uploads; the text of the error."""
+    try:
+        _held['ck'].wait_until_persisted(step)
+    except NotPersistedError as error:
+        return str(error)
+    return None
+
+
+def tiers_delete(step):
+    """Deletes a step."""
+    _held['ck'].delete(step)
+    return _held['ck'].all_steps()
+
+
+def tiers_close():
+    """Closes the checkpointer."""
+    _held.pop('ck').close()

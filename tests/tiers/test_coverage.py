@@ -1,0 +1,105 @@
+"""Which step a set of disks has whole, and who sends what: the pure part."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.tiers.coverage import (
+    ChunkNumbers,
+    DiskStep,
+    candidates,
+    decode_bits,
+    encode_bits,
+    num_bits,
+    plan_gifts,
+    union,
+)
+
+COUNT = 13
+
+
+def packed(chunks):
+    bits = np.zeros(COUNT, bool)
+    bits[list(chunks)] = True
+    return np.packbits(bits)
+
+
+def chunks_of(bits):
+    return set(np.flatnonzero(np.unpackbits(bits, count=COUNT)).tolist())
+
+
+def disk(**steps):
+    return {int(name[1:]): DiskStep(*facts) for name, facts in steps.items()}
+
+
+def test_all_indices_of_one_save_are_whole_in_any_order():
+    disks = [disk(s5=('a', 1, 3)), disk(s5=('a', 2, 3)), {}, disk(s5=('a', 0, 3), s4=('b', 0, 1))]
+    newest, older = candidates(disks)
+    assert (newest.step, newest.save, newest.missing) == (5, 'a', ())
+    assert (older.step, older.missing) == (4, ())
+
+
+def test_an_index_that_no_disk_has_is_missing():
+    """Two saves of one step are not mixed; the more complete one comes first."""
+    disks = [disk(s5=('a', 0, 3)), disk(s5=('b', 1, 3)), disk(s5=('b', 2, 3)), disk(s5=('b', -1, 3))]
+    assert [(each.save, each.missing) for each in candidates(disks)] == [('b', (0,)), ('a', (1, 2))]
+
+
+def test_positions_that_no_disk_has():
+    disks = [disk(s5=('a', 0, 2, ((0, 2), (1, 2)))), disk(s5=('a', 1, 2, ((1, 2),)))]
+    assert candidates(disks)[0].positions == 0
+    assert candidates(disks[1:])[0].positions == 1
+
+
+@given(st.integers(0, 10**9), st.text('0123456789abcdef', min_size=16, max_size=16), st.integers(-1, 5))
+def test_a_vote_has_40_bytes(step, save, index):
+    facts = DiskStep(save, index, 6)
+    assert DiskStep.of(facts.vote(step)) == (step, facts)
+    assert len(str(facts.vote(step)[:4])) <= 45
+
+
+def test_the_numbers_of_chunks():
+    numbers = ChunkNumbers({'b': ChunkGrid((4, 4), (2, 2)), 'a': ChunkGrid((), ()), 'c': ChunkGrid((5,), (2,))})
+    assert numbers.count == 1 + 4 + 3
+    names = ['a/0', 'b/0.0', 'b/0.1', 'b/1.0', 'b/1.1', 'c/0', 'c/1', 'c/2']
+    for number, name in enumerate(names):
+        bits = numbers.bits([name, 'b/.zarray', 'b/2.0', 'd/0', 'train_ds-000-of-001'])
+        assert np.flatnonzero(np.unpackbits(bits)).tolist() == [number]
+        assert numbers.chosen(names, bits) == [name]
+    assert numbers.chosen(names, numbers.bits([])) == []
+
+
+SETS = st.sets(st.integers(0, COUNT - 1))
+
+
+@given(SETS)
+def test_bitmaps_survive_their_text(chunks):
+    text = encode_bits(packed(chunks))
+    assert chunks_of(decode_bits(text, COUNT)) == chunks
+    assert num_bits(packed(chunks)) == len(chunks)
+    assert (text == '') == (not chunks)
+
+
+@pytest.mark.parametrize('count', [0, 5, 100, -1, 2**40])
+def test_a_bitmap_of_another_length_is_refused(count):
+    with pytest.raises(ValueError, match=r'bytes|chunks'):
+        decode_bits(encode_bits(packed({1, 12})), count)
+
+
+@given(SETS, st.lists(SETS, max_size=5))
+def test_each_lacking_chunk_comes_from_one_holder(lacking, held):
+    votes = [encode_bits(packed(chunks & lacking)) for chunks in held]
+    gifts = plan_gifts(packed(lacking), votes, COUNT)
+    gives = [chunks_of(decode_bits(text, COUNT)) for text in gifts.gives]
+    everywhere = set().union(*held) & lacking
+    assert sorted(chunk for each in gives for chunk in each) == sorted(everywhere)
+    assert all(given <= chunks for given, chunks in zip(gives, held, strict=True))
+    assert chunks_of(gifts.nowhere) == lacking - everywhere
+    assert chunks_of(union(votes, COUNT)) == everywhere
+
+
+def test_holders_of_the_same_chunks_share_the_work():
+    votes = [encode_bits(packed(range(COUNT)))] * 4
+    gifts = plan_gifts(packed(range(COUNT)), votes, COUNT)
+    assert [len(chunks_of(decode_bits(text, COUNT))) for text in gifts.gives] == [4, 4, 4, 1]

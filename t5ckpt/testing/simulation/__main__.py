@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, simulate
+from t5ckpt.testing.simulation.report import table
 
 
 def main() -> int:
@@ -18,17 +19,20 @@ def main() -> int:
     parser.add_argument('--first', type=int, default=0, help='the first seed')
     parser.add_argument('--switches', type=int, help='all schedules with at most so many decisions, instead of seeds')
     parser.add_argument('--workers', type=int, default=2, help='processes')
+    parser.add_argument(
+        '--report', default='', help='a directory with counts, which this run continues; prints its table'
+    )
     given = parser.parse_args()
     names = given.scenarios or [*importlib.import_module(given.module).SCENARIOS]
+    seeds = range(given.first, given.first + given.schedules)
+    options = {'switches': given.switches, 'module': given.module, 'report': given.report, 'workers': given.workers}
+    if given.report:
+        found = simulate(names, seeds, **options)
+        print(table(given.report), *map(str, found.failures), sep='\n\n')
+        return int(bool(found.failures))
     failures = 0
     for name in names:
-        found = simulate(
-            [name],
-            range(given.first, given.first + given.schedules),
-            switches=given.switches,
-            module=given.module,
-            workers=given.workers,
-        )
+        found = simulate([name], seeds, **options)
         faults = ', '.join(f'{count} {fault}' for fault, count in sorted(found.faults.items()) if fault != 'run')
         print(
             f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}'

@@ -77,6 +77,7 @@ def simulate(
     *,
     switches: int | None = None,
     module: str = OWN_SCENARIOS,
+    report: str = '',
     workers: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> Campaign:
@@ -87,6 +88,7 @@ def simulate(
       seeds: of the schedules of each.
       switches: explores all schedules with at most so many decisions instead, at most ``len(seeds)`` of them.
       module: the module of the scenarios.
+      report: a directory that counts what was explored. The seeds follow those that it has, and each worker takes some scenarios.
       workers: the number of processes; each takes a part of the seeds, or of the scenarios with ``switches``.
       path: the directory of the package to test; that of this module by default.
 
@@ -102,8 +104,8 @@ def simulate(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for job in _jobs(scenarios, seeds, switches, workers)
-        if job.update(module=module) is None and job['scenarios'] and job['count']
+        for job in _jobs(scenarios, seeds, switches, workers, by_scenario=bool(report) or switches is not None)
+        if job.update(module=module, report=report) is None and job['scenarios'] and job['count']
     ]
     for worker in running:
         out, error = worker.communicate()
@@ -114,10 +116,12 @@ def simulate(
     return found
 
 
-def _jobs(scenarios: Sequence[str], seeds: range, switches: int | None, workers: int) -> list[dict[str, Any]]:
-    if switches is not None:
+def _jobs(
+    scenarios: Sequence[str], seeds: range, switches: int | None, workers: int, *, by_scenario: bool
+) -> list[dict[str, Any]]:
+    if by_scenario:
         return [
-            {'scenarios': [*scenarios[index::workers]], 'first': 0, 'count': len(seeds), 'switches': switches}
+            {'scenarios': [*scenarios[index::workers]], 'first': seeds.start, 'count': len(seeds), 'switches': switches}
             for index in range(workers)
         ]
     parts = [seeds[len(seeds) * index // workers : len(seeds) * (index + 1) // workers] for index in range(workers)]

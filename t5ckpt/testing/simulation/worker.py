@@ -9,10 +9,12 @@ import itertools
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.testing.simulation import virtual
+from t5ckpt.testing.simulation.report import Explored
 
 _COLLECTED_EVERY = 200
 
@@ -23,8 +25,9 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     explorer = Explorer(importlib.import_module(job['module']).SCENARIOS[name])
     switches = job['switches']
+    explored = Explored.read(job['report'], name, job['first']) if job['report'] else None
     found = (
-        explorer.seeds(job['first'], job['count'])
+        explorer.seeds(explored.following if explored else job['first'], job['count'])
         if switches is None
         else itertools.islice(explorer.exhaustive(switches), job['count'])
     )
@@ -47,6 +50,11 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
                 'trace': shortest.trace,
             }
     report = explorer.report
+    if explored is not None and failure is None:
+        explored.following += report.schedules
+        explored.points += report.points
+        explored.faults = dict(report.faults + Counter(explored.faults))
+        explored.write(job['report'], name, report.states)
     return {
         'scenario': name,
         'schedules': report.schedules,

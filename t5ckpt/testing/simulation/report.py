@@ -1,0 +1,79 @@
+"""A directory with what was explored so far, which later runs continue: a file of counts and one of states by scenario."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+_VARIANT = re.compile('^disk-|-faults$')
+
+
+@dataclasses.dataclass
+class Explored:
+    """What was explored of one scenario.
+
+    Attributes:
+      first: the first seed.
+      following: the first seed that was not explored.
+      points: how many operations there were.
+      states: how many different sets of keys the storage had.
+      faults: how many of each, and 'run' for switches.
+    """
+
+    first: int = 0
+    following: int = 0
+    points: int = 0
+    states: int = 0
+    faults: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+    @property
+    def schedules(self) -> int:
+        """How many there were."""
+        return self.following - self.first
+
+    @classmethod
+    def read(cls, directory: str, name: str, first: int = 0) -> Explored:
+        """What a directory has; ``first``: the first seed where it has nothing."""
+        path = Path(directory, f'{name}.json')
+        if not path.exists():
+            return cls(first, first)
+        return cls(**json.loads(path.read_text(encoding='utf-8')))
+
+    def write(self, directory: str, name: str, states: Iterable[int]) -> None:
+        """Writes it, with the states of one more part."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        path = Path(directory, f'{name}.npy')
+        before = np.load(path) if path.exists() else np.empty(0, np.int64)
+        after = np.union1d(before, np.fromiter(states, np.int64))
+        np.save(path, after)
+        self.states = len(after)
+        Path(directory, f'{name}.json').write_text(json.dumps(vars(self)), encoding='utf-8')
+
+
+def table(directory: str) -> str:
+    """A row for each family of scenarios: those on a disk and in a bucket, with and without faults."""
+    families: dict[str, list[Explored]] = {}
+    for path in sorted(Path(directory).glob('*.json')):
+        families.setdefault(_VARIANT.sub('', _VARIANT.sub('', path.stem)), []).append(
+            Explored.read(directory, path.stem)
+        )
+    kinds = ('crash', 'power', 'pause', 'delay', 'error', 'lost', 'late')
+    heads = ('scenario', 'schedules', 'states', 'operations', *kinds)
+    rows = [[name, *_row(parts, kinds)] for name, parts in families.items()]
+    rows.append(['all', *_row([part for parts in families.values() for part in parts], kinds)])
+    return '\n'.join([_line(heads), _line(['---'] * len(heads)), *map(_line, rows)])
+
+
+def _row(parts: Iterable[Explored], kinds: Iterable[str]) -> list[str]:
+    parts = [*parts]
+    counts = [sum(getattr(part, field) for part in parts) for field in ('schedules', 'states', 'points')]
+    return [f'{count:,}' for count in [*counts, *(sum(part.faults.get(kind, 0) for part in parts) for kind in kinds)]]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f'| {" | ".join(cells)} |'

@@ -110,7 +110,8 @@ def is_replaced(request: SaveRequest, found: ListedStep) -> bool:
       UnsupportedFormatError: it is to be replaced, and is in another layout.
       AccessDeniedError: it is to be replaced, and another user's.
     """
-    if found.is_t5x and request.replaces():
+    # One that is to be replaced and is gone meanwhile is saved anew.
+    if found.is_t5x and (request.replaces() or request.call.overwrite):
         check_removable(request.storage, found.name)
         return True
     where = request.storage.url(found.name)

@@ -16,6 +16,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
+from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepPolicy
@@ -76,7 +77,11 @@ class SaveRequest:
         kept = kept_by(storage, self.step, self.clock, pinned=is_pinned(storage, directory))
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
-        kind_of(storage).check_replaceable(storage, self.step, has_positions=self.dataset is not None)
+        try:
+            kind_of(storage).check_replaceable(storage, self.step, has_positions=self.dataset is not None)
+        except CheckpointNotFoundError:
+            # Another process has deleted it meanwhile.
+            return False
         return True
 
 

@@ -52,9 +52,10 @@ class Intents:
 
     def collect(self) -> None:
         """Removes the files of writes that a crash cut off."""
-        for entry in self._local.entries(TO_PERSIST):
-            if entry.name.endswith(PARTIAL_SUFFIX):
-                self._local.delete_file(f'{TO_PERSIST}/{entry.name}')
+        for directory in (INDEX, TO_PERSIST):
+            for entry in self._local.entries(directory):
+                if entry.name.endswith(PARTIAL_SUFFIX):
+                    self._local.delete_file(f'{directory}/{entry.name}')
 
     def drop(self, step: int) -> None:
         """Removes the record of a step."""

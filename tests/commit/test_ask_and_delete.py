@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import threading
+import time
 import uuid
 
 import jax
@@ -25,6 +26,7 @@ from t5ckpt import (
     SaveWhenIdle,
 )
 from t5ckpt.cli.app import run
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     NoSpaceError,
@@ -423,6 +425,17 @@ def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
         assert ck.save(state(2), step=1, overwrite=True).step == 1
         assert value_of(run, 1) == 2
         assert sorted(os.listdir(run)) == ['checkpoint_1']
+
+
+def test_an_overwrite_whose_step_another_process_deletes_as_it_begins():
+    """After the look whether the step is there, and before its manifest is read."""
+    storage = Acting(open_storage(f'memory://{uuid.uuid4().hex}/run'))
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'names checkpoint_1': lambda: delete_step(open_storage(storage.url()), 1, time.time)}
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+        assert storage.acts == {}
+    assert value_of(storage.url(), 1) == 2
 
 
 def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):

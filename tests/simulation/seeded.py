@@ -13,7 +13,8 @@ from t5ckpt.testing.simulation.campaign import simulate
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / 't5ckpt'
-BUGS = tomllib.loads((HERE / 'bugs.toml').read_text(encoding='utf-8'))['bug']
+_LISTED = tomllib.loads((HERE / 'bugs.toml').read_text(encoding='utf-8'))
+BUGS, RACES = _LISTED['bug'], _LISTED['race']
 SCHEDULES = 6000
 
 

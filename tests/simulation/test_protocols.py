@@ -10,6 +10,11 @@ from t5ckpt.testing.simulation.scenarios import SCENARIOS
 # 20,000 in all; `make soak` sets a million.
 SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '20000'))
 
+ONE_SWITCH = (
+    *('save', 'prune', 'remove', 'remove-twice', 'keep', 'overwrite', 'again', 'strip', 'far-clocks'),
+    *('disk-remove', 'disk-overwrite', 'disk-strip', 'disk-aside', 'disk-far-clocks'),
+)
+
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
@@ -22,7 +27,7 @@ def test_every_invariant_holds_under_every_schedule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('scenario', ['save', 'prune', 'remove', 'keep'])
+@pytest.mark.parametrize('scenario', ONE_SWITCH)
 def test_all_schedules_with_one_switch(scenario):
     found = simulate([scenario], range(100_000), switches=1, workers=1)
     assert not found.failures, '\n\n'.join(map(str, found.failures))

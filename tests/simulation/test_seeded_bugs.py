@@ -1,13 +1,40 @@
-"""The simulator finds each bug that is planted into a copy of the package."""
+"""The simulator finds each bug that is planted into a copy of the package; each race of CHANGELOG.md has its bug, or a test."""
+
+import re
+from pathlib import Path
 
 import pytest
 from simulation import seeded
+
+ROOT = Path(__file__).parents[2]
+# An entry with such words is one of several processes that meet.
+RACE = re.compile(
+    'another (process|program|writer|copy)|same (second|instant)|arrives? later|two deleters|meanwhile', re.IGNORECASE
+)
+
+
+def entries():
+    text = (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8')
+    return [' '.join(entry.split()) for entry in re.split(r'\n- ', text)[1:]]
 
 
 def test_there_are_bugs_of_each_kind():
     assert len(seeded.BUGS) >= 15
     assert {'disk', 'save'} <= {bug['scenarios'][0].partition('-')[0] for bug in seeded.BUGS}
-    assert sum('mended' in bug for bug in seeded.BUGS) >= 5
+
+
+def test_each_race_of_the_changelog_has_its_bug():
+    named = [bug['changelog'] for bug in [*seeded.BUGS, *seeded.RACES] if 'changelog' in bug]
+    assert [text for text in named if not any(text in entry for entry in entries())] == []
+    races = [entry for entry in entries() if RACE.search(entry)]
+    assert [entry for entry in races if not any(text in entry for text in named)] == []
+    assert len(races) > 15
+
+
+@pytest.mark.parametrize('race', seeded.RACES, ids=lambda race: race['changelog'])
+def test_a_race_without_a_bug_has_its_test(race):
+    path, _, name = race['test'].partition('::')
+    assert f'def {name}(' in (ROOT / path).read_text(encoding='utf-8')
 
 
 @pytest.mark.slow

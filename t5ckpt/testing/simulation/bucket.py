@@ -27,6 +27,7 @@ class Bucket:
     """The server: objects and their generations.
 
     Attributes:
+      is_away: whether all requests fail.
       objects: bytes and generation by key.
       changed: called with the keys after each change.
       generations: the numbers of the next ones.
@@ -34,6 +35,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, bytes]] = {}
+        self.is_away = False
         self.changed: Callable[[tuple[str, ...]], None] = lambda keys: None
         self.generations = itertools.count(1)
 
@@ -63,8 +65,8 @@ class Bucket:
 class _Request:
     """A request that was sent; it is applied when its sender waits for it."""
 
-    def __init__(self, text: str, apply: Callable[[], Any], *, changes: bool):
-        self.text, self._apply, self._changes = text, apply, changes
+    def __init__(self, bucket: Bucket, text: str, apply: Callable[[], Any], *, changes: bool):
+        self._bucket, self.text, self._apply, self._changes = bucket, text, apply, changes
         self._result: Any = None
         self._is_done = False
 
@@ -78,6 +80,8 @@ class _Request:
             fault = None if scheduler is None else scheduler.point(self.text)
             if fault is not None:
                 self._fail(fault)
+            if self._bucket.is_away:
+                raise ValueError(_FAILED)
             self._result, self._is_done = self._apply(), True
         return self._result
 
@@ -118,7 +122,9 @@ class _Client:
                 return _read('unspecified', b'', generation)
             return _read('value', data if byte_range is None else data[byte_range], generation)
 
-        return _Request(f'{"GET" if byte_range is None else "HEAD"} {self._prefix}{key}', apply, changes=False)
+        return _Request(
+            self._bucket, f'{"GET" if byte_range is None else "HEAD"} {self._prefix}{key}', apply, changes=False
+        )
 
     def write(self, key: str, value: Any, *, if_equal: bytes | None = None, **_: Any) -> _Request:
         data = None if value is None else bytes(value)
@@ -128,17 +134,17 @@ class _Client:
 
         verb = 'DELETE' if data is None else 'PUT'
         condition = '' if if_equal is None else ' if it is unchanged' if if_equal != ABSENT else ' if it does not exist'
-        return _Request(f'{verb} {self._prefix}{key}{condition}', apply, changes=True)
+        return _Request(self._bucket, f'{verb} {self._prefix}{key}{condition}', apply, changes=True)
 
     def list(self, keys: Any = None, **_: Any) -> _Request:
-        return _Request(f'LIST {_text(keys)}', lambda: self._within(keys), changes=False)
+        return _Request(self._bucket, f'LIST {_text(keys)}', lambda: self._within(keys), changes=False)
 
     def delete_range(self, keys: Any) -> _Request:
         def apply() -> None:
             for key in self._within(keys):
                 self._bucket.put(key.decode(), None)
 
-        return _Request(f'DELETE ALL {_text(keys)}', apply, changes=True)
+        return _Request(self._bucket, f'DELETE ALL {_text(keys)}', apply, changes=True)
 
     def _within(self, keys: Any) -> list[bytes]:
         low, high = (b'', b'') if keys is None else (keys.inclusive_min, keys.exclusive_max)

@@ -11,6 +11,9 @@ from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing.simulation import posix
 
+LOCAL = f'{posix.ROOT}/local'
+"""The ``local_dir`` of the trainers of a world with two tiers."""
+
 
 class _WithPaths:
     """A storage as ``link_from`` needs it."""
@@ -28,7 +31,8 @@ class SimulatedDirectory(FileStorage):
         self.caches = True
 
     def local_path(self, key: str) -> str | None:
-        del key
+        # A local_dir has to be on this machine.
+        return self.url() if self.url() == LOCAL and not key else None
 
     def link_from(self, other: Storage, source: str, target: str) -> bool:
         return super().link_from(_WithPaths(other), source, target)  # type: ignore[arg-type]

@@ -17,7 +17,9 @@ from t5ckpt.testing.simulation.world import World
 _LEFTOVER_SECONDS = 7200.0
 # What may remain after a save that had no faults: the steps, and the index of a bucket.
 _RANDOM = re.compile('[0-9a-f]{16}')
-_OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.)')
+_OWN = re.compile(
+    r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.|(run_id|tier\.json|taken\.json)$)|checkpoint_[0-9]+\.damaged-'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +102,10 @@ class Explorer:
         return None
 
     def _finish(self, world: World) -> str | None:
-        for step, value in world.observer.saved.items():
-            if world.observer.visible.get(step) != value:
-                return f'step {step} was saved as {value:g}, and is {world.observer.visible.get(step)}'
+        for observer in (world.observer, world.local):
+            for step, value in observer.saved.items():
+                if observer.visible.get(step) != value:
+                    return f'step {step} was saved as {value:g}, and is {observer.visible.get(step)}'
         left = None if self._leftover(world) else self._left(world)
         # Not again from an equal storage, but a trace is the same each time.
         if left in self._finished and world.scheduler.trace is None:
@@ -114,18 +117,19 @@ class Explorer:
 
     @staticmethod
     def _leftover(world: World) -> str | None:
-        for key in sorted(world.keys()):
-            found = _OWN.match(key)
-            step = None if found is None else found.group(1) or found.group(3)
-            if found is None or (step is not None and int(step) not in world.observer.visible):
-                return key
+        for observer, keys in ((world.observer, world.keys()), (world.local, world.local_keys())):
+            for key in sorted(keys):
+                found = _OWN.match(key)
+                step = None if found is None else found.group(1) or found.group(3)
+                if found is None or (step is not None and int(step) not in observer.visible):
+                    return key
         return None
 
     @staticmethod
     def _left(world: World) -> object:
         """What the next save depends on where there are no leftovers: the names, without random parts, and the steps' values."""
         names = sorted(_RANDOM.sub('', name) for name in world.names())
-        return (*names, *sorted(world.observer.visible.items()))
+        return (*names, *sorted(world.observer.visible.items()), *sorted(world.local.visible.items()))
 
     def _finish_anew(self, world: World) -> str | None:
         scheduler = world.scheduler

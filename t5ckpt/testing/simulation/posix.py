@@ -12,6 +12,7 @@ import errno
 import fcntl
 import functools
 import io
+import itertools
 import os
 import shutil
 import types
@@ -35,6 +36,7 @@ class _Open:
 
 
 _open_files: dict[int, _Open] = {}
+_descriptors = itertools.count(_FIRST_DESCRIPTOR)
 
 
 def mount(disk: Disk) -> None:
@@ -109,14 +111,15 @@ def _open(path: str, flags: int, mode: int = 0o777, **options: Any) -> int:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if flags & os.O_TRUNC and isinstance(inode, File):
         inode.data = b''
-    fd = next(number for number in range(_FIRST_DESCRIPTOR, 2 * _FIRST_DESCRIPTOR) if number not in _open_files)
+    # A file of an earlier schedule may be closed later, by its finalizer.
+    fd = next(_descriptors)
     _open_files[fd] = _Open(inode, current_task().process)
     return fd
 
 
 def _close(fd: int) -> None:
-    file = _open_files.pop(fd)
-    if file.inode.lock is file:
+    file = _open_files.pop(fd, None)
+    if file is not None and file.inode.lock is file:
         file.inode.lock = None
 
 

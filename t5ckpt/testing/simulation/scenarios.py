@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from t5ckpt.format.names import step_dir
 from t5ckpt.testing.simulation.jobs import Job
 from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
 from t5ckpt.testing.simulation.tasks import Task
-from t5ckpt.testing.simulation.verbs import copier, pruner, repairer, restarter
+from t5ckpt.testing.simulation.tiers import tier_finisher, tiers, tiers_apart, tiers_before
+from t5ckpt.testing.simulation.verbs import copier, holder, pruner, put_aside, repairer, restarter, stripper
 from t5ckpt.testing.simulation.world import World
 
 _BUCKET_FAULTS = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
@@ -34,7 +36,7 @@ class Scenario:
       prepare: starts the processes that run before, without faults; each schedule begins with what they have left.
       finish: the program that runs last, without faults, two hours later: a save of a new step. After it, nothing is left over.
       check: what else must be true at the end, in a schedule without faults; returns a violation.
-      kind: 'bucket' or 'disk'.
+      kind: that of ``World``.
       faults: the actions of ``Decision`` that may happen, except for 'run'.
     """
 
@@ -248,6 +250,79 @@ def _verbs(world: World) -> Sequence[Task]:
     ]
 
 
+def _far_clocks(world: World) -> Sequence[Task]:
+    """A step is deleted, read and saved again by machines whose clocks differ: by hours on disks, by 500 s in buckets."""
+    ahead = 7200.0 if world.kind == 'disk' else 250.0
+    return [
+        world.start('rm', remover(world, 1), machine='a', ahead=ahead, may_delete=_is_one),
+        world.start('reader', holder(world, 1), machine='b', ahead=-ahead),
+        world.start('trainer', saver(world, 1, [1], how='overwrite'), machine='c', may_delete=_is_one),
+    ]
+
+
+def _stopped_remover(world: World) -> Sequence[Task]:
+    """A step is deleted, and saved again when the lease of the deleter has expired, if that one was stopped."""
+
+    def is_first(step: int) -> bool:
+        return world.observer.visible.get(step) == 5
+
+    return [
+        world.start('rm', remover(world, 1), machine='a', may_delete=is_first),
+        world.start('trainer', after(650.0, saver(world, 2, [1])), machine='b'),
+    ]
+
+
+def _copied(world: World) -> Sequence[Task]:
+    """A step that was copied from another run, so that its files have the names of their source."""
+    begin = in_turn(saver(world, 5, [1]), saver(world, 4, [7], run='source'), copier(world, 7, 4))
+    return [world.start('before', begin)]
+
+
+def _overwrite_copy(world: World) -> Sequence[Task]:
+    """A step that was copied is overwritten while an evaluator reads it."""
+    return [
+        world.start('one', saver(world, 1, [7], how='overwrite'), machine='a', may_delete=lambda step: step == 7),
+        world.start('reader', reader(world, 7), machine='b'),
+    ]
+
+
+def _again(world: World) -> Sequence[Task]:
+    """A program deletes a step and saves it again, while somebody pins it."""
+    again = in_turn(remover(world, 1), saver(world, 1, [1]))
+    return [
+        world.start('again', again, machine='a', may_delete=_is_one),
+        world.start('pin', pinner(world, 1), machine='b'),
+    ]
+
+
+def _aside(world: World) -> Sequence[Task]:
+    """A step is put aside as damaged while a program reads it, and another trainer saves it."""
+    return [
+        world.start('aside', put_aside(world, 1), machine='a', may_delete=_is_one),
+        world.start('reader', holder(world, 1), machine='b'),
+        world.start('trainer', saver(world, 1, [1]), machine='c'),
+    ]
+
+
+def _with_positions(world: World) -> Sequence[Task]:
+    """Two steps with the position of a data iterator."""
+
+    def write() -> None:
+        for step in (1, 2):
+            world.storage().write(f'{step_dir(step)}/train_ds-000-of-001', b'x')
+
+    return [world.start('before', in_turn(saver(world, 5, [1, 2]), write))]
+
+
+def _strip(world: World) -> Sequence[Task]:
+    """Positions of data iterators are removed from a step that a program reads, and somebody deletes."""
+    return [
+        world.start('strip', stripper(world), machine='a'),
+        world.start('reader', holder(world, 1), machine='b'),
+        world.start('rm', remover(world, 1), machine='c', may_delete=_is_one),
+    ]
+
+
 def _is_copied(world: World) -> str | None:
     return None if 7 in world.observer.visible else 'the step was not copied'
 
@@ -261,6 +336,11 @@ def _of(name: str, scenario: Scenario) -> dict[str, Scenario]:
         f'disk-{name}': on_disk,
         f'disk-{name}-faults': dataclasses.replace(on_disk, faults=_DISK_FAULTS),
     }
+
+
+def _of_tiers(name: str, scenario: Scenario) -> dict[str, Scenario]:
+    faults = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late', 'power')
+    return {name: scenario, f'{name}-faults': dataclasses.replace(scenario, faults=faults)}
 
 
 SCENARIOS = {
@@ -284,4 +364,13 @@ SCENARIOS = {
     **_of('repair-start', Scenario(_repair_beside_a_start, _damaged)),
     **_of('verbs', Scenario(_verbs, _two_steps)),
     **_of('preempted', Scenario(_preempted, _two_steps)),
+    **_of('far-clocks', Scenario(_far_clocks, _one_step)),
+    **_of('stopped-remover', Scenario(_stopped_remover, _one_step)),
+    **_of('overwrite-copy', Scenario(_overwrite_copy, _copied)),
+    **_of('again', Scenario(_again, _one_step)),
+    'disk-aside': Scenario(_aside, _one_step, kind='disk'),
+    'disk-aside-faults': Scenario(_aside, _one_step, kind='disk', faults=_DISK_FAULTS),
+    **_of('strip', Scenario(_strip, _with_positions)),
+    **_of_tiers('tiers', Scenario(tiers, tiers_before, tier_finisher, kind='tiers')),
+    **_of_tiers('tiers-apart', Scenario(tiers_apart, tiers_before, tier_finisher, kind='tiers')),
 }

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.checkpointer import Checkpointer
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.retention import Retention
 from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
 from t5ckpt.errors import (
@@ -18,11 +22,13 @@ from t5ckpt.errors import (
     StepKeptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.names import PINNED, step_dir
 from t5ckpt.integrity.repair import repair
 from t5ckpt.policies import KeepAll, KeepLatest
 from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.resume import restore_or_init
 from t5ckpt.testing.simulation.programs import OPTIONS
+from t5ckpt.testing.simulation.scheduler import current_task
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
@@ -71,8 +77,50 @@ def pruner(world: World, keep: int) -> Callable[[], None]:
         retention.policy = KeepLatest(keep)
         doomed = [decision.step for decision in retention.plan() if not decision.keep]
         if doomed:
+            world.observer.may_delete[current_task().process.name] = doomed.__contains__
             retention.carry_out(confirmed=doomed)
             retention.wait()
+
+    return run
+
+
+def put_aside(world: World, step: int) -> Callable[[], None]:
+    """What ``restore_or_init`` does with a step that is damaged."""
+
+    def run() -> None:
+        with contextlib.suppress(*_OVERTAKEN):
+            rename_damaged(world.storage(), step, clock)
+
+    return run
+
+
+def stripper(world: World) -> Callable[[], None]:
+    """What a trainer with ``keep_dataset_checkpoints=1`` does after a save."""
+
+    def run() -> None:
+        remove_old_datasets(world.storage(), steps_in(world.storage()), 1, None, clock)
+
+    return run
+
+
+def holder(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:
+    """A program that leases a step, and reads all of its files twice."""
+
+    def run() -> None:
+        storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
+        with read_lease(storage, step, seconds, clock) as is_there:
+            if not is_there:
+                return
+            world.observer.is_leased(process, step, began + seconds)
+            try:
+                keys = [key for key, _ in storage.walk(step_dir(step)) if not key.endswith(PINNED)]
+                for key in [*keys, *keys]:
+                    storage.read(key)
+            except CheckpointNotFoundError as error:
+                if world.scheduler.now < began + seconds:
+                    world.scheduler.fail(f'a file of step {step}, which has a read lease, is gone: {error}')
+            finally:
+                world.observer.is_returned(process, step)
 
     return run
 

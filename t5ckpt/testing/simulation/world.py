@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of
+from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of, to_persist_file
 from t5ckpt.storage import Storage
 from t5ckpt.testing.simulation import posix
 from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket, mount
@@ -81,7 +81,7 @@ class Observer:
         self.states: set[int] = set()
         self.appeared: set[int] = set()
         self.disappeared: set[int] = set()
-        self._state = 0
+        self.state = 0
         self._writers: dict[int, str] = {}
 
     def copied(self, read: Callable[[str], bytes | None], scheduler: Scheduler) -> Observer:
@@ -121,8 +121,8 @@ class Observer:
     def changed(self, keys: Collection[str]) -> None:
         """Checks the steps of some keys, relative to the run."""
         for key in keys:
-            self._state ^= hash((key, self._read(key) is None))
-        self.states.add(self._state)
+            self.state ^= hash((key, self._read(key) is None))
+        self.states.add(self.state)
         for name in {key.partition('/')[0] for key in keys}:
             match = _STEP.fullmatch(name)
             if match is not None:
@@ -189,6 +189,8 @@ class Observer:
             self._scheduler.fail(f'step {step} is gone, of the {self.least} that the policy keeps')
         if step in self.pins:
             self._scheduler.fail(f'step {step} is gone, and it is pinned')
+        if self._read(to_persist_file(step)) is not None:
+            self._scheduler.fail(f'step {step} is gone, and it waits for its upload')
         self.saved.pop(step, None)
 
     def _may(self, step: int) -> bool:
@@ -199,13 +201,19 @@ class Observer:
         return self.is_deletable(step) if task.process.is_daemon else may is not None and may(step)
 
 
+def _steps_of(keys: Collection[str]) -> list[int]:
+    return [int(match.group(1)) for key in keys if (match := _STEP.match(key.partition('/')[0]))]
+
+
 class World:
     """A run on a simulated storage, and the processes that use it.
 
     Attributes:
-      kind: 'bucket' or 'disk'.
+      kind: 'bucket', 'disk', or 'tiers' for a bucket and a local directory on a disk.
       scheduler: runs the processes.
-      observer: checks the invariants.
+      observer: checks the invariants of the run.
+      disk: the one of the local directory, and
+      local: the observer of that directory; it knows nothing where there are no tiers.
     """
 
     def __init__(self, kind: str, scheduler: Scheduler, before: World | None = None):
@@ -214,7 +222,10 @@ class World:
         network = scheduler.process('network')
         network.is_daemon = True
         self.server: Bucket | Disk
-        if kind == 'bucket':
+        now = lambda: scheduler.now  # noqa: E731
+        self.disk = Disk(now) if before is None else before.disk.copied(now)
+        posix.mount(self.disk)
+        if kind != 'disk':
             self.server = Bucket()
             mount(self.server)
             if isinstance(before, World) and isinstance(before.server, Bucket):
@@ -222,18 +233,29 @@ class World:
                 self.server.generations = copy.copy(before.server.generations)
         else:
             previous = None if before is None else before.server
-            now = lambda: scheduler.now  # noqa: E731
             self.server = previous.copied(now) if isinstance(previous, Disk) else Disk(now)
             posix.mount(self.server)
         self.observer = (
             Observer(self.read, scheduler) if before is None else before.observer.copied(self.read, scheduler)
         )
+        self.local = (
+            Observer(self.read_local, scheduler) if before is None else before.local.copied(self.read_local, scheduler)
+        )
         self.server.changed = self._changed
+        self.disk.changed = self._changed_locally
         scheduler.cut_power = self.cut_power
 
     def _changed(self, keys: tuple[str, ...]) -> None:
-        beginning = 'run/' if self.kind == 'bucket' else '/run/'
+        beginning = '/run/' if self.kind == 'disk' else 'run/'
         self.observer.changed([key.removeprefix(beginning) for key in keys if key.startswith(beginning)])
+
+    def _changed_locally(self, keys: tuple[str, ...]) -> None:
+        self.local.changed([key.removeprefix('/local/') for key in keys if key.startswith('/local/')])
+        self.observer.states.add(self.observer.state ^ self.local.state)
+
+    def read_local(self, key: str) -> bytes | None:
+        """As :meth:`read`, of the local directory."""
+        return self.disk.read(f'/local/{key}')
 
     def read(self, key: str) -> bytes | None:
         """The bytes of a key of the run, without a point."""
@@ -244,12 +266,16 @@ class World:
 
     def keys(self) -> set[str]:
         """The keys of all files of the run."""
-        beginning = 'run/' if self.kind == 'bucket' else '/run/'
+        beginning = '/run/' if self.kind == 'disk' else 'run/'
         return {key.removeprefix(beginning) for key in self.server.files() if key.startswith(beginning)}
+
+    def local_keys(self) -> set[str]:
+        """The keys of all files of the local directory."""
+        return {key.removeprefix('/local/') for key in self.disk.files() if key.startswith('/local/')}
 
     def names(self) -> list[str]:
         """The names of all files, and of the directories of a disk."""
-        return [*self.server.files()] if isinstance(self.server, Bucket) else self.server.paths()
+        return self.disk.paths() + ([*self.server.files()] if isinstance(self.server, Bucket) else self.server.paths())
 
     def storage(self, run: str = 'run') -> Storage:
         """A run, as one process opens it; the observer checks ``run``."""
@@ -303,5 +329,6 @@ class World:
             self.scheduler.kill(process)
         if isinstance(self.server, Disk):
             self.server.cut_power(seed)
-            steps = [int(match.group(1)) for key in self.keys() if (match := _STEP.match(key.partition('/')[0]))]
-            self.observer.check_all(steps)
+            self.observer.check_all(_steps_of(self.keys()))
+        self.disk.cut_power(seed)
+        self.local.check_all(_steps_of(self.local_keys()))

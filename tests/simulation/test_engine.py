@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from t5ckpt.testing.simulation.campaign import simulate
+from t5ckpt.testing.simulation.campaign import continue_report, simulate
 from t5ckpt.testing.simulation.choosers import Replay, chooser_of
 from t5ckpt.testing.simulation.disk import Disk
 from t5ckpt.testing.simulation.primitives import Event, Lock, SimpleQueue, Thread
+from t5ckpt.testing.simulation.report import Explored, table
 from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, active
 
 _TRACE = """
@@ -50,6 +51,19 @@ def test_a_campaign_counts_what_it_ran():
     assert found.points > 40 * 20
     assert found.failures == []
     json.dumps(found.faults)
+
+
+def test_a_report_is_continued(tmp_path):
+    """Two parts count as one: other seeds, and each state once."""
+    for expected in (30, 60):
+        assert continue_report(tmp_path, ['remove-faults', 'save'], range(5, 35), workers=1).failures == []
+        found = {name: Explored.read(tmp_path, name) for name in ('remove-faults', 'save')}
+        assert {each.schedules for each in found.values()} == {expected}
+        assert {(each.first, each.following) for each in found.values()} == {(5, 5 + expected)}
+    # The storage has a few states in the save after the schedules, which is not repeated in one part.
+    whole = simulate(['save'], range(5, 65), workers=1).states
+    assert whole <= found['save'].states < 1.2 * whole
+    assert f'| save | 60 | {found["save"].states} |' in table(tmp_path)
 
 
 def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):

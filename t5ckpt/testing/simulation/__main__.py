@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, simulate
+from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, continue_report, simulate
 from t5ckpt.testing.simulation.report import table
 
 
@@ -25,14 +25,14 @@ def main() -> int:
     given = parser.parse_args()
     names = given.scenarios or [*importlib.import_module(given.module).SCENARIOS]
     seeds = range(given.first, given.first + given.schedules)
-    options = {'switches': given.switches, 'module': given.module, 'report': given.report, 'workers': given.workers}
+    options = {'module': given.module, 'workers': given.workers}
     if given.report:
-        found = simulate(names, seeds, **options)
+        found = continue_report(given.report, names, seeds, **options)
         print(table(given.report), *map(str, found.failures), sep='\n\n')
         return int(bool(found.failures))
     failures = 0
     for name in names:
-        found = simulate([name], seeds, **options)
+        found = simulate([name], seeds, switches=given.switches, **options)
         faults = ', '.join(f'{count} {fault}' for fault, count in sorted(found.faults.items()) if fault != 'run')
         print(
             f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}'

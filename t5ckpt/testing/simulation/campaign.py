@@ -77,7 +77,6 @@ def simulate(
     *,
     switches: int | None = None,
     module: str = OWN_SCENARIOS,
-    report: str = '',
     workers: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> Campaign:
@@ -88,24 +87,48 @@ def simulate(
       seeds: of the schedules of each.
       switches: explores all schedules with at most so many decisions instead, at most ``len(seeds)`` of them.
       module: the module of the scenarios.
-      report: a directory that counts what was explored. The seeds follow those that it has, and each worker takes some scenarios.
       workers: the number of processes; each takes a part of the seeds, or of the scenarios with ``switches``.
       path: the directory of the package to test; that of this module by default.
 
     Raises:
       RuntimeError: a worker could not run.
     """
+    return _run(_jobs(scenarios, seeds, switches, workers, by_scenario=switches is not None), module, '', path)
+
+
+def continue_report(
+    report: str | os.PathLike[str],
+    scenarios: Sequence[str],
+    seeds: range,
+    *,
+    module: str = OWN_SCENARIOS,
+    workers: int = 2,
+) -> Campaign:
+    """Explores schedules of some scenarios, and adds them to a directory of counts, see ``report.py``.
+
+    Args:
+      report: the directory.
+      scenarios: as for :func:`simulate`; each worker takes some of them.
+      seeds: as many of each scenario, which follow those that the directory has; it begins with the first one.
+      module: as for :func:`simulate`.
+      workers: the number of processes.
+    """
+    return _run(_jobs(scenarios, seeds, None, workers, by_scenario=True), module, os.fspath(report), None)
+
+
+def _run(jobs: Sequence[dict[str, Any]], module: str, report: str, path: str | os.PathLike[str] | None) -> Campaign:
     found = Campaign()
     running = [
         subprocess.Popen(
-            [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', json.dumps(job)],
+            [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', json.dumps(job | given)],
             env=_environment(path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for job in _jobs(scenarios, seeds, switches, workers, by_scenario=bool(report) or switches is not None)
-        if job.update(module=module, report=report) is None and job['scenarios'] and job['count']
+        for given in [{'module': module, 'report': report}]
+        for job in jobs
+        if job['scenarios'] and job['count']
     ]
     for worker in running:
         out, error = worker.communicate()

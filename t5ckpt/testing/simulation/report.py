@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +38,7 @@ class Explored:
         return self.following - self.first
 
     @classmethod
-    def read(cls, directory: str, name: str, first: int = 0) -> Explored:
+    def read(cls, directory: str | os.PathLike[str], name: str, first: int = 0) -> Explored:
         """What a directory has; ``first``: the first seed where it has nothing."""
         path = Path(directory, f'{name}.json')
         if not path.exists():
@@ -55,7 +56,7 @@ class Explored:
         Path(directory, f'{name}.json').write_text(json.dumps(vars(self)), encoding='utf-8')
 
 
-def table(directory: str) -> str:
+def table(directory: str | os.PathLike[str]) -> str:
     """A row for each family of scenarios: those on a disk and in a bucket, with and without faults."""
     families: dict[str, list[Explored]] = {}
     for path in sorted(Path(directory).glob('*.json')):

@@ -272,17 +272,11 @@ def _stopped_remover(world: World) -> Sequence[Task]:
     ]
 
 
-def _copied(world: World) -> Sequence[Task]:
-    """A step that was copied from another run, so that its files have the names of their source."""
-    begin = in_turn(saver(world, 5, [1]), saver(world, 4, [7], run='source'), copier(world, 7, 4))
-    return [world.start('before', begin)]
-
-
-def _overwrite_copy(world: World) -> Sequence[Task]:
-    """A step that was copied is overwritten while an evaluator reads it."""
+def _overwrite_upload(world: World) -> Sequence[Task]:
+    """A step that was uploaded, whose files have fixed names, is overwritten while an evaluator reads it."""
     return [
-        world.start('one', saver(world, 1, [7], how='overwrite'), machine='a', may_delete=lambda step: step == 7),
-        world.start('reader', reader(world, 7), machine='b'),
+        world.start('one', saver(world, 1, [1], how='overwrite'), machine='c', may_delete=_is_one),
+        world.start('reader', reader(world, 1), machine='b'),
     ]
 
 
@@ -366,7 +360,7 @@ SCENARIOS = {
     **_of('preempted', Scenario(_preempted, _two_steps)),
     **_of('far-clocks', Scenario(_far_clocks, _one_step)),
     **_of('stopped-remover', Scenario(_stopped_remover, _one_step)),
-    **_of('overwrite-copy', Scenario(_overwrite_copy, _copied)),
+    **_of_tiers('overwrite-upload', Scenario(_overwrite_upload, tiers_before, kind='tiers')),
     **_of('again', Scenario(_again, _one_step)),
     'disk-aside': Scenario(_aside, _one_step, kind='disk'),
     'disk-aside-faults': Scenario(_aside, _one_step, kind='disk', faults=_DISK_FAULTS),

@@ -54,10 +54,8 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
     value = view[name]
     if not isinstance(value, LazyArray):
         if isinstance(value, CheckpointView):
-            fail(
-                f'{name} is a group of {counted(len(value), "leaf", "leaves")} such as {next(iter(value), "")!r}.',
-                Exit.NO,
-            )
+            leaves = counted(len(value), 'leaf', 'leaves')
+            fail(f'{name} is a group of {leaves}. Name a leaf, such as {name}/{next(iter(value), "")}.', Exit.NO)
         if npy or index is not None:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
         # The keys are those of an array.

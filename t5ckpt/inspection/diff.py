@@ -114,9 +114,11 @@ class CheckpointDiff:
         return pandas().DataFrame([dataclasses.asdict(leaf) for leaf in self.leaves], columns=[*_COLUMNS])
 
     def plot(self, ax: Any = None) -> Any:
-        """Plots ``relative`` as a heat map of layers and parameters; returns the matplotlib axes."""
+        """Plots ``relative`` of all arrays as a heat map of layers and parameters; returns the matplotlib axes."""
         layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
-        values = {layers[path_of(leaf.name)]: leaf.relative for leaf in self.leaves}
+        # The relative change of a counter would determine the colors.
+        arrays = [leaf for leaf in self.leaves if leaf.size > 1] or self.leaves
+        values = {layers[path_of(leaf.name)]: leaf.relative for leaf in arrays}
         return plot_layers(values, 'norm of b - a over the norm of a', ax)
 
     def rows(self) -> list[list[str]]:

@@ -14,8 +14,8 @@ def layers_of(paths: Iterable[Path]) -> dict[Path, tuple[str, str]]:
     """The layer and the parameter of each leaf, as names.
 
     A layer ends at the key that is numbered, as ``layers_3`` is, with the most siblings of other numbers: in
-    ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``, if there are more layers than two. Without a numbered key
-    the last key is the parameter.
+    ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``. Of equally many, it is the first whose key is not a number
+    alone. Without a numbered key the last key is the parameter.
     """
     found = list(paths)
     siblings: dict[tuple[Path, str], set[str]] = {}
@@ -28,13 +28,12 @@ def layers_of(paths: Iterable[Path]) -> dict[Path, tuple[str, str]]:
 
 
 def _divided(path: Path, siblings: dict[tuple[Path, str], set[str]]) -> tuple[str, str]:
-    counts: dict[int, int] = {}
+    counts: dict[int, tuple[int, bool]] = {}
     for at, key in enumerate(path[:-1]):
         numbered = _NUMBERED.fullmatch(key)
         if numbered is not None:
-            counts[at] = len(siblings[path[:at], numbered[1]])
+            counts[at] = len(siblings[path[:at], numbered[1]]), bool(numbered[1])
     end = max(len(path) - 1, 0)
     if counts:
-        # Of equal counts the first.
         end = max(counts, key=counts.__getitem__) + 1
     return leaf_name(path[:end]), leaf_name(path[end:])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
+from t5ckpt import plots
 from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
 from t5ckpt.inspection.stats import _moments
 
@@ -293,13 +294,51 @@ def test_changes_as_a_figure(tmp_path):
     two = saved(tmp_path / 'b', target=layers, **{'a$b$': np.zeros(3, np.float32)})
     ax = t5ckpt.diff(one, two).plot()
     rows, columns = ([label.get_text() for label in labels] for labels in (ax.get_yticklabels(), ax.get_xticklabels()))
-    assert (rows, columns) == (['', 'target/layers_1', 'target/layers_2'], [r'a\$b\$', 'norm', 'mlp/wi'])
+    assert (rows, columns) == (['(top)', 'target/layers_1', 'target/layers_2'], [r'a\$b\$', 'norm', 'mlp/wi'])
     picture = ax.get_images()[0].get_array()
-    np.testing.assert_allclose([picture[0, 0], picture[1, 1], picture[2, 2]], [0, 0, 1], atol=1e-6)
+    np.testing.assert_allclose([picture[0, 0], picture[1, 1], picture[2, 2]], [1, 1, 10], rtol=1e-6)
     assert picture.mask[1, 2]
     ax.figure.canvas.draw()
+    assert [text.get_text() for text in ax.figure.axes[1].get_yticklabels()], 'the color bar has values'
     same = t5ckpt.diff(one, one).plot()
     same.figure.canvas.draw()
+
+
+def test_a_figure_of_changes_leaves_counters_out_and_shows_the_parameters(tmp_path):
+    """A state of optax has two numbered parts, as many as a small model has layers."""
+
+    def state(scale):
+        layers = {f'layers_{at}': {'w': np.full(4, scale + at)} for at in range(2)}
+        return {
+            'params': layers,
+            'opt': {'0': {'mu': layers, 'count': np.int32(scale)}, '2': {'count': np.int32(scale)}},
+        }
+
+    ax = t5ckpt.diff(saved(tmp_path / 'a', **state(1.0)), saved(tmp_path / 'b', **state(30.0))).plot()
+    rows, columns = ([label.get_text() for label in labels] for labels in (ax.get_yticklabels(), ax.get_xticklabels()))
+    assert columns == ['w']
+    assert rows == [f'{part}/layers_{at}' for part in ('opt/0/mu', 'params') for at in (0, 1)]
+    assert not ax.get_images()[0].get_array().mask.any()
+
+
+def test_figures_say_what_their_axes_are(tmp_path):
+    path = tmp_path / 'run'
+    with t5ckpt.Checkpointer({'w': np.zeros((600, 3))}, checkpoints_dir=path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save({'w': np.full((600, 3), 222.0 + step / 1000)}, step=step)
+    ax = t5ckpt.open_run(path).series('w', lambda leaf: float(np.mean(leaf))).plot()
+    ax.figure.canvas.draw()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ('step', 'value')
+    assert ax.yaxis.get_offset_text().get_text() == ''
+    assert {label.get_text() for label in ax.get_xticklabels()} >= {'1', '2', '3'}
+    assert not [label for label in ax.get_xticklabels() if '.' in label.get_text()]
+    ax = t5ckpt.open_checkpoint(path).heatmap('w')
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ('column', 'row')
+    # 600 rows are drawn as 512, and counted as 600.
+    assert ax.get_ylim() == (599.5, -0.5)
+    assert ax.figure.axes[1].get_ylabel() == 'mean of a block'
+    long = plots.plot_heatmap(np.ones((2, 2)), 'decoder/layers_0/encoder_decoder_attention/query/$kernel: 20 to 60')
+    assert long.get_title() == 'decoder/layers_0/encoder_decoder_attention/query\n/\\$kernel: 20 to 60'
 
 
 def test_the_best_step_and_the_metrics_of_a_run_are_those_of_the_checkpointer(tmp_path):

@@ -15,7 +15,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.format.names import MANIFEST, SIDECAR, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
 from t5ckpt.reading.contents import is_sidecar_of, listed_files, read_raw
 from t5ckpt.storage import Storage
@@ -31,6 +31,7 @@ def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> No
 
     Raises:
       CheckpointExistsError: it cannot; the message has the reason.
+      CheckpointNotFoundError: another process has deleted it.
     """
     directory = step_dir(step)
     if has_positions or storage.names(directory, TRAIN_DS_PREFIX):
@@ -39,6 +40,8 @@ def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> No
         raw = read_raw(_located(storage, step))
         if raw.manifest is not None and is_sidecar_of(raw.manifest, raw.sidecar):
             return
+        if not storage.is_file(join(directory, MANIFEST)):
+            raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
         reason = f'without a {SIDECAR} that has the checksum of its manifest'
     raise CheckpointExistsError(
         f'{storage.url(directory)}: on a storage that cannot rename, a step {reason} is not replaced, because no single write '

@@ -427,12 +427,13 @@ def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
         assert sorted(os.listdir(run)) == ['checkpoint_1']
 
 
-def test_an_overwrite_whose_step_another_process_deletes_as_it_begins():
-    """After the look whether the step is there, and before its manifest is read."""
+@pytest.mark.parametrize('when', ['names checkpoint_1', 'read checkpoint_1/t5ckpt.'])
+def test_an_overwrite_whose_step_another_process_deletes_as_it_begins(when):
+    """After the look whether the step is there, and before its manifest or its sidecar is read."""
     storage = Acting(open_storage(f'memory://{uuid.uuid4().hex}/run'))
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         ck.save(state(1), step=1)
-        storage.acts = {'names checkpoint_1': lambda: delete_step(open_storage(storage.url()), 1, time.time)}
+        storage.acts = {when: lambda: delete_step(open_storage(storage.url()), 1, time.time)}
         assert ck.save(state(2), step=1, overwrite=True).step == 1
         assert storage.acts == {}
     assert value_of(storage.url(), 1) == 2

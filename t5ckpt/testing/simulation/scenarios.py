@@ -255,7 +255,7 @@ def _far_clocks(world: World) -> Sequence[Task]:
     ahead = 7200.0 if world.kind == 'disk' else 250.0
     return [
         world.start('rm', remover(world, 1), machine='a', ahead=ahead, may_delete=_is_one),
-        world.start('reader', holder(world, 1), machine='b', ahead=-ahead),
+        world.start('reader', reader(world, 1), machine='b', ahead=-ahead),
         world.start('trainer', saver(world, 1, [1], how='overwrite'), machine='c', may_delete=_is_one),
     ]
 

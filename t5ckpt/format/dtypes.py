@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,9 @@ from t5ckpt.core.leaf_path import Path, leaf_name, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import did_you_mean, shown
 from t5ckpt.errors import UnmatchedPattern
-from t5ckpt.tree.leaves import LeafToSave
+
+if TYPE_CHECKING:
+    from t5ckpt.tree.leaves import LeafToSave
 
 # The dtypes that a misspelt cast may mean.
 _USUAL = ('bfloat16', 'float16', 'float32', 'float64')

@@ -30,7 +30,10 @@ def _axes(ax: Any, size: tuple[float, float] = (5, 3)) -> Any:
         raise MissingDependencyError(
             "plots need matplotlib: pip install matplotlib, or pip install 't5ckpt[notebook]'"
         ) from error
-    return plt.subplots(figsize=size, layout='constrained')[1]
+    made = plt.subplots(figsize=size, layout='constrained')[1]
+    # An offset such as +2.22e2 would stand on the title. (rc_context would undo what a notebook sets with its first figure.)
+    made.ticklabel_format(useOffset=False)
+    return made
 
 
 def plot_histogram(counts: np.ndarray, edges: np.ndarray, title: str, ax: Any = None) -> Any:

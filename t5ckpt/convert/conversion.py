@@ -164,7 +164,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     """
     step = found.step if options.step is None else options.step
     if step is None:
-        raise ValueError('the source has no step. Pass ConvertOptions(step=...).')
+        raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
     if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
         raise ValueError(f'{os.fspath(directory)} is the directory of a step. Pass that of the run, its parent.')
     storage = open_run_storage(directory)

@@ -14,6 +14,7 @@ import pytest
 import t5ckpt
 from t5ckpt import plots
 from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
+from t5ckpt.inspection.runs import Series
 from t5ckpt.inspection.stats import _moments
 
 
@@ -256,6 +257,10 @@ def test_a_run_is_its_steps(tmp_path):
         run[7]
     assert series.to_pandas().loc[10] == pytest.approx(300**0.5)
     assert series.plot().get_title() == 'w'
+    # Values close together: an offset would stand on the title.
+    near = Series('w', {step: 222 + step / 1000 for step in (20, 40, 60)}).plot()
+    near.figure.canvas.draw()
+    assert near.yaxis.get_offset_text().get_text() == ''
     assert list(run.to_pandas().index) == [0, 5, 10]
     assert 'latest' in repr(run)
     assert '<table>' in run._repr_html_()

@@ -39,8 +39,16 @@ def test_a_notebook_runs(notebook, trained, monkeypatch):
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
     monkeypatch.setenv('PYTHONWARNINGS', 'error::UserWarning')
     book = nbformat.read(notebook, as_version=4)
+    stored = _kinds(book)
     nbclient.NotebookClient(book, timeout=300, resources={'metadata': {'path': str(trained)}}).execute()
-    kinds = {
-        kind for cell in book.cells if cell.cell_type == 'code' for out in cell.outputs for kind in out.get('data', {})
-    }
-    assert {'text/html', 'image/png'} <= kinds
+    assert {'text/html', 'image/png'} <= {kind for kinds in stored for kind in kinds}
+    assert _kinds(book) == stored, 'each cell shows what it shows on the site'
+
+
+def _kinds(book) -> list[list[str]]:
+    """The kinds of what each cell of code shows."""
+    return [
+        sorted(kind for out in cell.outputs for kind in out.get('data', {}))
+        for cell in book.cells
+        if cell.cell_type == 'code'
+    ]

@@ -89,6 +89,21 @@ def test_a_lost_disk_is_filled_by_the_replicas(four, place, lost):
     assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(3, 0)] * COUNT
 
 
+def test_fewer_processes_and_another_mesh(four, two, place):
+    """The union of the disks that are left has the step; each process gets what its devices need now."""
+    saved(four, place, [1, 2], persist=[1], iterator=False)
+    options = {'persist': [], 'iterator': False}
+    two.run('tiers', place.run, TWICE, options | {'shape': [4, 2]}, each=[str(place.disks[3]), str(place.disks[0])])
+    answers = two.run('tiers_restore')
+    assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(2, 0)] * 2
+    two.run('tiers_close')
+    two.run('tiers', place.run, TWICE, {'iterator': False}, each=[str(place.disks[disk]) for disk in (0, 3)])
+    assert two.run('tiers_save', 3) == [3] * 2
+    assert two.run('tiers_wait') == [None] * 2
+    two.run('tiers_close')
+    assert t5ckpt.verify(place.run / 'checkpoint_3', full=True).ok
+
+
 def test_both_holders_lost(four, place):
     """A shard that is on no disk: the bucket's step, and the log says why."""
     saved(four, place, [1, 2, 3], persist=[2])

@@ -82,12 +82,13 @@ def tiers(directory, leaves, options, local):
     if away is not None:
         storage = Away(storage, away)
     _held.update(leaves=leaves, positions=Positions())
+    shape = options.pop('shape', (2, 4))
     persist = options.pop('persist', None)
     options['persist_policy'] = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
     iterator = _held['positions'] if options.pop('iterator', True) else None
     _held['ck'] = scenarios.checkpointer(
         storage,
-        scenarios.state(leaves=leaves),
+        scenarios.state(0, tuple(shape), leaves),
         dataset_iterator=iterator,
         local_dir=local,
         progress=_dies,

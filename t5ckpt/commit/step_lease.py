@@ -125,6 +125,9 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
     now = lease_clock(storage, clock)
     for has_time in attempts(_STEP_BACK_SECONDS, clock):
         listed = list_leases(storage)
+        if all(each.key != lease.key for each in listed.of_writers):
+            # This process has stood still for longer than a lease lasts.
+            raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)
         owner = _first_live(owners, now, stale_after)

@@ -33,6 +33,7 @@ from t5ckpt.format.names import parse_leftover, parse_step_dir
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.chunk_file import Blocks, Limits
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.orbax import read_orbax
@@ -175,7 +176,7 @@ def checkpoint(data: bytes) -> None:
 def orbax(data: bytes) -> None:
     """Orbax's metadata."""
     with _ORBAX.replaced(data):
-        read_orbax(open_storage(_ORBAX.path), '')
+        read_orbax(CheckpointFiles(open_storage(_ORBAX.path), ''), logs_items=True)
 
 
 def _record(data: bytes) -> bytes:

@@ -15,6 +15,8 @@ from support.pages import blocks_of, python_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+# Those that a newcomer reads first; all others run, too, in `make test-all`.
+FIRST = (ROOT / 'README.md', ROOT / 'docs' / 'start.md')
 
 
 @pytest.fixture(scope='module')
@@ -25,7 +27,11 @@ def nursery() -> Iterator[Nursery]:
     made.close()
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    'page',
+    [page if page in FIRST else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_page_runs(page: Path, tmp_path: Path, nursery: Nursery):
     code = python_of(page.read_text(encoding='utf-8'))
     if not code.strip():

@@ -182,7 +182,12 @@ def first_of_each(kinds):
 
 
 @pytest.mark.parametrize(
-    ('operation', 'faults'), [(save, ('412', 'lost', 'twice')), (restore, COMMON), (list_steps, COMMON)]
+    ('operation', 'faults'),
+    [
+        pytest.param(save, ('412', 'lost', 'twice'), marks=pytest.mark.slow),
+        (restore, COMMON),
+        (list_steps, COMMON),
+    ],
 )
 def test_a_fault_at_each_kind_of_request(bucket, operation, faults, tmp_path):
     case = Case(bucket, operation, tmp_path)

@@ -360,6 +360,7 @@ def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, sta
         assert type(caught.value) is errors.StorageError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('condition', ['create', 'change', 'both'])
 @pytest.mark.parametrize('action', ['501', 'strip'])
 def test_a_server_that_refuses_conditions_or_a_proxy_that_strips_them(bucket, action, condition, caplog):
@@ -497,6 +498,7 @@ def test_credentials_that_expire_during_a_save(s3):
     check(url, must=(1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['list', 'read'])
 @pytest.mark.parametrize('fault', ['401', '501', 'dropped'])
 def test_verify_calls_no_checkpoint_damaged_where_the_server_fails(bucket, kind, fault):

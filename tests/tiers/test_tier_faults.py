@@ -85,6 +85,7 @@ def test_saves_go_on_while_an_upload_is_slow(bucket, local):
     assert t5ckpt.all_steps(local) == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stage', ['/w/', 'integrity', 't5ckpt.json', '/checkpoint'])
 def test_a_killed_upload_to_a_bucket_is_finished_by_the_next_start(bucket, local, stage):
     run = bucket.url()

@@ -1,7 +1,7 @@
 """Reads metrics of steps from TensorBoard's event files, without TensorFlow and TensorBoard.
 
 Each call continues where the previous one ended, so that a save reads only the events since the previous save. On an object
-store, a file that has grown is fetched whole, and its new part is parsed.
+store, a file that has changed is fetched completely, and its new part is parsed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics.event_protobuf import scalars
 from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.storage import Storage, foreign_errors, open_storage
@@ -74,33 +76,47 @@ class _EventFile:
         self._scan = RecordScan(self._tag)
         self._steps = array('q')
         self._values = array('d')
-        self._identity: tuple[int, ...] | None = None
+        self._identity: Any = None
 
     def read_on(self, storage: Storage) -> None:
         """Reads the events that were added."""
-        size = storage.size(self._key)
+        broken = self._scan.broken
+        path = storage.local_path(self._key)
+        if path is None:
+            self._read_object(storage)
+        else:
+            self._read_file(storage, path)
+        if self._scan.broken > broken:
+            _log.warning('t5ckpt: %s is damaged, so some of its metrics are missing', storage.url(self._key))
+
+    def _read_object(self, storage: Storage) -> None:
+        version = storage.version(self._key)
+        if version is None or version == self._identity:
+            return
+        try:
+            data = storage.read(self._key)
+        except CheckpointNotFoundError:
+            return
+        if len(data) < self._scan.offset:
+            self._begin()
+        self._take(len(data), lambda start, count: data[start : start + count])
+        self._identity = version
+
+    def _read_file(self, storage: Storage, path: str) -> None:
+        size, stamp = storage.size(self._key), storage.stamp(self._key)
         if size is None:
             return
-        stamp = storage.stamp(self._key)
         identity = None if stamp is None else stamp[:2]
         if size < self._scan.offset or identity != self._identity:
             # The file was replaced.
             self._begin()
             self._identity = identity
-        if size <= self._scan.offset or self._scan.ended:
-            return
-        broken = self._scan.broken
-        path = storage.local_path(self._key)
-        if path is None:
-            data = storage.read(self._key)
-            self._take(len(data), lambda start, count: data[start : start + count])
-        else:
-            with foreign_errors(storage.url(self._key)), open(path, 'rb', buffering=0) as file:
-                self._take(size, lambda start, count: os.pread(file.fileno(), count, start))
-        if self._scan.broken > broken:
-            _log.warning('t5ckpt: %s is damaged, so some of its metrics are missing', storage.url(self._key))
+        with foreign_errors(storage.url(self._key)), open(path, 'rb', buffering=0) as file:
+            self._take(size, lambda start, count: os.pread(file.fileno(), count, start))
 
     def _take(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        if size <= self._scan.offset or self._scan.ended:
+            return
         for record in self._scan.records(size, read):
             try:
                 for step, value in scalars(record, self._tag):

@@ -7,6 +7,7 @@ import pathlib
 import random
 import struct
 import tarfile
+import uuid
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from t5ckpt.errors import StorageError
 from t5ckpt.metrics.event_protobuf import scalars
 from t5ckpt.metrics.record_file import RecordScan, masked_crc32c
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 ARCHIVE = pathlib.Path(__file__).parents[2] / 'testdata' / 'case09_savebest.tar.gz'
 
@@ -257,6 +259,22 @@ def test_only_what_is_new_is_read(tmp_path):
     after = log.path.stat().st_size
     assert sum(1 for _ in scan.records(after, read)) == 1
     assert sum(reads) <= 2 * (after - before)
+
+
+def test_a_file_in_a_bucket_is_read_once_after_each_change(tmp_path):
+    log = Log(tmp_path / 'r').add(1, ('m', 1.0)).flush()
+    storage = FaultyStorage(open_storage(f'memory://{uuid.uuid4().hex}/run'))
+    metrics = TensorBoardMetrics(storage)
+    storage.write('r/' + log.path.name, log.path.read_bytes())
+    assert metrics.by_step('r/m', [1, 2]) == {1: 1.0}
+    assert metrics.by_step('r/m', [1, 2]) == {1: 1.0}
+    log.add(2, ('m', 2.0)).flush()
+    storage.write('r/' + log.path.name, log.path.read_bytes())
+    assert metrics.by_step('r/m', [1, 2]) == {1: 1.0, 2: 2.0}
+    assert [name for name, _ in storage.operations].count('read') == 2
+    assert 'size' not in [name for name, _ in storage.operations]
+    storage.delete_files(['r/' + log.path.name])
+    assert metrics.by_step('r/m', [1, 2]) == {}
 
 
 def test_a_file_may_be_read_at_any_moment_of_its_growth(tmp_path):

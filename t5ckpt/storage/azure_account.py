@@ -38,8 +38,8 @@ class AzureAccount:
 
     name: str
     url: str
-    key: str | None = None
-    signature: str | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
+    signature: str | None = dataclasses.field(default=None, repr=False)
     tokens: Any = None
 
     @property
@@ -54,13 +54,18 @@ def azure_account(options: AzureOptions, environ: Mapping[str, str], url: str) -
     """The account of the options or the environment; ``url`` is what the user wrote.
 
     Raises:
-      ValueError: neither names an account, or the connection string is malformed.
+      ValueError: neither names an account, the connection string is malformed, or the endpoint has a query.
     """
     stated = _connection_string(environ.get('AZURE_STORAGE_CONNECTION_STRING', ''))
     if options.account not in (None, stated.get('AccountName')):
         # It is that of another account.
         stated = {}
     endpoint = options.endpoint or environ.get('AZURE_STORAGE_ENDPOINT') or stated.get('BlobEndpoint')
+    if endpoint and '?' in endpoint:
+        raise ValueError(
+            f'storage_options: {url}: endpoint={endpoint.partition("?")[0]!r} is followed by a query. Leave it out; if it is a '
+            'shared access signature, set AZURE_STORAGE_SAS_TOKEN to it.'
+        )
     name = options.account or stated.get('AccountName') or _first(environ, _NAMES) or _name_in(endpoint)
     if not name:
         raise ValueError(

@@ -24,8 +24,8 @@ _BACKENDS = {
     'memory': 't5ckpt.storage.memory',
     's3': 't5ckpt.storage.s3',
 }
-# What Hadoop, adlfs and others call az://.
-_AZURE = ('abfs', 'abfss', 'azure', 'wasb', 'wasbs')
+# The scheme, and what Hadoop, adlfs and others call it.
+_AZURE = ('az', 'abfs', 'abfss', 'azure', 'wasb', 'wasbs')
 _BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': the user forgot a slash, or pathlib removed one. A directory of that name is './gs:x'.
@@ -34,6 +34,17 @@ _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | r
 # Linux refuses longer paths, and buckets longer keys.
 _MAX_PATH = 4095
 _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
+_ANY_URL = re.compile(r'[a-z][a-z0-9+.\-]*:/', re.IGNORECASE)
+# The parameters of a signed URL of Azure, Amazon or Google. The query gives access to whoever reads it.
+_SIGNATURE = re.compile('[?&](sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token))=', re.IGNORECASE)
+# 's3://KEY:SECRET@bucket', as old tools write it.
+_KEYS = re.compile(r'(az|gs|s3)://[^/?]*:.*@', re.DOTALL | re.IGNORECASE)
+_PASSWORD = re.compile('.*:.*@', re.DOTALL)
+_CREDENTIALS = {
+    'az': 'set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN',
+    'gs': 'set GOOGLE_APPLICATION_CREDENTIALS',
+    's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +74,7 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
         order = ' The path comes before the step.' if hasattr(path, '__index__') else ''
         raise InvalidPathError(f'A path is text or a pathlib.Path, got {shown(path)}.{order}') from None
     text = os.fsdecode(given) if isinstance(given, bytes) else given
+    _refuse_credentials(text)
     _check_text(text)
     if text.lower().startswith('file:'):
         return _Location('file', '', _path_of_url(text))
@@ -77,6 +89,27 @@ def _parse(path: str | bytes | os.PathLike[str]) -> _Location:
     if scheme in _BUCKETS:
         _check_key(text, scheme, bucket, prefix.rstrip('/'))
     return _Location(scheme, bucket, prefix.strip('/'))
+
+
+def _refuse_credentials(text: str) -> None:
+    """Refuses a URL that contains a key or a signature, without showing it."""
+    keys = _KEYS.match(text)
+    if keys is not None:
+        scheme = keys[1].lower()
+        raise InvalidPathError(
+            f'{scheme}://...: the URL contains a key. Write {scheme}://bucket/directory, and {_CREDENTIALS[scheme]}.'
+        )
+    signature = _SIGNATURE.search(text) if _ANY_URL.match(text) else None
+    if signature is None:
+        return
+    url = re.split('[?&]', text, maxsplit=1)[0]
+    if signature[1].lower() == 'sig':
+        written = _azure_spelling(url, '...') or "az://container/directory, with storage_options={'account': ...}"
+        cure = 'set AZURE_STORAGE_SAS_TOKEN to the query'
+    else:
+        scheme = 'gs' if url.lower().startswith('gs:') or 'goog' in f'{url}{signature[1]}'.lower() else 's3'
+        written, cure = f'{scheme}://bucket/directory', _CREDENTIALS[scheme]
+    raise InvalidPathError(f'{url}: a signature is not part of a path. Write {written}, and {cure}.')
 
 
 def _check_text(text: str) -> None:
@@ -195,27 +228,34 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         return path
     found = _parse(path)
     if found.scheme not in _BACKENDS:
-        _refuse_spelling(found)
+        # Neither a password nor a query is shown.
+        url = f'{found.scheme}://{_PASSWORD.sub("", found.bucket)}/{found.path.partition("?")[0]}'
+        written = _azure_spelling(f'{found.scheme}://{found.bucket}/{found.path}')
+        if written is not None:
+            raise UnsupportedFormatError(f'{url}: write {written}.')
         raise UnsupportedFormatError(
-            f'{found.scheme}://{found.bucket}/{found.path}: {found.scheme!r} is not served, only {sorted(_BACKENDS)}. Copy the '
-            'checkpoint to a disk first.'
+            f'{url}: {found.scheme!r} is not served, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
         )
     return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)
 
 
-def _refuse_spelling(found: _Location) -> None:
-    """Refuses the URLs of other tools for a container of Azure's."""
-    container, _, host = found.bucket.partition('@')
-    path = found.path
-    if found.scheme in ('http', 'https') and '.blob.' in found.bucket:
-        host = found.bucket
+def _azure_spelling(url: str, account: str = '') -> str | None:
+    """What to write for a URL of another tool for a container of Azure's; None for other URLs.
+
+    Args:
+      url: of any scheme.
+      account: what stands for the account if the URL does not name it.
+    """
+    scheme, rest = re.split(':/*', url, maxsplit=1)
+    bucket, _, path = rest.partition('?')[0].partition('/')
+    container, _, host = bucket.partition('@')
+    if scheme.lower() in ('http', 'https') and '.blob.' in bucket:
+        host = bucket
         container, _, path = path.partition('/')
-    elif found.scheme not in _AZURE:
-        return
-    account = f", with storage_options={{'account': {host.partition('.')[0]!r}}}" if host else ''
-    raise UnsupportedFormatError(
-        f'{found.scheme}://{found.bucket}/{found.path}: write az://{container}/{path.partition("?")[0]}{account}.'
-    )
+    elif scheme.lower() not in _AZURE:
+        return None
+    account = repr(host.partition('.')[0]) if host else account
+    return f'az://{container}/{path}' + (f", with storage_options={{'account': {account}}}" if account else '')
 
 
 def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, Any]:

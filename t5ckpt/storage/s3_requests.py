@@ -44,8 +44,8 @@ class AccessKeys:
     """The keys of a user or a role."""
 
     access: str
-    secret: str
-    token: str | None = None
+    secret: str = dataclasses.field(repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)
 
 
 class S3Requests(ServerRequests):

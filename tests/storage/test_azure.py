@@ -75,7 +75,7 @@ def test_without_an_account_the_error_names_the_option(monkeypatch):
         'abfss://box@mine.dfs.core.windows.net/a/run',
         'wasbs://box@mine.blob.core.windows.net/a/run',
         'https://mine.blob.core.windows.net/box/a/run',
-        'https://mine.blob.core.windows.net/box/a/run?sv=1&sig=x',
+        'https://mine.blob.core.windows.net/box/a/run?comp=list',
     ],
 )
 def test_urls_of_other_tools_are_answered_with_ours(url):
@@ -83,6 +83,45 @@ def test_urls_of_other_tools_are_answered_with_ours(url):
         open_storage(url)
     with pytest.raises(errors.UnsupportedFormatError, match=r'write az://box/run\.$'):
         open_storage('abfs://box/run')
+
+
+@pytest.mark.parametrize(
+    ('url', 'cure'),
+    [
+        ('https://mine.blob.core.windows.net/box/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
+        ('wasbs://box@mine.blob.core.windows.net/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
+        ('abfs://box/a/run', 'write az://box/a/run'),
+        ('az://box/a/run', r"write az://box/a/run, with .*'account'"),
+        ('az:/box/a/run', r"write az://box/a/run, with .*'account'"),
+        ('https:/mine.blob.core.windows.net/box/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
+        ('https://files.example.com/box/a/run', r"write az://container/directory, with .*'account'"),
+    ],
+)
+def test_a_signature_in_a_url_is_refused_and_not_shown(url, cure, tmp_path, monkeypatch):
+    """azcopy and the portal give URLs with a shared access signature in them."""
+    monkeypatch.chdir(tmp_path)
+    signed = f'{url}?sv=2024-11-04&sr=c&sig=SECRET%3D&se=2030'
+    for act in (
+        lambda: open_storage(signed),
+        lambda: t5ckpt.all_steps(signed),
+        lambda: t5ckpt.Checkpointer(STATE, checkpoints_dir=signed),
+        lambda: t5ckpt.open_checkpoint(f'{signed}\0'),
+        lambda: t5ckpt.copy_checkpoint(signed, tmp_path / 'copy'),
+    ):
+        with pytest.raises(errors.InvalidPathError, match=f'(?i){cure}.*AZURE_STORAGE_SAS_TOKEN') as caught:
+            act()
+        assert 'SECRET' not in ''.join(traceback.format_exception(caught.value))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_signature_in_the_endpoint_is_refused_and_not_shown():
+    for given in ({'endpoint': 'https://one.blob.core.windows.net/?sv=1&sig=SECRET'}, {}):
+        environ = {} if given else {'AZURE_STORAGE_ENDPOINT': 'https://one.blob.core.windows.net?sig=SECRET'}
+        with pytest.raises(ValueError, match='AZURE_STORAGE_SAS_TOKEN') as caught:
+            azure_account(AzureOptions(**given), environ, 'az://box/run')
+        assert 'SECRET' not in str(caught.value)
+    found = azure_account(AzureOptions(), {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, 'az://box/run')
+    assert servers.AZURE_KEY not in repr(found)
 
 
 @pytest.mark.parametrize('name', ['Box', 'bo', 'a--b', 'my_box', 'box.x'])

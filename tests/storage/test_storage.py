@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import traceback
 import urllib.parse
 import uuid
 
@@ -61,6 +62,33 @@ class TestFaulty(TestFile):
 def test_unknown_schemes_are_refused():
     with pytest.raises(errors.UnsupportedFormatError, match='ftp'):
         t5ckpt.Checkpointer({'x': 1}, checkpoints_dir='ftp://host/run')
+
+
+@pytest.mark.parametrize(
+    ('url', 'cure'),
+    [
+        ('https://box.s3.amazonaws.com/run?X-Amz-Credential=HIDDEN&X-Amz-Signature=HIDDEN', 's3://.*AWS_PROFILE'),
+        ('https://box.s3.amazonaws.com/run?AWSAccessKeyId=HIDDEN&Signature=HIDDEN', 's3://.*AWS_PROFILE'),
+        ('s3://box/run?x-amz-security-token=HIDDEN', 's3://.*AWS_PROFILE'),
+        ('s3://KEY:HIDDEN/HIDDEN@box/run', 's3://.*AWS_PROFILE'),
+        ('https://storage.googleapis.com/box/run?X-Goog-Signature=HIDDEN', 'gs://.*GOOGLE_APPLICATION_CREDENTIALS'),
+        ('https://storage.googleapis.com/box/run?GoogleAccessId=me&Signature=HIDDEN', 'gs://.*GOOGLE_APPLICATION'),
+        ('gs://box/run?Signature=HIDDEN', 'gs://.*GOOGLE_APPLICATION_CREDENTIALS'),
+    ],
+    ids=['s3', 's3-v2', 's3-token', 's3-keys', 'gs', 'gs-v2', 'gs-url'],
+)
+def test_keys_and_signatures_in_a_url_are_refused_and_not_shown(url, cure, elsewhere):
+    for act in (open_storage, t5ckpt.all_steps, lambda path: t5ckpt.Checkpointer({'x': 1}, checkpoints_dir=path)):
+        with pytest.raises(errors.InvalidPathError, match=cure) as caught:
+            act(url)
+        assert 'HIDDEN' not in ''.join(traceback.format_exception(caught.value))
+    assert not [*elsewhere.iterdir()]
+
+
+def test_errors_show_neither_passwords_nor_queries():
+    with pytest.raises(errors.UnsupportedFormatError, match='https://host/run: ') as caught:
+        open_storage('https://me:HIDDEN@host/run?token=HIDDEN')
+    assert 'HIDDEN' not in str(caught.value)
 
 
 @pytest.fixture

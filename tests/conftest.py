@@ -160,31 +160,29 @@ def _s3(tmp_path_factory: pytest.TempPathFactory) -> Generator[Bucket]:
     yield from _bucket('s3', tmp_path_factory)
 
 
+def _with_variables(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket.proxy.reset()
+    return bucket
+
+
 @pytest.fixture
 def az(_az: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """Azure's store, with the variables that a user of it sets."""
-    for name, value in _az.environment().items():
-        monkeypatch.setenv(name, value)
-    _az.proxy.reset()
-    return _az
+    return _with_variables(_az, monkeypatch)
 
 
 @pytest.fixture
 def gs(_gs: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """Google's store, with the variables that a user of it sets."""
-    for name, value in _gs.environment().items():
-        monkeypatch.setenv(name, value)
-    _gs.proxy.reset()
-    return _gs
+    return _with_variables(_gs, monkeypatch)
 
 
 @pytest.fixture
 def s3(_s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An S3 server, with the variables that a user of it sets."""
-    for name, value in _s3.environment().items():
-        monkeypatch.setenv(name, value)
-    _s3.proxy.reset()
-    return _s3
+    return _with_variables(_s3, monkeypatch)
 
 
 @pytest.fixture(params=['az', 'gs', 's3'])

@@ -10,6 +10,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt import errors
@@ -66,9 +67,7 @@ def test_a_run_of_another_trainer_is_named_with_its_steps(run_dir, make, text):
 @pytest.mark.parametrize('options', [[], ['--json']])
 def test_ls_names_it_and_fails(run_dir, make, name, options):
     make(run_dir)
-    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    command = [sys.executable, '-m', 't5ckpt', 'ls', str(run_dir), *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = forked.run(None, 'ls', run_dir, *options)
     assert done.returncode not in (0, 1)
     assert name in done.stdout + done.stderr
 

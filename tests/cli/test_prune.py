@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support import forked
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -39,8 +40,8 @@ def save(directory, steps, metrics=None):
 def test_a_step_that_was_saved_during_the_question_changes_nothing_of_what_was_confirmed(tmp_path):
     save(tmp_path, [1, 2, 3])
     ours, theirs = os.openpty()
-    command = [sys.executable, '-m', 't5ckpt', 'prune', str(tmp_path), '--keep', '1']
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prune:
+    words = 'prune', tmp_path, '--keep', '1'
+    with forked.start(None, *words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as prune:
         asked = ''
         while 'Delete 2 of 3 steps?' not in asked:
             character = prune.stderr.read(1)
@@ -319,8 +320,8 @@ def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, ca
 @pytest.mark.multiprocess
 def test_two_prunes_at_once_both_succeed(tmp_path):
     many_steps(tmp_path / 'run', 150)
-    words = [sys.executable, '-m', 't5ckpt', 'prune', tmp_path / 'run', '--keep', '1', '--yes']
-    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    words = 'prune', tmp_path / 'run', '--keep', '1', '--yes'
+    running = [forked.start(None, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
     for process in running:
         output, complaints = process.communicate(timeout=60)
         assert (process.returncode, complaints) == (0, ''), output

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import flax
@@ -15,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
+from support import forked
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -184,8 +183,7 @@ def test_a_killed_deletion_leaves_no_listed_step_and_is_swept(mixed):
         Retention(Killed(sys.argv[1]), KeepLatest(1), lambda: 1e9, prune_others=True).carry_out()
         """
     )
-    done = subprocess.run([sys.executable, '-c', code, str(mixed)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked.run(code, mixed).returncode == -signal.SIGKILL
     assert 'checkpoint_2.pruned-1000000000' in os.listdir(mixed)
     assert t5ckpt.all_steps(mixed) == [4]
     with open_ck(mixed) as ck:

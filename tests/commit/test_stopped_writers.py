@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt.commit.begin import begin as begin_transaction
@@ -60,8 +60,7 @@ def save(place, value, clock=time.time):
 def test_where_directories_are_renamed_it_comes_too_late(is_saved, tmp_path):
     """Garbage collection gives its directory another name first, so its own rename fails."""
     run = tmp_path / 'run'
-    words = [sys.executable, '-c', _STOPPED, run]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+    with forked.start(_STOPPED, run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
         try:
             directory = writer.stdout.readline().strip()
             assert directory, writer.stderr.read()

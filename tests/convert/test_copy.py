@@ -3,12 +3,11 @@
 import itertools
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+from support import forked
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -149,7 +148,7 @@ def test_a_killed_copy_goes_on(tmp_path):
         'one = t5ckpt.CopyOptions(workers=1)\n'
         f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, options=one, progress=report)\n'
     )
-    assert subprocess.run([sys.executable, '-c', code], check=False).returncode == -signal.SIGKILL
+    assert forked.run(code).returncode == -signal.SIGKILL
     assert t5ckpt.all_steps(tmp_path / 'copy') == []
     report = t5ckpt.copy_checkpoint(source, tmp_path / 'copy')
     assert report.resumed_files >= 9
@@ -160,19 +159,13 @@ def test_a_killed_copy_goes_on(tmp_path):
 def test_the_verb(tmp_path, bucket):
     source, target = saved(str(tmp_path / 'run')), bucket.url()
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, '-m', 't5ckpt', 'cp', source, target, '--json'], capture_output=True, text=True, check=True
-    )
-    report = json.loads(done.stdout)
+    report = json.loads(t5ckpt_cli('cp', source, target, '--json'))
     assert report['path'] == f'{target}/checkpoint_3'
     assert 0 < report['seconds'] < time.monotonic() - started
-    again = subprocess.run(
-        [sys.executable, '-m', 't5ckpt', 'cp', source, target], capture_output=True, text=True, check=False
-    )
+    again = forked.run(None, 'cp', source, target)
     assert again.returncode != 0
     assert 'is there already' in again.stderr
-    listed = subprocess.run([sys.executable, '-m', 't5ckpt', 'ls', target], capture_output=True, text=True, check=True)
-    assert listed.stdout.splitlines()[1].split()[0] == '3'
+    assert t5ckpt_cli('ls', target).splitlines()[1].split()[0] == '3'
 
 
 def test_overwriting_and_dry_runs(tmp_path):

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import time
 import zipfile
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from support import forked
 
 import t5ckpt
 from t5ckpt import ExportOptions, ImportOptions
@@ -214,7 +213,7 @@ try:
 except t5ckpt.errors.StorageError as error:
     print('said:', error)
 """
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    done = forked.run(code)
     assert 'said:' in done.stdout, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ['run']
 

@@ -1,14 +1,13 @@
 """Conversions of all steps of a run: from Orbax and Flax, back to Orbax, resumed, and what stands in the way."""
 
 import json
-import subprocess
-import sys
 import time
 
 import flax.serialization
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from support import forked
 from support.bits import assert_same
 from support.cli import t5ckpt_cli
 
@@ -126,9 +125,9 @@ def test_a_conversion_that_was_killed_resumes(tmp_path):
     with ocp.CheckpointManager(tmp_path / 'run', options=options) as manager:
         for step in range(12):
             manager.save(step, args=ocp.args.StandardSave(tree(step)), metrics={'loss': 1.0 / (step + 1)})
-    words = [sys.executable, '-m', 't5ckpt', 'convert', 'orbax', tmp_path / 'run', tmp_path / 'new', '--all']
+    words = 'convert', 'orbax', tmp_path / 'run', tmp_path / 'new', '--all'
     for count in (1, 4, 8):
-        with subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        with forked.start(None, *words) as child:
             while child.poll() is None and not any((tmp_path / 'new').glob(f'checkpoint_{count}*')):
                 time.sleep(0.001)
             child.kill()

@@ -1,4 +1,4 @@
-"""One of several processes on one directory: `crowd.py ROLE DIRECTORY STEPS`, what came of it as JSON on standard output.
+"""One of several processes on one directory, with ROLE DIRECTORY STEPS: what came of it is JSON on standard output.
 
 Trainers make so many steps, and go on until there is a file `DIRECTORY.done`; so long goes who deletes. Readers end when
 they have read so many steps.
@@ -12,9 +12,6 @@ import json
 import pathlib
 import sys
 import time
-
-_HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(_HERE.parent), str(_HERE)]
 
 import numpy as np
 from crash_scenarios import Trainer, delete as delete_step, state
@@ -102,7 +99,3 @@ def main() -> None:
     roles = {'train': train, 'evaluate': evaluate, 'verify': verify, 'delete': delete}
     answer = roles[role](root, steps)
     sys.stdout.write(json.dumps(answer) + '\n')
-
-
-if __name__ == '__main__':
-    main()

@@ -2,14 +2,13 @@
 
 import collections
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import crash_checks
 import pytest
 from crash_scenarios import NEXT, Trainer
+from support import forked
 
 import t5ckpt
 
@@ -17,23 +16,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 40
+PROGRAM = f'import sys; sys.path.insert(0, {str(HERE)!r}); import crowd; crowd.main()'
 
 
 def crowd(root, *roles):
     """Runs processes together; what each of them says."""
-    paths = [str(HERE.parents[1]), os.environ.get('PYTHONPATH', '')]
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(paths)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / 'crowd.py'), role, str(root), str(STEPS)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for role in roles
-    ]
+    pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
+    processes = [forked.start(PROGRAM, role, root, STEPS, **pipes) for role in roles]
     for process in processes:
         assert process.stdout.readline() == 'ready\n', process.stderr.read()
     for process in processes:

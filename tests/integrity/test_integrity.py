@@ -3,14 +3,12 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 
 import jax
 import msgpack
 import numpy as np
 import pytest
-from support import partitioner
+from support import forked, partitioner
 from support.damage import W, copied, files_of, flip, save, some_file, state_of
 from support.golden import nest
 
@@ -285,17 +283,17 @@ def test_an_array_that_claims_to_be_huge(golden, tmp_path):
 def test_the_verb(run_dir):
     """As a shell calls it: words, exit codes, JSON."""
     step_dir = save(run_dir)
-    command = [sys.executable, '-W', 'error', '-m', 't5ckpt', 'verify', str(run_dir), '--full']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = 'verify', run_dir, '--full'
+    done = forked.run(None, *words)
     assert (done.returncode, done.stderr) == (0, '')
     assert 'complete and intact (every byte read' in done.stdout
     flip(step_dir / 'params.w' / '0.0', random.Random(0))
-    done = subprocess.run([*command, '--json'], capture_output=True, text=True, check=False)
+    done = forked.run(None, *words, '--json')
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert not report['ok']
     assert [(damage['leaf'], damage['file']) for damage in report['damages']] == [('params/w', 'params.w/0.0')]
-    done = subprocess.run([*command[:-2], str(run_dir / 'none')], capture_output=True, text=True, check=False)
+    done = forked.run(None, 'verify', run_dir / 'none')
     assert done.returncode == 3
 
 

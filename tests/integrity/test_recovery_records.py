@@ -5,12 +5,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
+from support import forked
 from support.cli import t5ckpt_cli
 from support.damage import Iterator, Meanwhile, bytes_of, flip, of_two_processes, save, state_of
 
@@ -285,8 +284,7 @@ t5ckpt.copy_checkpoint(sys.argv[1], sys.argv[2], options=t5ckpt.CopyOptions(work
 
 
 def killed_copy(source, target):
-    done = subprocess.run([sys.executable, '-c', KILLED, str(source), str(target)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked.run(KILLED, source, target).returncode == -signal.SIGKILL
 
 
 def test_a_killed_copy_is_not_taken_up_by_that_of_another_run(tmp_path):

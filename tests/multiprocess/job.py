@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Collection
 from typing import Any
+
+from support.nursery import Nursery, Process
 
 _HERE = pathlib.Path(__file__).parent
 _ROOT = _HERE.parent.parent
@@ -22,6 +25,16 @@ _START_SECONDS = 120
 # A dead process takes the others with it after this long: JAX ends them (its default is 100 s).
 HEARTBEAT_SECONDS = 10
 DEAD = {'error': ['Dead', 'the process has ended']}
+
+
+@functools.cache
+def _nurseries() -> list[Nursery]:
+    """Two, so that not all processes of a job have the same hashes, and with them the same order of each set."""
+    path = os.pathsep.join(map(str, (_ROOT, _HERE, _HERE.parent)))
+    found = [Nursery('worker', {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path}) for _ in range(2)]
+    for nursery in found:
+        atexit.register(nursery.close)
+    return found
 
 
 class Job:
@@ -34,20 +47,18 @@ class Job:
         with socket.socket() as probe:
             probe.bind(('127.0.0.1', 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {
-            'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-            'JAX_PLATFORMS': 'cpu',
-            'PYTHONPATH': os.pathsep.join(
-                [str(_ROOT), str(_HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])]
-            ),
-        }
-        self.processes: list[subprocess.Popen[str]] = []
+        environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+        nurseries = _nurseries()
+        self.processes: list[Process] = []
         for index in range(count):
-            command = [sys.executable, str(_HERE / 'worker.py'), *map(str, (port, count, index, HEARTBEAT_SECONDS))]
             with self._log(index).open('wb') as log:
                 self.processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                    nurseries[index % len(nurseries)].start(
+                        [port, count, index, HEARTBEAT_SECONDS],
+                        environment=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
                     )
                 )
         for process in self.processes:
@@ -121,7 +132,7 @@ class Job:
         self._logs.cleanup()
 
     @staticmethod
-    def _answer(process: subprocess.Popen[str], timeout: float) -> Any:
+    def _answer(process: Process, timeout: float) -> Any:
         # A pipe has no time-out of its own; a process that is killed ends the read.
         timer = threading.Timer(timeout, process.kill)
         timer.start()

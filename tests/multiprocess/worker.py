@@ -1,18 +1,22 @@
-"""One process of a job: `worker.py PORT COUNT INDEX HEARTBEAT`, orders on standard input, answers on standard output."""
+"""One process of a job, forked by job.py: orders on standard input, answers on standard output."""
 
 import json
 import sys
 import traceback
 
 import jax
+import scenarios
+import tier_scenarios
 
 
-def main() -> None:
-    port, count, index, heartbeat = map(int, sys.argv[1:])
+def main(arguments: list[int]) -> None:
+    """Joins the job, and does as it is told.
+
+    Args:
+      arguments: the port, the number of processes, this one's, and the seconds of the heartbeat.
+    """
+    port, count, index, heartbeat = arguments
     jax.distributed.initialize(f'127.0.0.1:{port}', count, index, heartbeat_timeout_seconds=heartbeat)
-    import scenarios
-    import tier_scenarios
-
     _answer('ready')
     for line in sys.stdin:
         name, arguments = json.loads(line)
@@ -28,7 +32,3 @@ def main() -> None:
 def _answer(value: object) -> None:
     sys.stdout.write(f'ANSWER {json.dumps(value)}\n')
     sys.stdout.flush()
-
-
-if __name__ == '__main__':
-    main()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.nursery import ROOT, Nursery
+from support.nursery import ROOT, Nursery, Process
 
 import t5ckpt
 
@@ -36,9 +36,9 @@ class Trainers(Nursery):
         }
         super().__init__(example, env)
 
-    def start(self, run: pathlib.Path) -> int:
-        """A trainer's pid."""
-        return super().start([str(run), *self._options])
+    def train(self, run: pathlib.Path) -> Process:
+        """Starts a trainer."""
+        return self.start([str(run), *self._options])
 
 
 @pytest.fixture
@@ -70,8 +70,7 @@ def wait_for_steps(run: pathlib.Path, before: int, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
-    nursery.start(tmp_path / 'whole')
-    assert nursery.ended() == 0, nursery.log()
+    assert nursery.train(tmp_path / 'whole').wait() == 0, nursery.log()
     whole = losses(tmp_path / 'whole')
     assert [step for step, _ in whole] == list(range(STEPS))
 
@@ -80,7 +79,7 @@ def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
     startup = 0.0
     for life in range(KILLS):
         before = len(losses(run))
-        pid, started = nursery.start(run), time.monotonic()
+        trainer, started = nursery.train(run), time.monotonic()
         # Every fourth dies while it starts: it restores, loads what was compiled, and has not trained yet.
         if life % 4 == 3:
             time.sleep(chance.uniform(0, startup))
@@ -89,10 +88,9 @@ def test_twenty_kills_do_not_change_a_bit(nursery, tmp_path):
             startup = time.monotonic() - started
             wait_for_steps(run, before, chance.randint(1, MOST_STEPS))
             time.sleep(chance.uniform(0, MOST_SECONDS))
-        os.kill(pid, signal.SIGKILL)
-        assert nursery.ended() == -signal.SIGKILL, nursery.log()
-    nursery.start(run)
-    assert nursery.ended() == 0, nursery.log()
+        trainer.kill()
+        assert trainer.wait() == -signal.SIGKILL, nursery.log()
+    assert nursery.train(run).wait() == 0, nursery.log()
 
     curve = losses(run)
     assert dict(curve) == dict(whole)
@@ -112,14 +110,12 @@ def test_an_nnx_trainer_that_was_killed_ends_with_the_same_bits(tmp_path):
     """Parameters, optimizer, RNG streams and the position of Grain's iterator: all of them decide the next loss."""
     with contextlib.closing(Trainers(tmp_path / 'cache', 'train_nnx', steps=12, save_every=4)) as nursery:
         whole, run = tmp_path / 'whole', tmp_path / 'killed'
-        nursery.start(whole)
-        assert nursery.ended() == 0, nursery.log()
-        pid = nursery.start(run)
+        assert nursery.train(whole).wait() == 0, nursery.log()
+        trainer = nursery.train(run)
         wait_for_steps(run, 0, 6)
-        os.kill(pid, signal.SIGKILL)
-        assert nursery.ended() == -signal.SIGKILL, nursery.log()
-        nursery.start(run)
-        assert nursery.ended() == 0, nursery.log()
+        trainer.kill()
+        assert trainer.wait() == -signal.SIGKILL, nursery.log()
+        assert nursery.train(run).wait() == 0, nursery.log()
     curve = losses(run)
     assert [step for step, _ in curve] != list(range(12)), 'no step was trained twice'
     assert set(curve) == set(losses(whole))

@@ -47,7 +47,8 @@ def test_page_runs(page: Path, tmp_path: Path, nursery: Nursery):
     (commands / 't5ckpt').chmod(0o755)
     path = f'{commands}:{Path(sys.executable).parent}:{os.environ["PATH"]}'
     log = tmp_path / 'log'
-    ended = nursery.run([str(program), str(work), str(log), path])
+    with log.open('wb') as output:
+        ended = nursery.run([str(program), path], directory=work, stdout=output, stderr=subprocess.STDOUT)
     assert ended == 0, log.read_text(encoding='utf-8')
     assert 't5ckpt: warning' not in log.read_text(encoding='utf-8')
 

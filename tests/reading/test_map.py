@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import jax
@@ -17,7 +16,7 @@ import tensorstore as ts
 from flax import serialization
 from hypothesis import given, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import independent_reader, partitioner, states
+from support import forked, independent_reader, partitioner, states
 from support.bits import assert_same, random_bits
 
 import t5ckpt
@@ -554,9 +553,7 @@ print(array.sum())
 def test_a_file_truncated_under_a_map_kills(run_dir):
     """As docs/mapped-restore.md says; a save of ours never does that."""
     step_dir = save(run_dir, {'w': W})
-    env = {**os.environ, 'PYTHONPATH': str(pathlib.Path(t5ckpt.__file__).parents[1])}
-    program = [sys.executable, '-c', _TRUNCATED, str(run_dir), str(step_dir / 'w' / '0.0')]
-    done = subprocess.run(program, env=env, capture_output=True, check=False)
+    done = forked.run(_TRUNCATED, run_dir, step_dir / 'w' / '0.0')
     assert done.returncode == -signal.SIGBUS, done.stderr
 
 

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt import (
@@ -277,8 +278,7 @@ def test_a_killed_deletion_is_swept_by_the_next_save(tmp_path):
         retention.Retention(Killed(sys.argv[1]), KeepLatest(2), lambda: 1e9).carry_out()
         """
     )
-    done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked.run(code, tmp_path).returncode == -signal.SIGKILL
     left = [name for name in os.listdir(tmp_path) if '.deleted-' in name]
     assert left
     assert t5ckpt.all_steps(tmp_path) == [4, 5]

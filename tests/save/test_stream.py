@@ -12,6 +12,7 @@ import uuid
 import jax
 import numpy as np
 import pytest
+from support import forked
 from support.bits import assert_same
 from support.leaf_by_leaf import ARRAYS, SMALL_CHUNKS, Source, request_for
 
@@ -220,7 +221,7 @@ def test_a_write_that_was_stopped_goes_on(tmp_path, stop):
 
 def test_another_source_begins_anew(tmp_path):
     code = KILLED.format(tests=str(pathlib.Path(__file__).parents[1]), place=str(tmp_path), signal=9)
-    subprocess.run([sys.executable, '-c', code], capture_output=True, check=False)
+    assert forked.run(code).returncode == -signal.SIGKILL
     source = Source(ARRAYS)
     write_stream(source.table, request_for(tmp_path, source={'of': 'another'}))
     assert {path for path in source.reads if path[0] == 'target'} == {path for path in ARRAYS if path[0] == 'target'}

@@ -3,14 +3,13 @@
 import errno
 import os
 import pathlib
-import subprocess
-import sys
 import traceback
 import urllib.parse
 import uuid
 
 import pytest
 import tensorstore as ts
+from support import forked
 
 import t5ckpt
 from t5ckpt import errors
@@ -297,10 +296,8 @@ print(ck.all_steps(), text)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(('limit', 'words'), [('files', 'ulimit -n'), ('size', 'ulimit -f')])
 def test_a_limit_of_the_process_is_not_blamed_on_the_disk(tmp_path, limit, words):
-    done = subprocess.run(
-        [sys.executable, '-c', LIMITED, tmp_path / 'run', limit], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith('[1] ')
+    done = forked.run(LIMITED, tmp_path / 'run', limit)
+    assert done.stdout.startswith('[1] '), done.stderr
     assert words in done.stdout
     assert 'dmesg' not in done.stdout
 

@@ -4,7 +4,6 @@ import os
 import pathlib
 import runpy
 import sys
-import traceback
 
 # What the pages import at their first lines: two to four seconds, for each of thirty pages.
 import equinox  # noqa: F401
@@ -20,23 +19,12 @@ import t5ckpt  # noqa: F401
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a program in a directory, as Python does, with its output and its traceback in a file.
+    """Runs a program as Python does.
 
     Args:
-      arguments: the program, the directory, the file, and the PATH.
+      arguments: the program, and the PATH.
     """
-    program, directory, log, path = arguments
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.chdir(directory)
-    os.environ['PATH'] = path
+    program, os.environ['PATH'] = arguments
     sys.argv = [program]
     sys.path[0] = str(pathlib.Path(program).parent)
-    try:
-        runpy.run_path(program, run_name='__main__')
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stderr.flush()
+    runpy.run_path(program, run_name='__main__')

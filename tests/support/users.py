@@ -6,13 +6,11 @@ The interpreter's own files may lie where other users cannot read, so nothing ma
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import forked
+
 PRELUDE = """
 import codecs, glob, importlib, json, os, pkgutil, shutil, sys, time, warnings
 import click, jax, numpy as np, rich.console, rich.table, tensorstore
@@ -66,13 +64,6 @@ def tree():
 def run_as_users(code: str, directory: Path) -> Any:
     """What a program prints as JSON; it has the functions above, and ``directory``, which everybody may enter."""
     directory.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, '-c', PRELUDE + code, str(directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-    )
+    done = forked.run(PRELUDE + code, directory)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

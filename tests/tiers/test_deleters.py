@@ -4,12 +4,11 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+from support import forked
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -126,6 +125,6 @@ ck.save({{'step': np.int32(1)}})
 ck.save({{'step': np.int32(2)}})
 os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, '-c', program], capture_output=True, check=False)
+    forked.run(program)
     assert 2 in t5ckpt.all_steps(tmp_path / 'local')
     t5ckpt_cli('rm', tmp_path / 'local', 2, '--yes', code=1)

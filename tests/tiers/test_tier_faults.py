@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from support import forked
 from tensorboardX import SummaryWriter
 
 import t5ckpt
@@ -40,7 +41,7 @@ def checkpointer(run, local, **options):
 
 
 def program(run, local, lines):
-    """A trainer in a process of its own; it has `ck` and `state(step)`."""
+    """The program of a trainer; it has `ck` and `state(step)`."""
     text = f"""
 import numpy as np, sys, t5ckpt
 def state(step):
@@ -50,7 +51,7 @@ ck = t5ckpt.Checkpointer(
     state(0), None, {str(run)!r}, local_dir={str(local)!r}, chunk_bytes={2**12}, inline_bytes=64,
     storage_options={{'retry_seconds': 1.0}})
 """
-    return [sys.executable, '-c', text + textwrap.dedent(lines)]
+    return text + textwrap.dedent(lines)
 
 
 class Held:
@@ -92,7 +93,7 @@ def test_a_killed_upload_to_a_bucket_is_finished_by_the_next_start(bucket, local
     with checkpointer(run, local) as ck:
         ck.save(state(1))
     held = Held(bucket, lambda kind, key: 'checkpoint_2' in key and stage in key and kind == 'write')
-    trainer = subprocess.Popen(program(run, local, 'ck.save(state(2))\nck.close()'))
+    trainer = forked.start(program(run, local, 'ck.save(state(2))\nck.close()'))
     try:
         assert held.reached.wait(120), stage
     finally:
@@ -125,7 +126,8 @@ def test_ctrl_c_ends_the_wait_of_close(gs, local):
     except KeyboardInterrupt:
         print('interrupted', flush=True)
     """
-    trainer = subprocess.Popen(program(run, local, lines), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, '-c', program(run, local, lines)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout.readline() == 'saved\n'
         assert held.reached.wait(60)
@@ -152,9 +154,8 @@ def test_ctrl_c_ends_the_wait_of_close(gs, local):
 def test_a_program_that_forgets_close_ends_while_the_bucket_is_away(gs, local):
     run = gs.url()
     gs.proxy.choose = lambda kind, key: '503'
-    done = subprocess.run(
-        program(run, local, 'ck.save(state(1))'), capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, '-c', program(run, local, 'ck.save(state(1))')]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert os.listdir(local / '.t5ckpt/to_persist') == ['1']
     gs.proxy.reset()

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError
@@ -411,8 +412,7 @@ def test_two_checkpointers_on_one_directory(run_dir, local):
     reader = checkpointer(run_dir, local, read_only=True)
     same(reader.restore(), 1)
     program = f'import t5ckpt\nck = t5ckpt.Checkpointer({{}}, None, {str(run_dir)!r}, local_dir={str(local)!r})\nck.latest_step()'
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
-    assert 'LocalDirError' in done.stderr
+    assert 'LocalDirError' in forked.run(program).stderr
     ck.close()
     assert other.latest_step() == 1
     other.close()

@@ -5,12 +5,12 @@ import errno
 import os
 import socket
 import subprocess
-import sys
 import time
 import uuid
 
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt import errors
@@ -125,7 +125,7 @@ ck.save({'w': np.ones(3)}, step=1)
 
 @pytest.mark.multiprocess
 def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
-    subprocess.run([sys.executable, '-c', KILLED, tmp_path], check=False)
+    forked.run(KILLED, tmp_path)
     (name,) = os.listdir(tmp_path)
     assert collect_leftovers(open_storage(tmp_path), time.time) == [name]
 
@@ -146,7 +146,7 @@ time.sleep(60)
 @pytest.mark.multiprocess
 def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
     storage = open_storage(tmp_path)
-    with subprocess.Popen([sys.executable, '-c', LIVE, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+    with forked.start(LIVE, tmp_path, stdout=subprocess.PIPE) as writer:
         directory = writer.stdout.readline().strip()
         assert collect_leftovers(storage, time.time) == []
         # Whatever the time: the process is there.

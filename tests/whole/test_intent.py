@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from flax import serialization
-from support import intent_table
+from support import forked, intent_table
 
 import t5ckpt
 from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffectWarning
@@ -63,10 +60,7 @@ def run(tmp_path):
 
 def cli(*words, code=0):
     """Runs a verb in a process of its own; returns standard output and standard error."""
-    command = [sys.executable, '-m', 't5ckpt', *map(str, words)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT)}
-    )
+    done = forked.run("import sys; sys.argv[0] = 't5ckpt'; from t5ckpt.cli import main; main()", *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import subprocess
 import textwrap
 from collections.abc import Iterator
 
@@ -27,6 +29,10 @@ PROGRAM = """
             atexit.register(lambda: os.write(2, b'at exit'))
         if what == 'thread':
             threading.Thread(target=lambda: (time.sleep(0.2), os.write(2, b'the thread has ended'))).start()
+        if what == 'wait':
+            sys.stdin.read()
+        if what == 'tell':
+            print(sys.stdin.readline().strip(), dict(os.environ), os.getcwd())
         if what == 'state':
             assert not hasattr(sys, 'left'), 'another process has left something'
             sys.left = os.environ['LEFT'] = 'x'
@@ -59,9 +65,36 @@ def test_threads_and_exit_functions_end_as_in_any_program(nursery, what, said):
     assert said in nursery.log()
 
 
-def test_a_test_that_was_stopped_between_start_and_end_leaves_no_answer(nursery):
+def test_several_run_at_once_and_each_says_how_it_has_ended(nursery):
+    waiting = [nursery.start('wait', stdin=subprocess.PIPE) for _ in range(3)]
+    assert nursery.run('exit') == 3
+    assert [process.poll() for process in waiting] == [None] * 3
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting[0].wait(0.01)
+    waiting[1].kill()
+    assert waiting[1].wait() == -signal.SIGKILL
+    for process in waiting:
+        process.stdin.close()
+    assert [process.wait() for process in waiting] == [0, -signal.SIGKILL, 0]
+
+
+def test_a_test_that_was_stopped_between_start_and_end_is_in_nobodys_way(nursery):
     nursery.start('exit')
     assert [nursery.run(what) for what in ('state', 'exit')] == [0, 3]
+
+
+def test_streams_variables_and_directory_are_those_that_were_asked_for(nursery, tmp_path):
+    process = nursery.start(
+        'tell', stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment={'ONLY': 'this'}, directory=tmp_path
+    )
+    with process:
+        process.stdin.write('said\n')
+        process.stdin.flush()
+        assert process.stdout.read() == f"said {{'ONLY': 'this'}} {tmp_path}\n"
+    with (tmp_path / 'output').open('w+') as file:
+        assert nursery.run('tell', stdout=file, environment={}) == 0
+        assert (tmp_path / 'output').read_text().startswith(' {} ')
+    assert nursery.log() == ''
 
 
 def test_a_process_leaves_nothing_to_the_next(nursery):

@@ -7,11 +7,11 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 
@@ -65,6 +65,7 @@ with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=
 # and then both give the step up.
 _SPEED = {'files': 3600.0, 'az': 300.0, 'gs': 300.0, 's3': 300.0}
 _LEASE = {'files': 3600.0, 'az': 600.0, 'gs': 600.0, 's3': 600.0}
+_STEPS, _SEED = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('STEPS', 8), ('SEED', 18)))
 # Of these leases. Up to an hour, after which garbage collection, too, takes what a writer in a bucket has left.
 _STOPS = dict.fromkeys(_SPEED, (0, 1.3, 1.3, 1.3, 7)) | {'files': (0, 1.3, 1.3, 1.3, 1.6)}
 
@@ -76,8 +77,8 @@ def race(url, kind, rounds, seed):
     with contextlib.ExitStack() as stack:
         trainers = []
         for name in (0, 1):
-            words = [sys.executable, '-c', _TRAINER, url, json.dumps([name, start, _SPEED[kind]])]
-            trainer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            words = url, json.dumps([name, start, _SPEED[kind]])
+            trainer = forked.start(_TRAINER, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             trainers.append(stack.enter_context(trainer))
             # A process that is stopped would be waited for.
             stack.callback(trainer.kill)
@@ -111,22 +112,52 @@ def _step(trainers, step, stops, rng):
     return [trainer.stdout.readline().strip() for trainer in trainers]
 
 
+@pytest.fixture(scope='module')
+def raced(request, tmp_path_factory):
+    """The races of all kinds that are asked for, which are waits for the most part, at once; (URL, answers) of each, by kind.
+
+    `make soak` sets 1,000 steps, in four races of each kind.
+    """
+    kinds = {item.callspec.params['kind'] for item in request.session.items if item.path == request.path}
+    races = max(1, _STEPS // 250)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        places = {}
+        for kind in sorted(kinds):
+            # Without its server the test of a kind is skipped, and not those of the others.
+            with contextlib.suppress(pytest.skip.Exception):
+                places[kind] = _places(kind, request, patch, tmp_path_factory, races)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(races * len(kinds)))
+        seeds = range(_SEED, _SEED + races)
+        yield {
+            kind: [
+                (url, pool.submit(race, url, kind, _STEPS // races, seed))
+                for url, seed in zip(urls, seeds, strict=True)
+            ]
+            for kind, urls in places.items()
+        }
+
+
+def _places(kind, request, patch, tmp_path_factory, races):
+    """Where a kind's races are; the variables of all buckets are set."""
+    if kind == 'files':
+        return [str(tmp_path_factory.mktemp('race') / 'run') for _ in range(races)]
+    bucket = request.getfixturevalue(f'_{kind}')
+    for name, value in bucket.environment().items():
+        patch.setenv(name, value)
+    bucket.proxy.reset()
+    return [bucket.url() for _ in range(races)]
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('kind', ['files', 'az', 'gs', 's3'])
-def test_two_trainers_race_for_each_step(kind, tmp_path, request):
-    """Each step has the values of one of them, whole, and this one alone was told that it has saved.
-
-    `make soak` sets 1,000 steps, in four races.
-    """
-    steps, seed = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('STEPS', 8), ('SEED', 18)))
-    races = max(1, steps // 250)
-    bucket = None if kind == 'files' else request.getfixturevalue(kind)
-    urls = [bucket.url() if bucket else str(tmp_path / f'run{i}') for i in range(races)]
-    with concurrent.futures.ThreadPoolExecutor(races) as pool:
-        raced = pool.map(race, urls, [kind] * races, [steps // races] * races, range(seed, seed + races))
-        for url, answers in zip(urls, raced, strict=True):
-            _check(url, answers, seed)
+def test_two_trainers_race_for_each_step(kind, request, raced):
+    """Each step has the values of one of them, whole, and this one alone was told that it has saved."""
+    if kind != 'files':
+        request.getfixturevalue(f'_{kind}')
+    for url, answers in raced[kind]:
+        _check(url, answers.result(), _SEED)
 
 
 def _check(url, answers, seed):

@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
+import gc  # noqa: E402
 import uuid  # noqa: E402
 from collections.abc import Generator  # noqa: E402
 
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long files first."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays until the end, so no garbage collection need look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope='session')

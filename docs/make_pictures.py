@@ -27,7 +27,7 @@ WIDTH = 110
 
 
 def on_a_terminal(words: list[str], cwd: Path) -> str:
-    """What a command writes to a terminal, colours included."""
+    """What a command writes to a terminal, colors included."""
     parent, child = pty.openpty()
     env = {**os.environ, 'COLUMNS': str(WIDTH), 'TERM': 'xterm-256color', 'PYTHONPATH': str(HERE.parent)}
     with subprocess.Popen([sys.executable, '-m', *words], stdout=child, cwd=cwd, env=env) as process:
@@ -57,7 +57,8 @@ def view_picture(name: str, html: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / 'page.html'
         page.write_text(f'<!doctype html><meta charset="utf-8"><body>{html}</body>')
-        browser_picture(name, page, '1000,285')
+        # Narrow and with large pixels, so that a phone shows it legibly.
+        browser_picture(name, page, '480,310', '--force-device-scale-factor=1.6')
 
 
 def report_picture(name: str, run: Path) -> None:
@@ -67,13 +68,13 @@ def report_picture(name: str, run: Path) -> None:
         browser_picture(name, Path(page), '1280,1720')
 
 
-def browser_picture(name: str, page: Path, size: str) -> None:
-    """A page as Chromium shows it."""
+def browser_picture(name: str, page: Path, size: str, *more: str) -> None:
+    """A page as Chromium shows it; ``more`` are its options."""
     with tempfile.TemporaryDirectory() as scratch:
         options = ['--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', f'--user-data-dir={scratch}/p']
         picture = HERE / 'pictures' / f'{name}.png'
         options += ['--virtual-time-budget=20000', f'--window-size={size}', f'--screenshot={picture}']
-        command = ['chromium', *options, page.as_uri()]
+        command = ['chromium', *options, *more, page.as_uri()]
         subprocess.run(command, check=True, capture_output=True)
 
 

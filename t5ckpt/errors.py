@@ -378,13 +378,13 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
 
 _CURES = {
     'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule}])]',
-    'dtype': 'A cast between kinds is never made silently: convert in a state_transformation_fn, or change the template.',
+    'dtype': 'Values are not cast to another kind of dtype: convert them in a state_transformation_fn, or change the template.',
     'mesh': 'jax.eval_shape inside jax.set_mesh gives such shardings. Name the devices: '
     'jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)) with a mesh of '
     'jax.make_mesh, or jax.eval_shape(jax.jit(init, out_shardings=...)).',
     'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, cut or pad the leaf with resize=, or reshape it in a state_transformation_fn. To initialize '
-    'it anew, drop it there and pass fallback_state=.',
+    'shape': 'Change the template, truncate or pad the leaf with resize=, or reshape it in a state_transformation_fn. To '
+    'initialize it, drop it there and pass fallback_state=.',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',
     'unexpected': "To leave out leaves that the template lacks, pass strict='contains', or use ... as the leaf or the subtree in "

@@ -333,8 +333,8 @@ def best_mode(option: str, mode: str, metric: str) -> str:
     check_word(option, mode, MODES)
     if is_doubtful(mode, metric):
         text = (
-            f"{metric!r} seems to be a metric whose low values are good, but {option}='max', the default, takes the highest for "
-            f"the best. Pass {option}='min', or {option}='max' if that is meant."
+            f"low values of {metric!r} seem to be good, but {option}='max', the default, ranks the highest value first. Pass "
+            f"{option}='min', or {option}='max' to confirm."
         )
         warn_caller(MetricModeWarning(text))
     return str(mode)

@@ -64,7 +64,7 @@ OPTIMIZER = r'(state/param_states|opt_state)/.*'
 
 # Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
 _WARM_CURES = {
-    'dtype': 'A cast between kinds is never made silently: name the leaf in WarmStart(leave=...), or change the template.',
+    'dtype': 'Values are not cast to another kind of dtype: name the leaf in WarmStart(leave=...), or change the template.',
     'missing': "WarmStart(missing='init') takes new leaves from init_fn.",
     'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
     'unexpected': "WarmStart(strict='contains') leaves out leaves that the template lacks.",
@@ -202,7 +202,7 @@ def restore_or_init(
         checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
         raise CorruptCheckpointError(
             f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log has the errors. Repair '
-            'one, or move them away to start anew.'
+            'one, or move them away to start a new run.'
         )
     _warn_of_unread(checkpointer)
     if sources is None:
@@ -229,7 +229,7 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
     text: str | None = checkpointer.agree('a new run', None, lambda _: unread_contents(checkpointer.storage))
     if text is not None:
         where = checkpointer.checkpoints_dir
-        warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so the run starts anew, but {text}'))
+        warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so a new run starts, but {text}'))
 
 
 def _kind(error: T5CkptError, checkpointer: Checkpointer, step: int) -> str:

@@ -187,7 +187,7 @@ class SaveWhenIdle(SavePolicy):
 
     def reason(self, moment: Moment) -> str | None:
         """Why to save now."""
-        return None if moment.saving or moment.step < self.min_step else 'no save is under way'
+        return None if moment.saving or moment.step < self.min_step else 'no save is running'
 
 
 @dataclasses.dataclass(frozen=True)

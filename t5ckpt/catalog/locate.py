@@ -243,7 +243,7 @@ _STEP_MARKS = (
     ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
 )
 
-# A file is recognised by its name, because it may be too large to read.
+# A file is recognized by its name, because it may be too large to read.
 _FILES = (
     (
         ('.safetensors', '.safetensors.index.json'),
@@ -312,7 +312,7 @@ def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
         cure = f'Give the path of the file: {storage.url(model)}'
     elif runs:
         cure = f'Give the path of one: {storage.url(runs[0])}'
-    held = f'it holds {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
+    held = f'it contains {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
     return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {held}. {cure}')
 
 
@@ -348,7 +348,7 @@ def _contents_text(storage: Storage) -> str:
         return 'the directory is empty'
     known = foreign_layout(storage)
     looks = '' if known is None else f'; it looks like {known}'
-    return f'it holds {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
+    return f'it contains {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
 
 
 def unread_contents(storage: Storage) -> str | None:
@@ -357,4 +357,4 @@ def unread_contents(storage: Storage) -> str | None:
     if known is not None:
         return f'it looks like {known}'
     holding = catalog_of(storage).incomplete()
-    return f'it holds {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None
+    return f'it contains {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None

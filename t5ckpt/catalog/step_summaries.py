@@ -1,4 +1,4 @@
-"""Summarises each step of a run without opening it, for ``t5ckpt ls`` and for choosing a step.
+"""Summarizes each step of a run without opening it, for ``t5ckpt ls`` and for choosing a step.
 
 Notes: reads one small file per step that t5ckpt wrote, and lists the files of other steps. Does not load JAX or TensorStore.
 """

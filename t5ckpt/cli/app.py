@@ -60,16 +60,14 @@ def _with_verb(word: str) -> str:
 @click.group(cls=_Verbs, context_settings={'help_option_names': ['-h', '--help']})
 @click.version_option(__version__, '-V', '--version', prog_name='t5ckpt')
 def app() -> None:
-    """Looks at, checks, copies and converts checkpoints in T5X's format.
+    """Inspects, verifies, copies and converts checkpoints in T5X's format.
 
-    PATH is a run's directory, a step's directory or a manifest file; ls, best and prune want the run. Of a run, run@1200,
-    run@latest, run@best and run@best:eval/loss name a step, in every verb.
+    PATH is the directory of a run or of a step, or a manifest file. ls, best and prune take the directory of a run. In every
+    verb, run@1200, run@latest, run@best and run@best:eval/loss name a step of a run.
 
-    \b
-    Exit codes: 0 done; 1 the answer is no (they differ, damaged, nothing matches,
-    is there already, must stay); 2 wrong usage; 3 no such checkpoint, or it cannot
-    be read; 4 the storage or standard output refused; 5 a library or memory is
-    missing; 130 interrupted; 141 the output's reader ended.
+    Exit codes: 0 done; 1 the answer is no (the checkpoints differ, one is damaged, nothing matches, the step exists already
+    or must be kept); 2 wrong usage; 3 no such checkpoint, or it cannot be read; 4 the storage or standard output failed; 5
+    a library or memory is missing; 130 interrupted; 141 the program that reads the output has exited.
 
     \b
     Shell completion (or zsh_source, fish_source):

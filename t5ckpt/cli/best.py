@@ -17,19 +17,20 @@ from t5ckpt.cli.verb import Exit, Verb
 @click.argument('path', type=RUN)
 @click.argument('metric', required=False, metavar='[METRIC]')
 @click.option(
-    '--mode', type=click.Choice(['max', 'min']), help='Which values are best; without it, as the run was saved.'
+    '--mode',
+    type=click.Choice(['max', 'min']),
+    help='Which value is best; default: that of the keep policy of the run.',
 )
 @json_option
 def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """Prints the step of the run at PATH that is best by METRIC.
 
-    Of equal steps it is the newest, and NaN is never the best. A metric is what was given to save, or what TensorBoard's
-    files below PATH hold: train/loss is the tag loss in PATH/train. Without METRIC or --mode, they are those of the keep
-    policy under which the latest step was saved. Steps of Orbax count with the metrics that Orbax saved.
+    Of steps with equal values, the newest is best. NaN is never best. Metrics are those that were passed to save, those in
+    TensorBoard's files below PATH (train/loss is the tag loss in PATH/train), and those that Orbax saved. METRIC and --mode
+    default to those of the keep policy of the latest save; standard error then names them.
 
-    \b
-    Exit codes: 0 done; 1 no step has a value of the metric;
-    2 invalid arguments, such as a metric that no step has while steps have others.
+    Exit codes: 0 done; 1 no step has a value for METRIC; 2 wrong usage: the steps have metrics, but not METRIC, or the
+    keep policy does not define the mode.
 
     \b
     Examples:
@@ -39,7 +40,7 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
     """
     if metric is not None and os.path.isdir(metric) and not os.path.exists(path):
         raise click.UsageError(
-            f'{metric} is a directory, {path} is none. PATH comes first: t5ckpt best {metric} {path}'
+            f'{metric} is a directory, and {path} is not. PATH comes first: t5ckpt best {metric} {path}'
         )
     storage = run_at(path)
     check_exists(storage)
@@ -48,6 +49,13 @@ def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> N
         print_json(dataclasses.asdict(best))
     elif best.step is not None:
         print_line(str(best.step))
+        if mode is None:
+            which, other, reverse = ('highest', 'lowest', 'min') if best.mode == 'max' else ('lowest', 'highest', 'max')
+            print_line(
+                f'{best.metric}: the {which} value is best by the keep policy of the run. For the {other}, pass --mode '
+                f'{reverse}.',
+                err=True,
+            )
     if best.step is None:
-        print_line(f'{storage.url()}: no step has a value of {best.metric}', err=True)
+        print_line(f'{storage.url()}: no step has a value for {best.metric}', err=True)
         raise click.exceptions.Exit(Exit.NO)

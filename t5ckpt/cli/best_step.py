@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import click
 
@@ -25,9 +26,7 @@ class Best:
     value: float | None
 
 
-def chosen(
-    storage: Storage, metric: str | None, mode: str | None, cure: str = 'Pass METRIC and --mode max or --mode min.'
-) -> Best:
+def chosen(storage: Storage, metric: str | None, mode: str | None, cure: str | None = None) -> Best:
     """The best step of a run; by default, its keep policy determines metric and mode. ``cure`` explains how to pass them.
 
     Raises:
@@ -39,17 +38,25 @@ def chosen(
     found = candidates(known, metric, mode)
     if len(found) != 1:
         infos = _infos_with(retention, metric)
-        there = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
-        held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
-        raise click.UsageError(
-            f'the keep policy of the run does not say which steps are best (metrics that it compares: {held}; metrics of the '
-            f'steps: {there}). {cure}'
-        )
+        raise click.UsageError(_undefined(known, metric, infos, cure))
     (name, best) = found[0]
     infos = _infos_with(retention, name)
     step = best_of(infos, name, best)
     value = next((info.metrics[name] for info in infos if info.step == step), None)
     return Best(step, name, best, value)
+
+
+def _undefined(
+    known: Sequence[tuple[str, str]], metric: str | None, infos: Sequence[StepInfo], cure: str | None
+) -> str:
+    """The error for a metric or a mode that neither the caller nor the keep policy defines."""
+    if metric is not None:
+        cure = cure or 'Pass --mode max or --mode min.'
+        return f'the keep policy of the run does not define whether high or low values of {metric} are best. {cure}'
+    there = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
+    held = ', '.join(f'{name} ({best})' for name, best in known) or 'no metric'
+    cure = cure or 'Pass METRIC and --mode max or --mode min.'
+    return f'the keep policy of the run compares {held}; the metrics of the steps are: {there}. {cure}'
 
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:

@@ -36,10 +36,10 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option('--npy', is_flag=True, help="Write the array to standard output in numpy's .npy format.")
 @json_option
 def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: bool, as_json: bool) -> None:
-    """Prints the values of a leaf, or of a slice of it; only the chunks that the slice touches are read.
+    """Prints the values of a leaf, or of a slice of it. Only the chunks that the slice touches are read.
 
-    A large array is shortened in the middle, as NumPy does; --json and --npy print every value. bfloat16 and
-    other dtypes that .npy does not know are written as float32.
+    As in NumPy, the middle of a large array is left out; --json and --npy print every value. The .npy format does not
+    support bfloat16 and similar dtypes; such arrays are written as float32.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
       t5ckpt cat run target/encoder/scale --npy > scale.npy
     """
     if npy and as_json:
-        raise click.UsageError('--npy and --json are two formats: pass one of them.')
+        raise click.UsageError('--npy and --json exclude each other. Pass one of them.')
     view = open_checkpoint(path, step, follow_links=follow_links)
     name, index = _parsed(leaf, view)
     value = view[name]

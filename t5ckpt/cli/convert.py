@@ -38,30 +38,35 @@ _SHOWN = 8
 @click.argument('directory', metavar='DST', type=RUN)
 @steps_option
 @click.option(
-    '--all', 'everything', is_flag=True, help='Every step of the run SRC; those that are in DST already are skipped.'
+    '--all',
+    'everything',
+    is_flag=True,
+    help='Convert every step of the run SRC; skip steps that an earlier call converted.',
 )
 @as_step_option
 @dtype_option('save_dtype')
 @cast_leaves_option
-@click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
-@click.option('--compression', type=click.Choice(CODEC_NAMES), help='By default nothing is compressed.')
-@click.option('--rules', metavar='FILE.py', help='For tf: Python that defines `translator`. It is run.')
-@click.option('--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Values in flight.')
-@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the new one is complete.')
-@click.option('--dry-run', is_flag=True, help='Say what would be written; read no tensor, write nothing.')
+@click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
+@click.option('--compression', type=click.Choice(CODEC_NAMES), help='Codec of the arrays; default: none.')
+@click.option('--rules', metavar='FILE.py', help='For tf: a Python file that defines `translator`. It is executed.')
+@click.option(
+    '--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Limit of the values in memory.'
+)
+@click.option('--force', is_flag=True, help='Replace an existing checkpoint when the new one is complete.')
+@click.option('--dry-run', is_flag=True, help='Print what would be written; read no array, write nothing.')
 @json_option
 def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **words: Any) -> None:
     """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
 
-    FORMAT is tf, orbax, flax, jax or seqax. No model is needed: the structure is that of the checkpoint. Tensors are read
-    one after another, so memory does not depend on the checkpoint's size. To resume an interrupted conversion,
-    run the same command again.
+    FORMAT is tf, orbax, flax, jax or seqax. The structure is taken from the checkpoint, so no model is needed. Arrays are
+    read in chunks, so memory does not depend on the size of the checkpoint. To resume an interrupted conversion, run the
+    same command again.
 
-    to-orbax is the way back: SRC is a checkpoint of T5X's format, DST the directory that Orbax makes.
+    With to-orbax, SRC is a checkpoint in T5X's format, and DST the directory of a step in Orbax's.
 
-    Of a run, the latest step is converted. --step names another; --all, or --step several times, converts the run
-    step by step, with metrics, times and custom metadata. For to-orbax DST is then the directory of a run of Orbax's
-    CheckpointManager.
+    If SRC is a run, its latest step is converted. --step selects another. --all, or --step several times, converts
+    several steps, with metrics, times and custom metadata; for to-orbax, DST is then the directory of a run, which
+    CheckpointManager reads.
 
     \b
     Example:
@@ -78,7 +83,7 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     words['overwrite'] = words.pop('force')
     translator = None if rules is None else _translator(rules)
     if translator is not None and kind != 'tf':
-        raise click.UsageError(f'--rules are for tf, not for {kind}.')
+        raise click.UsageError(f'--rules is only for tf, not for {kind}. Leave it out.')
     with progress(f'convert {source}') as shown, words_of():
         options = ConvertOptions(**words, progress=shown)
         if of_run:
@@ -123,7 +128,7 @@ def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
         how = 'would be written' if dry_run else f'written: {human_bytes(each.nbytes)} in {each.seconds:.1f} s'
         print_line(f'{each.path} {how}')
     if done.gone:
-        print_line(f'deleted from the source meanwhile: {", ".join(map(str, done.gone))}')
+        print_line(f'deleted from the source during the conversion: {", ".join(map(str, done.gone))}')
     dropped = sorted({name for each in done.converted for name in each.dropped})
     if dropped:
         _print_some(f'dropped {counted(len(dropped), "name")}', dropped)

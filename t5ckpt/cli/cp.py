@@ -45,32 +45,46 @@ _CHANGES = (
 @step_option
 @moved_option(
     '--all',
-    'it copies one step. Call it for each step of a run: t5ckpt cp run@100 TARGET.',
+    'it copies one step. Run it for each step: t5ckpt cp run@100 TARGET.',
     is_flag=True,
 )
-@click.option('--workers', type=int, help='How many files are under way at once; 16 without it.')
+@click.option('--workers', type=int, help='How many files to copy at once; default: 16.')
 @dtype_option('save_dtype')
 @cast_leaves_option
-@click.option('--no-optimizer', is_flag=True, help="Leave the optimizer's state out.")
-@click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves of this name; repeatable.')
-@click.option('--rename', multiple=True, nargs=2, metavar='REGEX NEW', help=r'NEW may have \1 for a group; repeatable.')
-@click.option('--ema', metavar='SCOPE', help='Moving averages, such as opt_state/ema, in place of the parameters.')
+@click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
+@click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves that match; may be repeated.')
 @click.option(
-    '--average', type=CHECKPOINT, multiple=True, metavar='OTHER', help='Average the parameters with these; repeatable.'
+    '--rename',
+    multiple=True,
+    nargs=2,
+    metavar='REGEX NEW',
+    help=r'Rename leaves; \1 in NEW is a group of REGEX; may be repeated.',
 )
-@click.option('--parameters', metavar='REGEX', help='For --ema and --average; by default target/.* and params/.*')
-@click.option('--compression', metavar='CODEC', help='Write with this codec, or auto.')
+@click.option(
+    '--ema', metavar='SCOPE', help='Replace the parameters with the moving averages below SCOPE, such as opt_state/ema.'
+)
+@click.option(
+    '--average',
+    type=CHECKPOINT,
+    multiple=True,
+    metavar='OTHER',
+    help='Average the parameters with those of OTHER; may be repeated.',
+)
+@click.option(
+    '--parameters', metavar='REGEX', help='Parameters for --ema and --average; default: target/.* and params/.*'
+)
+@click.option('--compression', metavar='CODEC', help='Codec of the copy, such as zstd or auto.')
 @as_step_option
 @follow_links_option
-@click.option('--force', is_flag=True, help='Replace a checkpoint of this step, once the copy is complete.')
-@click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.')
+@click.option('--force', is_flag=True, help='Replace an existing checkpoint when the copy is complete.')
+@click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.')
 @json_option
 def command(source: str, target: str, step: int | None, as_json: bool, **words: Any) -> None:
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
-    Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Files are compared with their
-    checksums on the way, and the copy is visible once it is complete. To resume a copy that was stopped, run the same command
-    again. With changes it is one pass in bounded memory, and unchanged files are hard-linked on the same file system.
+    Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
+    checksum, and the copy is listed when it is complete. To resume an interrupted copy, run the same command again. A copy
+    with changes takes bounded memory; on the same file system, unchanged files are hard-linked.
 
     \b
     Examples:
@@ -93,7 +107,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
     if as_json:
         print_json({**fields_of(done), 'dry_run': options.dry_run})
         return
-    resumed = f', {done.resumed_files} of them already there' if done.resumed_files else ''
+    resumed = f', of which {done.resumed_files} existed already' if done.resumed_files else ''
     how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
     print_line(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
     if done.left_out:
@@ -108,9 +122,9 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, wor
     from t5ckpt.steps import find_checkpoint
 
     if words['follow_links']:
-        raise click.UsageError('--follow-links goes with a copy without changes.')
+        raise click.UsageError('--follow-links applies only to a copy without changes. Leave it out.')
     if words['workers'] is not None:
-        raise click.UsageError('--workers goes with a copy without changes.')
+        raise click.UsageError('--workers applies only to a copy without changes. Leave it out.')
     with progress('copying') as report, words_of():
         changes = Changes(words['ema'], words['drop'], words['rename'], words['parameters'])
         options = ConvertOptions(

@@ -35,21 +35,20 @@ _NUMBERS = ('leaves', 'relative', 'largest')
 @click.option(
     '--top',
     type=click.IntRange(1),
-    help='Only this many leaves, or layers: those whose values moved most first, then what else differs.',
+    help='Print only this many leaves or layers: first those whose values changed most, then other differences.',
 )
-@click.option('--by-layer', is_flag=True, help='Print the sum over the leaves of each layer instead.')
-@click.option('--no-values', is_flag=True, help='Compare names, shapes and dtypes alone; reads no array.')
+@click.option('--by-layer', is_flag=True, help='Print one row per layer: the sum over its leaves.')
+@click.option('--no-values', is_flag=True, help='Compare only names, shapes and dtypes; read no array.')
 @follow_links_option
 @json_option
 def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool, **how: bool) -> int:
-    """Compares the checkpoints A and B: leaves added and removed, shapes and dtypes changed, values moved.
+    """Compares the checkpoints A and B: leaves added and removed, and changed shapes, dtypes and values.
 
-    PATTERN is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
-    without it. "relative" is the norm of b - a over the norm of a. --top ranks by it, at most 1, times the number of
-    values, so that counters and biases do not come first. Any formats that t5ckpt reads can be compared.
+    PATTERN is a name, a group, or a glob such as 'target/**/kernel' (* within a key, ** across keys); default: all leaves.
+    "relative" is the norm of b - a divided by the norm of a. --top ranks by min(relative, 1) times the number of values, so
+    that counters and biases do not come first. A and B may be in any format that t5ckpt reads.
 
-    \b
-    Exit codes: 0 equal in every bit, shape and dtype; 1 they differ, or neither has a leaf of PATTERN.
+    Exit codes: 0 equal in every bit, shape and dtype; 1 they differ, or neither has a leaf that matches PATTERN.
 
     \b
     Examples:
@@ -58,7 +57,9 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
       t5ckpt diff run@latest weights target && echo 'the same weights'
     """
     if (top is not None or how['by_layer']) and how['no_values']:
-        raise click.UsageError('--top and --by-layer look at values, which --no-values does not read.')
+        raise click.UsageError(
+            '--top and --by-layer compare values, which --no-values does not read. Leave --no-values out.'
+        )
     with progress('comparing') as report:
         views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
         found = diff(*views, values=not how['no_values'], progress=report)
@@ -80,11 +81,10 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
 
 def _print_rows(found: CheckpointDiff, *, by_layer: bool) -> None:
     titles: tuple[str, ...] = tuple(found.columns)
-    # A column of equal cells takes the room of the names.
-    rows = [(name, what, a, 'same' if a == b else b, *sizes) for name, what, a, b, *sizes in found.rows()]
+    rows = found.rows()
     if by_layer:
         titles = ('layer', 'leaves', *titles[-2:])
-        rows = [(name, a.split()[0], *sizes) for name, _, a, _, *sizes in rows]
+        rows = [[name, a.split()[0], *sizes] for name, _, a, _, *sizes in rows]
     print_table([Column(title, right=title in _NUMBERS) for title in titles], rows)
 
 

@@ -25,13 +25,14 @@ _common = with_options(
     click.argument('out', type=PLACE),
     step_option,
     dtype_option('dtype'),
-    click.option('--force', is_flag=True, help='Replace what an earlier export wrote.'),
-    click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+    click.option('--force', is_flag=True, help='Replace the output of an earlier export.'),
+    click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.'),
     json_option,
 )
 # For the formats that keep the names of the checkpoint.
 _named = with_options(
-    click.option('--select', help='Only arrays whose name this regular expression is found in.'), cast_leaves_option
+    click.option('--select', help='Only arrays whose name contains a match of this regular expression.'),
+    cast_leaves_option,
 )
 
 
@@ -39,8 +40,8 @@ _named = with_options(
 def command() -> None:
     """Writes a checkpoint in another format: Hugging Face's, safetensors, npz.
 
-    Arrays are read in pieces, so memory stays bounded. The output appears whole or not at all, and what is there is not
-    replaced without --force. Every format takes --json, --dry-run, --step and --save-dtype.
+    Arrays are read in pieces, so memory is bounded. The output is complete or absent. --force replaces an existing output.
+    Every format takes --json, --dry-run, --step and --save-dtype.
 
     \b
     Examples:
@@ -51,17 +52,19 @@ def command() -> None:
 
 @command.command('hf', cls=Verb)
 @_common
-@click.option('--config', help="JSON, or a file of it, for config.json; a model's own config.json will do.")
-@click.option('--max-shard-size', callback=size_of, default='5GB', show_default=True, help='Of one file.')
+@click.option('--config', help="Entries of config.json: JSON text, or a file such as a model's own config.json.")
+@click.option(
+    '--max-shard-size', callback=size_of, default='5GB', show_default=True, help='Limit of the size of a file.'
+)
 def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_json: bool, **options: Any) -> None:
     """Writes a T5 as the directory OUT, which transformers loads with from_pretrained.
 
-    T5 1.0 and 1.1, mT5, Flan-T5, ByT5, UMT5, LongT5 with transient global attention, Switch and encoders alone are recognized by
-    their names and shapes. What those do not say goes into --config.
+    T5 1.0 and 1.1, mT5, Flan-T5, ByT5, UMT5, LongT5 with transient global attention, Switch and separate encoders are
+    recognized by the names and shapes of their arrays. Pass other properties of the model with --config.
 
     \b
     Examples:
-      t5ckpt export hf t5_1_1_base/checkpoint_1000000 model --save-dtype bfloat16
+      t5ckpt export hf t5_1_1_base model --save-dtype bfloat16
       t5ckpt export hf ul2 model --config '{"feed_forward_proj": "gated-silu"}'
       t5ckpt export hf longt5 model \\
         --config '{"model_type": "longt5", "encoder_attention_type": "local"}'
@@ -95,12 +98,12 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
 def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """Writes arrays as the file OUT under their own names, for numpy.load.
 
-    npz knows no bfloat16: such arrays are their bits, uint16, with '::bfloat16' at the end of their name. With --save-dtype
-    float32 they are numbers.
+    The npz format does not support bfloat16. The bits of such an array are written as uint16, under its name with
+    '::bfloat16' at the end. --save-dtype float32 writes numbers instead.
 
     \b
     Example:
-      t5ckpt export npz run encoder.npz --select '^target/encoder/' --save-dtype float32
+      t5ckpt export npz run weights.npz --select '^target/' --save-dtype float32
     """
     from t5ckpt.convert.plain import export_npz
 

@@ -15,18 +15,18 @@ from t5ckpt.convert.export_options import ImportOptions
 _common = with_options(
     click.argument('path', type=PLACE),
     click.argument('out', type=RUN),
-    moved_option('--step', '--as-step names the step to write as.'),
+    moved_option('--step', '--as-step sets the step to write.'),
     click.option(
         '--as-step',
         'step',
         type=click.IntRange(0),
         metavar='STEP',
-        help='Write as this step; else the input says it, or 0.',
+        help='Step to write; default: that in the input, or 0.',
     ),
     dtype_option('dtype'),
     cast_leaves_option,
-    click.option('--force', is_flag=True, help='Replace a checkpoint of that step.'),
-    click.option('--dry-run', is_flag=True, help='Say what would be written, and write nothing.'),
+    click.option('--force', is_flag=True, help='Replace an existing checkpoint.'),
+    click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.'),
     json_option,
 )
 
@@ -35,8 +35,8 @@ _common = with_options(
 def command() -> None:
     """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
 
-    OUT is a run's directory, and gets checkpoint_<step>, whole or not at all. Tensors are read in pieces, so memory stays
-    bounded. Nothing pickled is read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.
+    Writes checkpoint_<step> into the run OUT, complete or not at all. Tensors are read in pieces, so memory is bounded. Pickles
+    are not read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.
 
     \b
     Examples:
@@ -47,9 +47,17 @@ def command() -> None:
 
 @command.command('hf', cls=Verb)
 @_common
-@click.option('--config', help='JSON, or a file of it, whose entries override those of config.json.')
-@click.option('--scanned/--unscanned', default=None, help='All layers in one array, or each its own; UMT5 is scanned.')
-@click.option('--split-heads/--joined-heads', default=None, help='An axis for heads, or not; UMT5 has one.')
+@click.option('--config', help='Entries that override those of config.json: JSON text or a file.')
+@click.option(
+    '--scanned/--unscanned',
+    default=None,
+    help='All layers in one array, or one array each; default: as exported, UMT5 scanned.',
+)
+@click.option(
+    '--split-heads/--joined-heads',
+    default=None,
+    help='With or without an axis for heads; default: as exported, UMT5 with it.',
+)
 def import_hf(path: str, out: str, config: str | None, as_json: bool, **options: Any) -> None:
     """Writes the T5 in the directory PATH (config.json and safetensors) as a T5X checkpoint in OUT.
 

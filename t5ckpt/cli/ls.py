@@ -30,18 +30,17 @@ if TYPE_CHECKING:
     '--all',
     'show_all',
     is_flag=True,
-    help='Also what is no complete checkpoint: unfinished, broken, set aside as damaged.',
+    help='Also list unfinished, broken and damaged steps.',
 )
 @tier_option(both=True)
 @json_option
 def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
 
-    A step is listed when it is complete, in whichever layout; a column names it where one is not T5X's. A step that
-    cannot be read is listed with the reason. Sizes, times and metrics come from the sidecars that t5ckpt writes; a
-    size counts what the save wrote. Sizes and times of what others wrote are those of the files. Why a step stays is
-    what the keep policy says, under which the latest step was saved. A local directory (local_dir=) is listed with
-    the run that its steps are uploaded to.
+    Complete steps are listed in the layouts of T5X, Orbax and Flax; if there are several layouts, a column names them. A
+    step that cannot be read is listed with the reason. The size is that of the files that the save wrote. For a step
+    that another program wrote, size and time are those of its files. The last column has the reason by the keep policy
+    of the latest save. A local directory (local_dir=) is listed together with the run to which its steps are uploaded.
 
     \b
     Examples:

@@ -40,20 +40,18 @@ _NARROW = 30
 _F = TypeVar('_F', bound=Callable[..., Any])
 
 # One rule for all verbs: --step names the step to work on, --as-step the one to write as.
-step_option = click.option('--step', type=int, help='Which step, where the path is a run; the latest without it.')
-steps_option = click.option(
-    '--step', 'steps', type=int, multiple=True, help='Which step, where the path is a run; may be repeated.'
-)
+step_option = click.option('--step', type=int, help='Step of the run; default: the latest.')
+steps_option = click.option('--step', 'steps', type=int, multiple=True, help='Step of the run; may be repeated.')
 as_step_option = click.option(
-    '--as-step', type=click.IntRange(0), metavar='STEP', help="Write as this step instead of the source's."
+    '--as-step', type=click.IntRange(0), metavar='STEP', help='Step to write; default: that of the source.'
 )
 cast_leaves_option = click.option(
-    '--cast-leaves', metavar='REGEX', help='What --save-dtype casts; by default target/.* and params/.*'
+    '--cast-leaves', metavar='REGEX', help='Leaves that --save-dtype casts; default: target/.* and params/.*'
 )
 follow_links_option = click.option(
-    '--follow-links', is_flag=True, help='Symbolic links may lead out of the checkpoint.'
+    '--follow-links', is_flag=True, help='Follow symbolic links that lead out of the checkpoint.'
 )
-json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON, for programs.')
+json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON.')
 
 
 def with_options(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
@@ -69,7 +67,7 @@ def with_options(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
 
 def dtype_option(field: str) -> Any:
     """``--save-dtype`` with its older name, for every verb that writes; ``field`` is the parameter."""
-    text = 'Cast floating parameters, for instance to bfloat16.'
+    text = 'Cast floating parameters to this dtype, such as bfloat16.'
     return click.option('--save-dtype', '--dtype', field, metavar='DTYPE', help=text)
 
 
@@ -196,9 +194,9 @@ class _Cell:
 
 
 def print_decisions(plan: Iterable[Decision]) -> None:
-    """Prints which steps stay and which are deleted, with the reasons."""
+    """Prints which steps are kept and which are deleted, with the reasons."""
     columns = [Column('step', right=True), Column(''), Column('because')]
-    print_table(columns, [[str(each.step), 'stays' if each.keep else 'goes', each.reason] for each in plan])
+    print_table(columns, [[str(each.step), 'keep' if each.keep else 'delete', each.reason] for each in plan])
 
 
 def without_nan(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Pa
     run = named['run']
     if is_run:
         cure = (
-            'Give the run'
+            'Pass the run'
             if param.name in ('path', 'run')
-            else 'Give the run, and --as-step names the step to write as'
+            else 'Set the step to write with --as-step, and pass the run'
         )
-        raise click.UsageError(f'{path} names a step, and this is about a run. {cure}: {run}')
+        raise click.UsageError(f'{path} names a step, but this argument is the path of a run. {cure}: {run}')
     if given.get('step') is not None or given.get('steps'):
         raise click.UsageError(f'{path} names a step, so --step cannot name another. Leave one of them out.')
     _refuse_file(path, run)
@@ -128,7 +128,7 @@ def _refuse_file(path: str, run: str) -> None:
     """Raises click.UsageError for ``a.npz@3``: a file has no steps."""
     storage = open_storage(run)
     if storage.local_path('') is not None and storage.kind('') == 'file':
-        raise click.UsageError(f'{path} names a step, and {run} is a file, which has none. Give {run}.')
+        raise click.UsageError(f'{path} names a step, but {run} is a file, which has no steps. Pass {run}.')
 
 
 def _refuse_misnamed(path: str) -> None:
@@ -140,8 +140,8 @@ def _refuse_misnamed(path: str) -> None:
     near = difflib.get_close_matches(word.lower(), ('latest', 'best'), 1)
     meant = f' Did you mean {found["run"]}@{near[0]}{rest if near[0] == "best" else ""}?' if near else ''
     raise click.UsageError(
-        f'{path}: there is no such file, and {word}{rest} names no step. After @ comes the number of a step, latest, best or '
-        f'best:METRIC.{meant}'
+        f'{path}: no such file or directory, and {word}{rest} names no step. Write the number of a step, latest, best or '
+        f'best:METRIC after @.{meant}'
     )
 
 
@@ -154,14 +154,14 @@ def _step_in(named: re.Match[str]) -> int | None:
 
     storage = open_run_storage(named['run'])
     metric = named['metric']
-    cure = f'Name them: {named["run"]}@best:{metric or "METRIC"}:min, or :max.'
+    cure = f'Write {named["run"]}@best:{metric or "METRIC"}:min, or :max.'
     try:
         best = chosen(storage, metric, named['mode'], cure)
     except click.UsageError as error:
         _refuse_mode(storage, named)
         raise error from None
     if best.step is None:
-        raise click.UsageError(f'{named["run"]}@{named["step"]}: no step has a value of {best.metric}.')
+        raise click.UsageError(f'{named["run"]}@{named["step"]}: no step has a value for {best.metric}.')
     return best.step
 
 
@@ -179,5 +179,5 @@ def _refuse_mode(storage: Storage, named: re.Match[str]) -> None:
     if is_metric:
         start = f'{named["run"]}@best:{metric}'
         raise click.UsageError(
-            f'{word!r} is not a mode. Write {start}:min, if low values are the best, or {start}:max.'
+            f'{word!r} is not a mode. Write {start}:min if low values are best, otherwise {start}:max.'
         )

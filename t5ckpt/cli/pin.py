@@ -20,13 +20,13 @@ from t5ckpt.storage import open_storage
     default=NO_REASON,
     show_default=False,
     metavar='TEXT',
-    help='Kept in the mark, and shown by ls. Without it, an earlier one stays.',
+    help='The reason, which ls shows; default: that of an earlier pin.',
 )
 @json_option
 def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: bool) -> None:
-    """Pins the checkpoints at PATH..., or steps of the run at PATH; without --step its latest.
+    """Pins the checkpoints at PATH..., or steps of the run at PATH; by default its latest.
 
-    A file PINNED in the step's directory says so, to T5X, too.
+    No keep policy deletes a pinned step. The pin is a file PINNED in the step's directory, as in T5X.
 
     \b
     Examples:

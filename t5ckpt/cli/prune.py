@@ -44,38 +44,39 @@ from t5ckpt.policies import (
 from t5ckpt.save.monitored import monitored_metrics
 from t5ckpt.storage import Storage
 
+_SHOWN = 20  # deleted steps that are named
+
 
 @click.command('prune', cls=Verb)
 @click.argument('path', type=RUN)
 @click.option('--keep', type=click.IntRange(1), metavar='N', help='Keep the N latest.')
-@click.option('--best', 'metric', metavar='METRIC', help='Keep the best by this metric, as --keep-best says.')
-@click.option('--keep-best', type=click.IntRange(1), metavar='N', help='How many of the best; 1 without it.')
+@click.option('--best', 'metric', metavar='METRIC', help='Keep the best step by this metric.')
+@click.option('--keep-best', type=click.IntRange(1), metavar='N', help='With --best: keep the N best; default: 1.')
 @click.option(
-    '--mode', type=click.Choice(['max', 'min']), help='Which values are best; without it, as the run was saved.'
+    '--mode',
+    type=click.Choice(['max', 'min']),
+    help='Which value is best; default: that of the keep policy of the run.',
 )
-@click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the steps that K divides.')
-@click.option('--every-hours', type=float, metavar='T', help='Keep one in T hours.')
+@click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the multiples of K.')
+@click.option('--every-hours', type=float, metavar='T', help='Keep one step for every T hours.')
 @click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
-@moved_option('--step', '--keep-step keeps a step. To delete one, t5ckpt rm PATH --step STEP.')
+@moved_option('--step', '--keep-step keeps a step. To delete one, use t5ckpt rm PATH --step STEP.')
 @click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
-@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
-@click.option('--yes', is_flag=True, help='Do not ask.')
+@click.option('--dry-run', is_flag=True, help='Print what would be deleted; delete nothing.')
+@click.option('--yes', is_flag=True, help='Do not ask for confirmation.')
 @tier_option(both=False)
 @json_option
 def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
-    """Deletes the steps of the run at PATH that no rule keeps, and says why each goes or stays.
+    """Deletes the steps of the run at PATH that no rule keeps, and prints why each step is kept or deleted.
 
-    A step stays if any of the options keeps it. The latest stays always, and so do pinned ones and those that a reader
-    holds. Steps in the layout of Orbax or Flax stay and are not counted. With --other-layouts, on file systems, they count
-    and go as well, but one that holds a file which its writer does not write stays. It is the plan that a trainer with the
-    same policy carries out. A metric is what was given to save, or what TensorBoard's files below PATH say: with --best
-    train/loss, of the tag loss in PATH/train. Without --mode, the keep policy under which the latest step was saved says
-    whether its highest or its lowest values are the best.
+    A step is kept if any of the options keeps it. The latest step, pinned steps and steps with a read lease are always kept.
+    Steps in the layouts of Orbax and Flax are kept and not counted. With --other-layouts, on file systems, they are counted
+    and deleted like the others, unless they contain a file of another program. A trainer with the same policy deletes the
+    same steps. Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the
+    tag loss in PATH/train). --mode defaults to that of the keep policy of the latest save.
 
-    \b
-    Exit codes: 0 done, or nothing to do; 1 a step must stay, which a reader holds or
-    somebody pinned meanwhile; 4 the storage refused to delete one;
-    2 invalid arguments, such as a metric that no step has or a step to keep that is not there: nothing is deleted.
+    Exit codes: 0 done, or nothing to do; 1 a step got a pin or a read lease in the meantime; 2 wrong usage, such as a metric
+    or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.
 
     \b
     Example:
@@ -108,7 +109,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         _print_others(others)
     deleted: list[Decision] = []
     if doomed and not dry_run:
-        confirm(f'Delete {len(doomed)} of {counted(len(plan), "step")}?', yes)
+        confirm(f'Delete {len(doomed):,} of {counted(len(plan), "step")}?', yes)
         deleted = retention.carry_out(confirmed=doomed)
         retention.wait()
     # Steps that another process has deleted in the meantime do not count as failed.
@@ -125,12 +126,18 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
                 'dry_run': dry_run,
             }
         )
-    elif deleted:
-        print_line(f'deleted: {", ".join(str(decision.step) for decision in deleted)}')
+    else:
+        print_line(_summary(deleted, len(doomed), len(plan), dry_run=dry_run))
     if failed and not as_json:
         print_line(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
     if failed:
         raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
+
+
+def _summary(deleted: Sequence[Decision], doomed: int, steps: int, *, dry_run: bool) -> str:
+    if deleted:
+        return f'deleted: {some_of([str(decision.step) for decision in deleted], _SHOWN, ", ")}'
+    return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
 
 
 def _print_others(others: Sequence[int]) -> None:
@@ -164,14 +171,14 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
     recorded = sorted({best for name, best in known if name == metric})
     if mode is None and len(recorded) != 1:
         raise click.UsageError(
-            f'--best {metric}: the keep policy of the run does not say whether high or low values are the best. Pass '
+            f'--best {metric}: the keep policy of the run does not define whether high or low values are best. Pass '
             '--mode max or --mode min.'
         )
     used = mode or recorded[0]
     which = 'highest' if used == 'max' else 'lowest'
-    origin = "from the run's keep policy" if mode is None else 'as asked'
-    other = f"; the run's keep policy says {recorded[0]}" if recorded and used not in recorded else ''
-    return used, f'--best {metric}: the {which} is the best ({used}, {origin}{other})'
+    origin = "from the run's keep policy" if mode is None else 'from --mode'
+    other = f"; the run's keep policy has {recorded[0]}" if recorded and used not in recorded else ''
+    return used, f'--best {metric}: the {which} value is best ({used}, {origin}{other})'
 
 
 def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
@@ -200,7 +207,7 @@ def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     if keep['metric'] is not None:
         policies.append(KeepBest(keep['keep_best'] or 1, keep['metric'], keep['mode'] or 'max'))
     elif keep['keep_best'] is not None or keep['mode'] is not None:
-        raise click.UsageError('--keep-best and --mode go with --best METRIC.')
+        raise click.UsageError('--keep-best and --mode need --best METRIC.')
     if keep['every'] is not None:
         policies.append(KeepEvery(keep['every']))
     if keep['every_hours'] is not None:
@@ -210,5 +217,5 @@ def _policy(keep: Mapping[str, Any]) -> KeepPolicy:
     if keep['steps']:
         policies.append(KeepSteps(frozenset(keep['steps'])))
     if not policies:
-        raise click.UsageError('say what to keep: --keep, --best, --every, --every-hours or --keep-step.')
+        raise click.UsageError('no rule was passed. Pass --keep, --best, --every, --every-hours or --keep-step.')
     return KeepAny(tuple(policies))

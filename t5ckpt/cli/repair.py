@@ -20,18 +20,20 @@ from t5ckpt.integrity.repair_plan import RepairOptions
 @click.argument('output', required=False, type=RUN)
 @step_option
 @click.option('--in-place', is_flag=True, help='Replace the checkpoint instead of writing OUTPUT.')
-@click.option('--drop', multiple=True, metavar='REGEX', help='Leave out damaged leaves of this name; repeatable.')
-@click.option('--trust-files', is_flag=True, help='Take files as they are whose checksums are lost.')
-@click.option('--add-checksums', is_flag=True, help="Give a checkpoint checksums that has none, such as T5X's.")
-@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
-@click.option('--yes', is_flag=True, help='Do not ask.')
+@click.option(
+    '--drop', multiple=True, metavar='REGEX', help='Leave out the damaged leaves that match; may be repeated.'
+)
+@click.option('--trust-files', is_flag=True, help='Take files whose checksums are lost as they are.')
+@click.option('--add-checksums', is_flag=True, help="Write checksums for a checkpoint without them, such as T5X's.")
+@click.option('--dry-run', is_flag=True, help='Print what would be repaired; write nothing.')
+@click.option('--yes', is_flag=True, help='Do not ask for confirmation.')
 @json_option
 def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: bool, **how: Any) -> None:
-    """Writes the damaged checkpoint at PATH, repaired, into the run at OUTPUT; the original stays as it is.
+    """Writes a repaired copy of the checkpoint at PATH into the run at OUTPUT; the original does not change.
 
-    Rebuilds .zarray files, from the manifest, and file checksums, if those of the files match the checksum in t5ckpt.json.
-    Lost values are not made up: --drop leaves out the damaged leaves that it names, for instance a part of an optimizer's
-    state, and a restore then needs fallback_state for them. With --in-place the checkpoint itself is replaced, all at once.
+    Rebuilds .zarray files from the manifest. Recomputes a lost list of file checksums, if it then matches its checksum in
+    t5ckpt.json. Lost values cannot be rebuilt: --drop leaves out damaged leaves, such as a part of the optimizer state, and
+    a restore then needs fallback_state for them. --in-place replaces the checkpoint in one operation.
 
     \b
     Examples:
@@ -41,9 +43,9 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     """
     dry_run = how['dry_run']
     if (output is not None and in_place) or not (dry_run or in_place or output is not None):
-        raise click.UsageError('say where the repaired checkpoint goes: OUTPUT, or --in-place.')
+        raise click.UsageError('pass either OUTPUT or --in-place.')
     if in_place and not dry_run:
-        confirm(f'Replace {path} by its repaired copy?', yes, 'nothing was replaced.')
+        confirm(f'Replace {path} with its repaired copy?', yes, 'nothing was replaced.')
     with words():
         options = RepairOptions(how['drop'], how['trust_files'], how['add_checksums'], dry_run)
     with progress('verifying') as report, words():

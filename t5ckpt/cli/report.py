@@ -33,18 +33,18 @@ def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
     show_default=True,
     callback=_sample,
     metavar='SIZE',
-    help='About how much to read of each step, such as 2GB; or all.',
+    help='About how many bytes of each step to read, such as 2GB, or all.',
 )
 @click.option('--force', is_flag=True, help='Replace the file.')
 @json_option
 def command(path: str, output: str, steps: Sequence[int], sample: int | None, force: bool, as_json: bool) -> None:
-    """Writes one HTML page that a browser shows without a server and without network.
+    """Writes one HTML page, which a browser opens without a server or a network.
 
-    Of a run: the steps with sizes, metrics and why each is kept; the tree, the statistics and a histogram of every leaf of
-    the latest step; and what changed since the step before. --step names another step, and a second --step the one to compare
-    it with. A checkpoint that is in no run has its leaves and their statistics.
+    For a run, the page shows the steps with sizes, metrics and why each is kept; the tree, statistics and a histogram of
+    each leaf of the latest step; and what changed since the previous step. --step selects another step, and a second --step
+    the step to compare it with. For a checkpoint outside a run, the page shows its leaves and their statistics.
 
-    Reads a sample of large checkpoints, spread evenly over all leaves, and says so on the page. Needs the library plotly.
+    Of a large checkpoint, a sample is read, spread evenly over all leaves; the page marks these leaves. Needs plotly.
 
     \b
     Examples:

@@ -34,18 +34,17 @@ _NUMBER = re.compile(r'-?[0-9]+')
 @steps_option
 @click.option('--pinned', is_flag=True, help='Delete pinned steps, too.')
 @click.option('--force', is_flag=True, help='Delete steps that wait for their upload, too.')
-@click.option('--dry-run', is_flag=True, help='Only say what would be done.')
-@click.option('--yes', is_flag=True, help='Do not ask.')
+@click.option('--dry-run', is_flag=True, help='Print what would be deleted; delete nothing.')
+@click.option('--yes', is_flag=True, help='Do not ask for confirmation.')
 @tier_option(both=True)
 @json_option
 def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: str | None, **how: Any) -> int:
-    """Deletes the step at PATH, or steps of the run at PATH: each STEP is a number, or named like PATH.
+    """Deletes the step at PATH, or steps of the run at PATH. Each STEP is a number, or a path of a step.
 
-    Each becomes invisible in one atomic operation, and is then removed. If one of them is pinned, held by a reader, or waits for
+    A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, has a read lease, or waits for
     its upload, nothing is deleted. To delete steps by a rule, use t5ckpt prune.
 
-    \b
-    Exit codes: 0 done; 1 a step is pinned, held or waits, or could not be deleted; 3 there is no such step.
+    Exit codes: 0 done; 1 a step must be kept, or could not be deleted; 3 no such step.
 
     \b
     Examples:
@@ -123,12 +122,14 @@ def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[S
             continue
         parent, step = _run_and_step(word)
         if step is None or open_storage(parent).url() != open_storage(run).url():
-            raise click.UsageError(f'{word} is not a step of {run}. Steps of one run are deleted at a time.')
+            raise click.UsageError(f'{word} is not a step of {run}. Delete the steps of one run at a time.')
         steps.add(step)
     if not steps:
-        raise click.UsageError('say which steps: t5ckpt rm PATH STEP, or --step.')
+        raise click.UsageError('no step is named. Pass it: t5ckpt rm PATH STEP, or --step STEP.')
     if first is not None and (numbers or any(map(_NUMBER.fullmatch, others))):
-        raise click.UsageError(f'{path} is one step, so no other can be named by its number. Give the run, {run}.')
+        raise click.UsageError(
+            f'{path} is one step, so other steps cannot be named by their numbers. Pass the run, {run}.'
+        )
     return run_at(run), sorted(steps)
 
 

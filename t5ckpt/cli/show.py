@@ -40,17 +40,20 @@ _COLUMNS = (
 @click.argument('path', type=CHECKPOINT)
 @step_option
 @follow_links_option
-@click.option('--depth', type=click.IntRange(1), help='Sum up what lies deeper than this many groups.')
-@click.option('--grep', 'pattern', help='Only leaves whose name matches this regular expression somewhere.')
+@click.option('--depth', type=click.IntRange(1), help='Show this many levels of groups, with the sums of deeper ones.')
+@click.option('--grep', 'pattern', help='Only leaves whose name contains a match of this regular expression.')
 @click.option(
-    '--sort', type=click.Choice(['tree', 'name', 'size']), default='tree', help='size: the largest first, flat.'
+    '--sort',
+    type=click.Choice(['tree', 'name', 'size']),
+    default='tree',
+    help='Order; size: a flat list, the largest leaf first.',
 )
 @tier_option(both=False)
 @json_option
 def command(path: str, step: int | None, depth: int | None, pattern: str | None, as_json: bool, **how: Any) -> int:
-    """Shows the leaves of a checkpoint as a tree: dtype, shape, values, bytes, and where the values lie.
+    """Shows the leaves of a checkpoint as a tree: dtype, shape, number of values, bytes, and how they are stored.
 
-    Reads the manifest alone. Exits with 1 if --grep finds nothing.
+    Reads only the manifest. Exits with 1 if --grep matches no leaf.
 
     \b
     Examples:
@@ -59,7 +62,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
       t5ckpt show run/checkpoint_1000 --depth 2
     """
     if depth is not None and (how['sort'] != 'tree' or as_json):
-        raise click.UsageError('--depth goes with the tree, not with --sort or --json.')
+        raise click.UsageError('--depth applies only to the tree. Leave out --sort and --json.')
     (place,) = tier_paths(path, how['tier']).values()
     view = open_checkpoint(place, step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]

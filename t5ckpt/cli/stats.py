@@ -34,10 +34,10 @@ from t5ckpt.inspection.view import open_checkpoint
 def command(
     path: str, leaves: str | None, step: int | None, follow_links: bool, fail_on_nan: bool, as_json: bool
 ) -> int:
-    """Reads the leaves of a checkpoint and sums each up: mean, standard deviation, extremes, norm, zeros, NaN, inf.
+    """Prints statistics of each leaf of a checkpoint: mean, standard deviation, extremes, norm, zeros, NaN, inf.
 
-    LEAVES is a name, a group, or a pattern such as 'target/**/kernel' (* within a key, ** across keys); all leaves
-    without it. Memory stays bounded, whatever the size.
+    LEAVES is a name, a group, or a glob such as 'target/**/kernel' (* within a key, ** across keys); default: all leaves.
+    The leaves are read in blocks, so memory is bounded.
 
     \b
     Examples:
@@ -61,7 +61,7 @@ def command(
         say_what_is_read(view)
         print_table([Column(name, right=name != 'name') for name in stats.columns], stats.rows())
         if left_out:
-            print_line(f'left out, since they hold no numbers: {", ".join(left_out)}')
+            print_line(f'left out, because they contain no numbers: {", ".join(left_out)}')
     return 1 if bad and fail_on_nan else 0
 
 

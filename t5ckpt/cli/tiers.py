@@ -23,7 +23,7 @@ LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
 def tier_option(*, both: bool) -> Any:
     """``--tier``; ``both``: whether the verb takes both tiers at once."""
     choices = [LOCAL, PERSISTENT, *[BOTH] * both]
-    text = 'Where PATH is in a local directory: its own steps, or those of the run that they are uploaded to'
+    text = 'If PATH is in a local directory (local_dir=): its steps, or those of the run to which they are uploaded'
     return click.option('--tier', type=click.Choice(choices), help=f'{text}, or both.' if both else f'{text}.')
 
 

@@ -15,9 +15,9 @@ from t5ckpt.steps import is_pinned_checkpoint, unpin_checkpoint
 @steps_option
 @json_option
 def command(paths: tuple[str, ...], steps: tuple[int, ...], as_json: bool) -> None:
-    """Unpins the checkpoints at PATH..., or steps of the run at PATH; without --step its latest.
+    """Unpins the checkpoints at PATH..., or steps of the run at PATH; by default its latest.
 
-    Nothing is deleted; the next save of the run, or prune, may do so.
+    This deletes nothing, but the next save of the run or t5ckpt prune may delete the step.
 
     \b
     Exit codes: 0 done; 1 one of them was not pinned.

@@ -118,7 +118,7 @@ class Verb(Summarized):
                 metavar='KEY=VALUE',
                 expose_value=False,
                 callback=_keep,
-                help='Of the storages: endpoint, region, profile, ...; see docs/storage.md. May be repeated.',
+                help='Option of the storage, such as region=us-east-1; may be repeated (docs/storage.md).',
             ),
             click.Option(
                 ['--anonymous'],
@@ -133,7 +133,7 @@ class Verb(Summarized):
                 metavar='SECONDS',
                 expose_value=False,
                 callback=_keep,
-                help='How long to wait for a bucket that does not answer; 50 without it.',
+                help='How long to retry requests to a bucket that does not reply; default: 50.',
             ),
         ]
         self._resumes = resumes

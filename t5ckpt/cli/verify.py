@@ -18,14 +18,14 @@ from t5ckpt.integrity.verify import verify
 @click.command('verify', cls=Verb)
 @click.argument('path', type=CHECKPOINT)
 @step_option
-@click.option('--full', is_flag=True, help='Read every byte and compare its checksum, at the speed of the disk.')
+@click.option('--full', is_flag=True, help='Read every byte and compare all checksums.')
 @follow_links_option
 @tier_option(both=True)
 @json_option
 def command(path: str, step: int | None, full: bool, follow_links: bool, as_json: bool, tier: str | None) -> int:
-    """Checks that every file of a checkpoint is there in its full size; with --full, that every byte is what was written.
+    """Checks that every file of a checkpoint exists and has its size; with --full, that every byte is what was written.
 
-    Of checkpoints without checksums (T5X, Orbax) --full decodes every chunk. Exits with 1 if anything is wrong.
+    If a checkpoint has no checksums (T5X, Orbax), --full decodes every chunk. Exits with 1 if anything is damaged.
 
     \b
     Examples:

@@ -136,7 +136,7 @@ def decide_deletion(
         return Decision(step, True, HELD)
     if not even_waiting and step in waiting_steps(storage):
         return Decision(step, True, WAITS)
-    return Decision(step, False, 'asked for')
+    return Decision(step, False, 'requested')
 
 
 def delete_step(

@@ -119,9 +119,7 @@ def _pinned(storage: Storage, directory: str) -> UnsupportedFormatError:
 
 def _foreign_text(storage: Storage, directory: str, foreign: list[str]) -> str:
     names = few(foreign) or 'a file in the place of a directory'
-    return (
-        f'{storage.url(directory)} holds what neither T5X nor t5ckpt wrote ({names}). Move it away to save this step.'
-    )
+    return f'{storage.url(directory)} contains files that neither T5X nor t5ckpt wrote ({names}). Move it away to save this step.'
 
 
 def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> ListedStep | None:
@@ -158,13 +156,13 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         foreign = [] if overwrite or not _can_clear(storage) else _foreign_at(storage, directory)
         if foreign:
             raise CheckpointExistsError(
-                f'{where} holds what neither T5X nor t5ckpt wrote ({few(foreign)}). Move it away, write to another directory, '
-                'or have it moved aside (overwrite=True).'
+                f'{where} contains files that neither T5X nor t5ckpt wrote ({few(foreign)}). Move them away, write to '
+                'another directory, or have them moved aside (overwrite=True).'
             )
         return
     if not overwrite:
         raise CheckpointExistsError(
-            f'{where} is there already. Write to another directory, or replace it (overwrite=True).'
+            f'{where} exists already. Write to another directory, or replace it (overwrite=True).'
         )
     if storage.kind(join(directory, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')

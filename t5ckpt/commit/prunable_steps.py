@@ -40,7 +40,7 @@ class StayLog:
     def note(self, decision: Decision) -> None:
         """Logs that a pin or a reader keeps a step."""
         if decision.overruled and self._is_new(decision.step, decision.reason):
-            _log.info('t5ckpt: step %d stays, whatever the keep policy says: %s', decision.step, decision.reason)
+            _log.info('t5ckpt: step %d is kept regardless of the keep policy: %s', decision.step, decision.reason)
 
     def warn(self, step: int, name: str, reason: str, verb: str) -> None:
         """Logs that a step cannot be deleted."""

@@ -42,8 +42,8 @@ def read_lease(storage: Storage, step: int, seconds: float, clock: Clock) -> Gen
     except AccessDeniedError as error:
         raise AccessDeniedError(
             error.errno,
-            f'{storage.url(name)}: step {step} cannot be kept from deletion: {error} Where the run may only be read, leave '
-            'hold_seconds out; a keep policy may then delete the step while it is read.',
+            f'{storage.url(name)}: step {step} cannot be kept from deletion: {error} Without permission to write to the run, '
+            'leave hold_seconds out; a keep policy may then delete the step while it is read.',
         ) from error
     try:
         yield outlives_deleters(storage, step, clock)

@@ -1,6 +1,6 @@
 """Removes directories of steps, but only files that T5X or t5ckpt wrote.
 
-``format.names.foreign_keys`` recognises files of other programs by their names. A directory without such files is removed as a
+``format.names.foreign_keys`` recognizes files of other programs by their names. A directory without such files is removed as a
 whole. One with such files is renamed to ``checkpoint_<step>.foreign-<unix seconds>``, which no listing shows and no garbage
 collection removes, and the files are logged. If it was a checkpoint, its own files are removed. A store that cannot rename keeps
 the other files in the step's directory.
@@ -177,7 +177,7 @@ def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Se
     """Renames a directory with files of other programs to a name that no program uses, and logs it; returns the name."""
     aside = renamed(storage, name, functools.partial(aside_dir, step, 'foreign'), clock)
     _log.warning(
-        't5ckpt: %s holds what neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
+        't5ckpt: %s contains files that neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
         few(foreign) or 'a file in the place of a directory',
         storage.url(aside),
@@ -311,4 +311,4 @@ def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> No
     if not foreign:
         return
     where = storage.url(directory)
-    _log.warning('t5ckpt: %s keeps what neither T5X nor t5ckpt wrote: %s', where, few(foreign))
+    _log.warning('t5ckpt: %s keeps files that neither T5X nor t5ckpt wrote: %s', where, few(foreign))

@@ -121,5 +121,5 @@ def copy_checkpoint(
 def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
     _, name = split_path(target)
     if parse_step_dir(name) is not None:
-        raise ValueError(f'{os.fspath(target)} is a directory of a step. Give that of the run, its parent.')
+        raise ValueError(f'{os.fspath(target)} is a directory of a step. Pass that of the run, its parent.')
     return located.step_to_write()

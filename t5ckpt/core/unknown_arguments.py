@@ -39,7 +39,7 @@ OF_CONSTRUCTOR: Mapping[str, str] = {
 }
 OF_SAVE: Mapping[str, str] = {
     'args': 'Pass the state itself: save(step, state).',
-    'force': 'overwrite=True replaces a step that is there. save asks no policy; maybe_save does.',
+    'force': 'overwrite=True replaces an existing step. save does not ask the save policy; maybe_save does.',
     'item': 'Pass the state itself: save(step, state).',
     'items': 'Pass the state itself: save(step, state).',
     'keep': 'Pass it to the constructor: Checkpointer(state, keep=3).',
@@ -59,7 +59,7 @@ OF_RESTORE: Mapping[str, str] = {
 
 OF_ATTRIBUTES: Mapping[str, str] = {
     'directory': 'It is checkpoints_dir.',
-    'is_saving_in_progress': 'save_async returns a PendingSave, whose done() says so.',
+    'is_saving_in_progress': 'save_async returns a PendingSave: call its done().',
     'item_metadata': 'open_checkpoint(path) has the shapes and dtypes of all leaves.',
     'max_to_keep': 'It is keep.',
     'metadata': 'open_checkpoint(path).custom_metadata has that of a step.',

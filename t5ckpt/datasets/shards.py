@@ -106,8 +106,8 @@ class DatasetState:
                 return
         if not held:
             _log.warning(
-                't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches that were '
-                'trained on may come again',
+                't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches may be '
+                'repeated',
                 storage.url(directory),
             )
             return

@@ -62,7 +62,7 @@ def coordination_error(action: str, phase: str, status: Status) -> CoordinationE
     text = status.text[:300]
     if status.has_dead:
         names = f'process {", ".join(map(str, status.died))}' if status.died else 'a process'
-        what = f'{names} died. Look at its log, then restart the job; it goes on from its latest checkpoint. ({text})'
+        what = f'{names} died. Look at its log, then restart the job; it continues from its latest checkpoint. ({text})'
     elif status.code == 'UNAVAILABLE':
         what = (
             "lost JAX's coordination service, which runs in process 0: that process died, or the network to it failed. "

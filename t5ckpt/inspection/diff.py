@@ -122,9 +122,16 @@ class CheckpointDiff:
         return plot_layers(values, 'norm of b - a over the norm of a', ax)
 
     def rows(self) -> list[list[str]]:
-        """The table's cells as text, in the order of ``columns``."""
+        """The table's cells as text, in the order of ``columns``; an equal dtype and shape are not repeated."""
         return [
-            [leaf.name, leaf.what, leaf.a, leaf.b, _number(leaf.relative), _number(leaf.largest)]
+            [
+                leaf.name,
+                leaf.what,
+                leaf.a,
+                'same' if leaf.a == leaf.b else leaf.b,
+                _number(leaf.relative),
+                _number(leaf.largest),
+            ]
             for leaf in self.leaves
         ]
 

@@ -1,6 +1,6 @@
 """Renders a tree of leaves as HTML for notebooks: groups that open and close, sums, and shares as bars.
 
-The HTML has plain elements and inline styles in the page's colours, without scripts and files. So it works in JupyterLab, in VS
+The HTML has plain elements and inline styles in the page's colors, without scripts and files. So it works in JupyterLab, in VS
 Code and in print, in light and dark themes. Names are escaped, because the origin of a checkpoint may be unknown.
 """
 
@@ -24,6 +24,10 @@ _STYLE = r"""<style>
 .t5ckpt details[open]>summary::before{content:'\25BE'}
 .t5ckpt .in{margin-left:1.4em}
 .t5ckpt .row{display:inline-grid;grid-template-columns:minmax(5em,1fr) 8em 11em 9em 6em 8em;gap:.8em;width:calc(100% - 1.3em)}
+@media(max-width:40em){
+.t5ckpt .row{grid-template-columns:minmax(5em,1fr) 5em 8em 5em}
+.t5ckpt .row>:nth-child(4),.t5ckpt .bar{display:none}
+}
 .t5ckpt .row>:first-child{overflow-wrap:anywhere}
 .t5ckpt .n{text-align:right}
 .t5ckpt .dim{opacity:.65}

@@ -13,7 +13,7 @@ from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
-GOES = 'goes with the next save: '
+GOES = 'deleted by the next save: '
 # As in a run that was converted, or that T5X saved.
 _NO_POLICY = 'no keep policy is recorded'
 

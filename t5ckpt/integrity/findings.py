@@ -30,7 +30,7 @@ class Findings:
         if found[0] != recorded[0]:
             self.size_differs(name, found[0], recorded[0])
             return
-        text = f'xxh3-64 is {found[1]}, recorded is {recorded[1]}'
+        text = f'xxh3-64 is {found[1]}, expected {recorded[1]}'
         other = next((file for file, entry in checksums.items() if entry == found and file != name), None)
         offsets = (0, found[0])
         if other is not None:
@@ -49,8 +49,8 @@ class Findings:
     def size_differs(self, name: str, found: int, recorded: int) -> None:
         """Adds a file of another size than the recorded one."""
         offsets = (min(found, recorded), max(found, recorded))
-        how = 'are missing' if found < recorded else 'are in excess'
-        text = f'has {found:,} bytes, recorded are {recorded:,}: those from {offsets[0]:,} to {offsets[1]:,} {how}'
+        how = 'are missing' if found < recorded else 'are additional'
+        text = f'has {found:,} bytes, expected {recorded:,}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
         self.add('size', name, text, offsets=offsets)
 
     def failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:

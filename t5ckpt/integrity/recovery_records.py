@@ -162,7 +162,7 @@ class RecoveryRecords:
             data = b'' if name in zarrays else _read(self._files, name)
             if data and not _is_standard(_json(data)):
                 raise CorruptCheckpointError(
-                    f'{name} was written by another program than T5X, and nothing else says how the values of '
+                    f'{name} was written by another program than T5X, and no other file describes the layout of '
                     f'{", ".join(sorted(zarrays)[:3])} are laid out. Copy the checkpoint again. Nothing was written.'
                 )
 
@@ -175,7 +175,7 @@ class RecoveryRecords:
         if self.had_checksums and self.sidecar is None:
             notes += [_LOST_FACTS, f'no checksum verifies the values in {MANIFEST}: they were taken as they are']
         if unverified and self.had_checksums:
-            notes.append(f'no checksum verifies {some_of(unverified, 5)}: taken as they are, right or wrong')
+            notes.append(f'no checksum verifies {some_of(unverified, 5)}: taken as they are')
         return notes
 
 

@@ -98,7 +98,7 @@ def repair(
     """
     options = RepairOptions() if options is None else options
     if not options.dry_run and (output is None) != in_place:
-        raise ValueError('say where the repaired checkpoint goes: output="other/run", or in_place=True.')
+        raise ValueError('pass either output="other/run" or in_place=True.')
     started = time.monotonic()
     located = locate_or_broken(path, step, options.source_options)
     number = _step_of(located)
@@ -123,7 +123,7 @@ def repair(
 def _step_of(located: Located) -> int:
     if not located.manifest or not located.storage.is_file(join(located.directory, located.manifest)):
         raise UnsupportedFormatError(
-            f'{located.url}: there is no manifest, and nothing else says which leaves there are. Restore an older step, or '
+            f'{located.url}: there is no manifest, and no other file lists the leaves. Restore an older step, or '
             'copy the checkpoint again.'
         )
     return located.step_to_write()
@@ -148,7 +148,7 @@ def _check_in_place(located: Located, step: int) -> None:
 
 def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
     if parse_step_dir(split_path(output)[1]) is not None:
-        raise ValueError(f'{os.fspath(output)} is a directory of a step. Give that of the run, its parent.')
+        raise ValueError(f'{os.fspath(output)} is a directory of a step. Pass that of the run, its parent.')
     check_room(target, step)
 
 

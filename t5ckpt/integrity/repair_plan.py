@@ -157,10 +157,10 @@ def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCh
     return CorruptCheckpointError(
         lines(
             unrecoverable_text(lost),
-            f'{some_of(names, 5)}: lost, or no longer verified by a checksum. The other files do not prove what was '
-            'there: one or more of them may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have '
-            'been added. Restore an older step, or copy the checkpoint again. To take all files as they are, right or wrong: '
-            'trust_files=True. Nothing was written.',
+            f'{some_of(names, 5)}: lost, or no longer verified by a checksum. The other files cannot verify them: '
+            'files may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have been added. Restore an '
+            'older step, or copy the checkpoint again. To take all files as they are, pass trust_files=True. Nothing was '
+            'written.',
         )
     )
 

@@ -95,7 +95,13 @@ class VerifyReport:
         how += '' if self.has_checksums else ', no checksums recorded'
         intact = 'complete and intact' if self.full else 'complete'
         result = intact if self.ok else f'damaged in {counted(len(self.damages), "place")}'
-        size = f'{counted(self.leaves, "array")}, {counted(self.files, "file")}, {counted(self.nbytes, "byte")}'
+        # Without a stored array, all are small; without a manifest that decodes, their number is unknown.
+        arrays = counted(self.leaves, 'array') if self.leaves else 'all leaves in the manifest' if self.ok else ''
+        size = ', '.join(filter(None, [arrays, counted(self.files, 'file'), counted(self.nbytes, 'byte')]))
         head = f'{self.path}: {result} ({how}; {size})'
-        unread = ['the bytes were not compared: full=True reads every one'] if self.ok and not self.full else []
+        unread = (
+            ['the contents of the files were not compared; full=True compares every byte']
+            if self.ok and not self.full
+            else []
+        )
         return lines(head, *self._listed(), *(f'  note: {note}' for note in (*unread, *self.notes)))

@@ -323,7 +323,7 @@ class _Check:
         unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
         if unknown and self.checksums:
             self.notes.append(
-                f'{counted(len(unknown), "file belongs", "files belong")} to nothing: {some_of(sorted(unknown), 5)}'
+                f'{counted(len(unknown), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown), 5)}'
             )
 
     def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:

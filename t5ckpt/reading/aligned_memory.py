@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
+    """An uninitialized C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
     size = math.prod(shape) * dtype.itemsize
     try:
         raw = np.empty(size + _ALIGNMENT, np.uint8)

@@ -113,7 +113,7 @@ class Identity:
                 raise error from cause
             # The check itself failed; the first error is more useful.
             return
-        cure = 'Read another step, or pin one that is to stay' if change == 'deleted' else 'Open it again'
+        cure = 'Read another step, or pin a step to keep it' if change == 'deleted' else 'Open it again'
         if change == 'deleted' and is_tensor_file(self.located.manifest):
             cure = 'Copy it again'
         if change is not None:

@@ -59,6 +59,6 @@ def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
     """
     if chunks > _MANY and chunks > (found := files()):
         raise CorruptCheckpointError(
-            f'{where}: the metadata claims {chunks:,} chunks, and there are {found:,} files. It is damaged or made up; '
+            f'{where}: the metadata claims {chunks:,} chunks, and there are {found:,} files. It is damaged or forged; '
             'restore an older step, or copy the checkpoint again.'
         )

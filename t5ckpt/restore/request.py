@@ -83,7 +83,7 @@ def check_source(step: Any, path: Any) -> None:
         given = f'a {type(path).__name__}' if isinstance(path, Mapping) else shown(path)
         raise ValueError(f'path must be the path of a checkpoint, got {given}. {template}')
     if step is not None and path is not None:
-        raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} both say what to restore: pass one of them.')
+        raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} exclude each other: pass one of them.')
     if step is not None and not hasattr(step, '__index__'):
         cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
         raise ValueError(f'step must be an integer, got {shown(step)}. {cure}')

@@ -201,7 +201,7 @@ class TierOptions:
 def check_policies(keep: int | None, keep_policy: Any, save_policy: Any, metric_source: Any) -> None:
     """Checks the types of the policies, and that only one of ``keep`` and ``keep_policy`` is passed."""
     if keep is not None and keep_policy is not None:
-        raise ValueError('keep and keep_policy both say what to keep: pass one of them.')
+        raise ValueError('keep and keep_policy exclude each other: pass one of them.')
     check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
     check_kind('save_policy', save_policy, SavePolicy, 'SaveEvery(1000)')
     check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')

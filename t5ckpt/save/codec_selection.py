@@ -10,7 +10,7 @@ and the codec with the shortest time is used. The candidates are tried from the 
 bit-shuffled lz4, bit-shuffled zstd, zstd. Each has to save a twentieth of the time of no codec.
 
 The storage's rate is that of this run's own saves; before the first one, a typical rate of its kind. If a codec limits a save,
-the measured rate is too low, and a faster disk is recognised only once a leaf without a codec is written.
+the measured rate is too low, and a faster disk is recognized only once a leaf without a codec is written.
 
 A leaf keeps the codec of the previous checkpoint while it saves a third of the time of no codec, and otherwise until another one
 takes less than two thirds of its time, so that unchanged chunks stay equal and can be linked.

@@ -28,7 +28,7 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 
-_CURE = 'Take another copy of the checkpoint.'
+_CURE = 'Use another copy of the checkpoint.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 

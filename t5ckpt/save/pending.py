@@ -245,7 +245,7 @@ class PendingSave:
           T5CkptError: the save failed; every call raises the same error.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f'the save of step {self.step} is still under way after {timeout} s')
+            raise TimeoutError(f'the save of step {self.step} is still running after {timeout} s')
         if self._error is not None:
             self._seen = True
             raise self._error

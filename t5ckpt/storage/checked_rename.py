@@ -26,7 +26,7 @@ def leads_to(path: str, info: os.stat_result) -> bool:
 def check_renamed(info: os.stat_result, source: str) -> None:
     """Checks that a rename was made, since a lost one would leave out a file of a checkpoint."""
     if leads_to(source, info):
-        raise OSError(errno.EIO, 'a rename to this name was reported as done, and was not made')
+        raise OSError(errno.EIO, 'the rename was reported as successful, but was not made')
 
 
 def exchange(one: str, other: str) -> bool:

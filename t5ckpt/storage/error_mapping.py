@@ -35,16 +35,16 @@ UNMET_CONDITION = (
 """The text of a ValueError for such an answer, which TensorStore does not report as a failure."""
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
-_NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
-_REFUSED = 'Check the credentials, and what they may do in this bucket. Without credentials, requests are anonymous.'
+_NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; existing files were not changed.'
+_REFUSED = 'Check the credentials and their permissions for this bucket. Without credentials, requests are anonymous.'
 # Internal details in TensorStore's messages; the answer of the server follows them.
 _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
 # S3 answers with HTTP 400 where the keys of a role have expired.
 _EXPIRED = re.compile(r'\b(ExpiredToken|InvalidToken|TokenRefreshRequired): ')
 _RENEW = 'The credentials have expired or are not valid: renew them.'
-_DENIED = 'Check the permissions and the mount; nothing that was there was changed.'
-_NOT_HERE = 'Nothing can be created there: give a directory on a disk that is mounted and writable.'
+_DENIED = 'Check the permissions and the mount; existing files were not changed.'
+_NOT_HERE = 'Nothing can be created there: pass a directory on a mounted and writable disk.'
 _RETRIED = 'retry attempts failed'
 _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
 # The HTTP codes that describe the key. All others do not depend on its contents.
@@ -53,14 +53,18 @@ _HTTP_CODE = re.compile(r" ?\[(?:http_response_code='|HTTP code )(\d+)'?\]")
 # The query of Azure's signed URLs, which gives access to whoever reads the error.
 _SIGNATURE = re.compile(r'\?[^\s"\'\]]*\bsig=[^\s"\'\]:]*')
 _BUCKET_NAME = re.compile(r'Invalid \w+ bucket name: (".*")')
-_NO_BUCKET = "The server's answer is not that of a bucket: check the bucket's name, the endpoint and the network."
+_NO_BUCKET = (
+    "The bucket was not found, or the server is no object store: check the bucket's name, the endpoint and the network."
+)
 # The answer to a HEAD has no text.
 _OR_RENEW = 'Where the credentials may have expired, renew them.'
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
-_CONFUSED = 'A file stands where a directory should be, or the other way round.'
-_QUOTA = 'The quota is used up: raise it, keep fewer checkpoints (keep=), or write elsewhere; nothing that was there was changed.'
-_READ_ONLY = 'The file system is mounted read-only: mount it for writing, or write elsewhere; nothing that was there was changed.'
+_CONFUSED = 'A file is in the place of a directory, or a directory in the place of a file.'
+_QUOTA = 'The quota is used up: raise it, keep fewer checkpoints (keep=), or write elsewhere; existing files were not changed.'
+_READ_ONLY = (
+    'The file system is mounted read-only: mount it for writing, or write elsewhere; existing files were not changed.'
+)
 _BUSY = 'Another program uses the file or directory: end it, then try again.'
 # The error of t5ckpt and the cure by errno. All other numbers are failures of the disk or the file system.
 _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
@@ -119,7 +123,7 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         cure = _RENEW if is_expired else _REFUSED if _HTTP_CODE.search(text) else _DENIED
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
-        return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move the file that stands there away.')
+        return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move this file away.')
     if not writing and _means_damage(text):
         return CorruptCheckpointError(
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'

@@ -234,7 +234,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         if written is not None:
             raise UnsupportedFormatError(f'{url}: write {written}.')
         raise UnsupportedFormatError(
-            f'{url}: {found.scheme!r} is not served, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
+            f'{url}: {found.scheme!r} is not supported, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
         )
     return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)
 

@@ -42,8 +42,8 @@ class Outage:
         wait = "storage_options={'retry_seconds': ...} sets the wait."
         seconds = f'{now - self.since:.0f} s'
         if not self.answer:
-            return f'the server has not answered for {seconds}. Check the endpoint and the network; {wait}'
-        return f'the server has failed each request for {seconds}, its latest answer: {self.answer}. Check the server; {wait}'
+            return f'the server has not replied for {seconds}. Check the endpoint and the network; {wait}'
+        return f'all requests have failed for {seconds}; the latest reply is: {self.answer}. Check the server; {wait}'
 
 
 def probe(ask: Callable[[], Any], seconds: float) -> str | None:

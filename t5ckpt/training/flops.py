@@ -1,4 +1,4 @@
-"""The peak performance of accelerators, to compute the utilisation of a step.
+"""The peak performance of accelerators, to compute the utilization of a step.
 
 The numbers are for dense bfloat16 matrix products, from the vendors' data sheets; numbers for sparse operands are halved. A JAX
 device is a whole chip, except on TPU v2 and v3, where it is one of two cores.
@@ -51,5 +51,5 @@ def peak_flops(device: Any = None) -> float | None:
     for pattern, flops in _KNOWN:
         if re.fullmatch(pattern, kind):
             return flops
-    _log.warning('t5ckpt: the peak performance of %r is unknown, so its utilisation cannot be computed', kind)
+    _log.warning('t5ckpt: the peak performance of %r is unknown, so its utilization cannot be computed', kind)
     return None

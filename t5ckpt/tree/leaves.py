@@ -81,7 +81,7 @@ def check_has_values(path: Path, value: Any) -> None:
         )
     if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: its buffer is gone, it was donated to a jitted step. Save the state that the step returned.'
+            f'{leaf_name(path)}: its buffer was donated to a jitted step and is gone. Save the state that the step returned.'
         )
 
 

@@ -237,7 +237,7 @@ def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
     """
     value: Any = step if step is not None else _found_step(state, table)
     if value is None:
-        raise ValueError('the state names no step (no attribute or leaf "step"): pass step= to save.')
+        raise ValueError('the state has no step (no attribute or leaf "step"): pass step= to save.')
     check_has_values(('step',), value)
     if isinstance(value, LazyArray):
         value = value.get()

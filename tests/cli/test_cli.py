@@ -38,8 +38,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize('verb', VERBS)
-def test_every_verb_explains_itself_with_an_example(verb):
+def test_every_verb_explains_itself_with_an_example(verb, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
     text = t5ckpt_cli(verb, '--help')
+    assert max(map(len, text.splitlines())) <= 80
     assert f't5ckpt {verb} ' in text.partition('Example')[2]
     assert '--json' in text
 
@@ -167,7 +169,7 @@ def test_summaries_of_verbs_are_not_cut(words, monkeypatch):
 
 def test_cp_of_a_whole_run_says_how(run_dir, tmp_path):
     said = t5ckpt_cli('cp', run_dir, tmp_path / 'copy', '--all', code=2)
-    assert 'Call it for each step of a run: t5ckpt cp run@100 TARGET.' in said
+    assert 'Run it for each step: t5ckpt cp run@100 TARGET.' in said
     assert 'Did you mean' not in said
 
 
@@ -338,7 +340,7 @@ def test_a_directory_of_runs_names_them(run_dir, tmp_path):
     (tmp_path / 'other').mkdir()
     for verb in ('ls', 'show', 'verify'):
         text = t5ckpt_cli(verb, tmp_path, code=3)
-        assert f'it holds 2 runs: first, second. Give the path of one: {tmp_path / "first"}' in text
+        assert f'it contains 2 runs: first, second. Give the path of one: {tmp_path / "first"}' in text
 
 
 def test_ls_of_a_run_without_steps_prints_no_empty_table(tmp_path):

@@ -60,7 +60,7 @@ def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     assert 'exists. Choose' in t5ckpt_cli('export', 'npz', run, out, code=1)
     t5ckpt_cli('export', 'npz', run, out, '--force')
     t5ckpt_cli('import', 'npz', out, tmp_path / 'back')
-    assert 'there already' in t5ckpt_cli('import', 'npz', out, tmp_path / 'back', code=1)
+    assert 'exists already' in t5ckpt_cli('import', 'npz', out, tmp_path / 'back', code=1)
     t5ckpt_cli('import', 'npz', out, tmp_path / 'back', '--force')
     assert 'matches no array' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--select', 'xyz', code=1)
     assert 'dtype' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--dtype', 'int7', code=2)

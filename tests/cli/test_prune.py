@@ -79,7 +79,10 @@ def test_prune_says_what_it_would_do_and_does_that(tmp_path):
 
 def test_the_last_line_says_what_was_deleted(tmp_path):
     save(tmp_path, range(5))
-    assert t5ckpt_cli('prune', tmp_path, '--keep', 3, '--yes').splitlines()[-1] == 'deleted: 0, 1'
+    words = ('prune', tmp_path, '--keep', 3)
+    assert t5ckpt_cli(*words, '--dry-run').splitlines()[-1] == '2 of 5 steps would be deleted'
+    assert t5ckpt_cli(*words, '--yes').splitlines()[-1] == 'deleted: 0, 1'
+    assert t5ckpt_cli(*words).splitlines()[-1] == 'nothing was deleted'
     assert t5ckpt_cli('rm', tmp_path, 2, 3, '--yes').splitlines()[-1] == 'deleted: 2, 3'
     assert 'deleted' not in t5ckpt_cli('rm', tmp_path, 4, '--dry-run')
 
@@ -97,7 +100,7 @@ def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
     t5ckpt.pin_checkpoint(step)
     assert (step / 'PINNED').read_text() == 'in the paper'
     assert 'complete pinned: in the paper' in run('ls', tmp_path)
-    assert '1 stays pinned: in the paper' in run('prune', tmp_path, '--keep', 1, '--dry-run')
+    assert '1 keep pinned: in the paper' in run('prune', tmp_path, '--keep', 1, '--dry-run')
     assert json.loads(run('ls', tmp_path, '--json'))[1]['kept'] == 'pinned: in the paper'
     run('pin', step, '--why', 'the baseline')
     assert 'pinned: the baseline' in run('ls', tmp_path)
@@ -125,7 +128,7 @@ def test_a_run_without_a_policy_says_so(tmp_path):
 
 
 def test_prune_needs_an_option_of_what_to_keep(tmp_path):
-    assert 'say what to keep' in t5ckpt_cli('prune', tmp_path, code=2)
+    assert 'Pass --keep, --best, ' in t5ckpt_cli('prune', tmp_path, code=2)
     for hours in ('0', 'inf', 'nan'):
         assert 'must be a finite number above 0' in pruned(tmp_path, '--every-hours', hours, code=2)
     assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
@@ -156,13 +159,13 @@ def test_the_mode_of_the_best_comes_from_the_policy_that_the_run_was_saved_under
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0]):
             ck.save(state, step=step, metrics={'loss': loss, 'accuracy': step})
     words = (tmp_path, '--keep', 1, '--best', 'loss', '--dry-run')
-    assert "--best loss: the lowest is the best (min, from the run's keep policy)" in pruned(*words)
+    assert "--best loss: the lowest value is best (min, from the run's keep policy)" in pruned(*words)
     found = json.loads(pruned(*words, '--json'))
     assert found['mode'] == 'min'
     assert [entry['step'] for entry in found['plan'] if entry['keep']] == [1, 3]
     # What is asked for counts, and is said to differ.
     told = pruned(*words, '--mode', 'max')
-    assert "--best loss: the highest is the best (max, as asked; the run's keep policy says min)" in told
+    assert "--best loss: the highest value is best (max, from --mode; the run's keep policy has min)" in told
     for metric in ('accuracy', 'accurac'):
         said = pruned(tmp_path, '--keep', 1, '--best', metric, '--yes', code=2)
         assert ('--mode min' in said) == (metric == 'accuracy')
@@ -186,15 +189,22 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
             ck.save(state, step=step, metrics={'loss': loss, 'accuracy': -step})
         for words in ([], ['loss'], ['loss', 'max'], ['accuracy', 'max']):
             options = [*words[:1], *(['--mode', words[1]] if words[1:] else [])]
-            assert found_best(tmp_path, *options) == f'{ck.best_step(*words)}\n'
+            assert found_best(tmp_path, *options).splitlines()[0] == f'{ck.best_step(*words)}'
+    shown = CliRunner().invoke(app, ['best', str(tmp_path)])
+    assert shown.stdout == '2\n', 'standard output is for a shell'
+    assert (
+        shown.stderr
+        == 'loss: the lowest value is best by the keep policy of the run. For the highest, pass --mode max.\n'
+    )
+    assert not CliRunner().invoke(app, ['best', str(tmp_path), 'loss', '--mode', 'min']).stderr
     assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
-    assert 'loss (min); metrics of the steps: accuracy, loss). Pass METRIC and --mode' in found_best(
+    assert 'whether high or low values of accuracy are best. Pass --mode max or --mode min.' in found_best(
         tmp_path, 'accuracy', code=2
     )
     assert "no step has the metric 'los'; there are: accuracy, loss" in found_best(tmp_path, 'los', code=2)
     for named, text in (
         ('best:los', "no step has the metric 'los'; there are: accuracy, loss"),
-        ('best:accuracy', f'Name them: {tmp_path}@best:accuracy:min, or :max.'),
+        ('best:accuracy', f'Write {tmp_path}@best:accuracy:min, or :max.'),
     ):
         shown = CliRunner().invoke(app, ['show', f'{tmp_path}@{named}'])
         assert shown.exit_code == 2
@@ -203,7 +213,10 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
     assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
     assert f'PATH comes first: t5ckpt best {tmp_path} loss' in found_best('loss', tmp_path, code=2)
     save(tmp_path / 'bare', range(2))
-    assert 'no step has a value of loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
+    assert 'no step has a value for loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
+    assert 'compares no metric; the metrics of the steps are: none. Pass METRIC' in found_best(
+        tmp_path / 'bare', code=2
+    )
 
 
 # --- holds ------------------------------------------------------------------------------------------------------------

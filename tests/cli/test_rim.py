@@ -128,7 +128,7 @@ def test_a_step_is_no_run(verb, run, tmp_path, capsys):
     words = [word.replace('{}', f'{run}@100').replace('RUN', str(run)) for word in words]
     code, _, err = said(words, capsys)
     assert code == Exit.USAGE
-    assert f'Give the run{", and --as-step names the step to write as" if verb not in OF_A_RUN else ""}: {run}' in err
+    assert f'{"Pass" if verb in OF_A_RUN else "Set the step to write with --as-step, and pass"} the run: {run}' in err
     assert not os.path.lexists(f'{run}@100')
 
 
@@ -210,7 +210,7 @@ def test_a_misspelt_name_of_a_step_is_corrected(word, run, capsys):
     code, _, err = said(['show', f'{run}@{word}'], capsys)
     assert code == Exit.USAGE
     rest = word.partition(':')[1] + word.partition(':')[2]
-    assert 'After @ comes the number of a step, latest, best or best:METRIC' in err
+    assert 'Write the number of a step, latest, best or best:METRIC after @.' in err
     assert f'Did you mean {run}@best{rest}?' in err
     assert said(['show', f'{run}no@{word}'], capsys)[0] == Exit.UNREADABLE
 
@@ -263,11 +263,15 @@ def test_an_interrupted_copy_is_called_the_same_on_every_storage(run, tmp_path, 
         assert [(each['step'], each['state']) for each in found] == [(3, 'unfinished')]
 
 
-def test_verify_says_what_it_has_not_compared(run, capsys):
+def test_verify_says_what_it_has_not_compared(run, tmp_path, capsys):
     quick, full = said(['verify', run], capsys)[1], said(['verify', run, '--full'], capsys)[1]
-    assert '--full reads every one' in quick
+    assert '--full compares every byte' in quick
     assert 'full' not in full
-    assert 'full=True reads every one' in str(t5ckpt.verify(run))
+    assert 'full=True compares every byte' in str(t5ckpt.verify(run))
+    with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'small') as checkpointer:
+        checkpointer.save({'w': np.ones(3)}, step=1)
+    shown = str(t5ckpt.verify(tmp_path / 'small'))
+    assert '(presence and sizes; all leaves in the manifest, ' in shown, 'an intact checkpoint seems to be empty'
 
 
 def test_a_copy_of_another_programs_step_names_the_verb_that_converts(tmp_path, capsys):

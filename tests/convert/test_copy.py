@@ -68,7 +68,7 @@ def test_a_checkpoint_of_t5x(golden, bucket, tmp_path):
 
 def test_what_is_there_is_not_replaced(tmp_path):
     source, target = saved(str(tmp_path / 'a')), saved(str(tmp_path / 'b'))
-    with pytest.raises(errors.CheckpointExistsError, match='checkpoint_3 is there already'):
+    with pytest.raises(errors.CheckpointExistsError, match='checkpoint_3 exists already'):
         t5ckpt.copy_checkpoint(source, target)
     with pytest.raises(errors.CheckpointNotFoundError):
         t5ckpt.copy_checkpoint(source, tmp_path / 'c', 7)
@@ -164,7 +164,7 @@ def test_the_verb(tmp_path, bucket):
     assert 0 < report['seconds'] < time.monotonic() - started
     again = forked.run(None, 'cp', source, target)
     assert again.returncode != 0
-    assert 'is there already' in again.stderr
+    assert 'exists already' in again.stderr
     assert t5ckpt_cli('ls', target).splitlines()[1].split()[0] == '3'
 
 
@@ -209,7 +209,7 @@ def test_the_verb_with_changes(tmp_path):
     )
     assert (done['step'], done['dry_run'], done['dropped']) == (2, False, ['opt_state/ema/w'])
     assert read('weights')['params']['w'].dtype == 'bfloat16'
-    assert 'there already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
+    assert 'exists already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
     t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--force')
     np.testing.assert_array_equal(read('weights')['params']['w'], params['w'] + 4)
     t5ckpt_cli('cp', run, tmp_path / 'ema', '--ema', 'opt_state/ema', '--step', 1, '--as-step', 0)

@@ -117,11 +117,11 @@ def test_a_correction_matches():
     [
         (
             'show {run}@best:eval/loss:lowest',
-            "'lowest' is not a mode. Write {run}@best:eval/loss:min, if low values are the best, or {run}@best:eval/loss:max.",
+            "'lowest' is not a mode. Write {run}@best:eval/loss:min if low values are best, otherwise {run}@best:eval/loss:max.",
         ),
         ('show {run}@best:eval/los:min', "no step has the metric 'eval/los'"),
-        ('stats {npz}@3', '{npz}@3 names a step, and {npz} is a file, which has none. Give {npz}.'),
-        ('cat {npz}@latest step', '{npz}@latest names a step, and {npz} is a file, which has none. Give {npz}.'),
+        ('stats {npz}@3', '{npz}@3 names a step, but {npz} is a file, which has no steps. Pass {npz}.'),
+        ('cat {npz}@latest step', '{npz}@latest names a step, but {npz} is a file, which has no steps. Pass {npz}.'),
     ],
 )
 def test_the_part_of_a_name_that_is_wrong_is_blamed(run, words, text, capsys):

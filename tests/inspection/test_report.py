@@ -280,7 +280,10 @@ def test_what_changed_as_a_heat_map(page):
     assert heat[3][0] == [0, 0]
     assert math.isclose(heat[2][1][1], math.log10(100 / 201), rel_tol=1e-4)
     assert math.isclose(heat[2][2][1], math.log10(200 / 401), rel_tol=1e-4)
+    bar = page.run('document.querySelector("#heat").data[1].colorbar.ticktext')
+    assert bar == ['0.498', '0.499'], 'both ends of the color bar have one number'
     text = page.run('document.querySelector("#changes").innerText')
+    assert (text.count('float32 (48, 64)'), text.count('same')) == (2, 3), 'dtype and shape are repeated'
     assert 'Changes from step 200 to 300' in text
     assert 'Of 8 leaves, 3 have other values, 5 are equal in every bit.' in text
 

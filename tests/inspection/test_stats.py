@@ -185,6 +185,8 @@ def test_every_kind_of_difference(tmp_path):
     assert by_name['zero'].relative == math.inf
     assert [leaf.name for leaf in found.top(2)] == ['moved', 'zero']
     assert by_name['shape'].a == 'float32 (50, 100)'
+    assert {row[0]: row[3] for row in found.rows()}['moved'] == 'same', 'dtype and shape are repeated'
+    assert {row[0]: row[3] for row in found.rows()}['new'] == by_name['new'].b
     assert found
     assert len(found.to_pandas()) == 8
     assert 'moved' in repr(found)

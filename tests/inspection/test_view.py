@@ -278,6 +278,11 @@ def test_in_a_narrow_notebook_columns_stay_aligned_and_names_are_legible(tmp_pat
         right = '[...document.querySelectorAll(".bar")].map((bar) => Math.round(bar.getBoundingClientRect().right))'
         assert len({*browser.run(right)}) == 1, 'the deepest row is wider than the page'
         assert browser.run('document.querySelector("td").getBoundingClientRect().width') > 200
+        browser.size(480, 700)
+        browser.open(page, 'document.readyState === "complete"')
+        assert browser.run('[...document.querySelectorAll(".bar")].every((bar) => !bar.offsetWidth)')
+        cut = '[...document.querySelectorAll(".row > span")].filter((cell) => cell.scrollWidth > cell.clientWidth + 1).length'
+        assert browser.run(cut) == 0, 'a narrow window cuts a cell'
 
 
 def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):

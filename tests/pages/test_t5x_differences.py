@@ -151,7 +151,7 @@ class T5X:
 #: What a default is in T5X and not here, with the section that says so.
 DEFAULTS = {'save_dtype': 'Nothing is cast silently'}
 #: What a protocol of ours does not ask for, with the section that says so.
-LEFT_OUT = {('RestoreStateTransformationFn.__call__', 'is_resuming'): 'Arguments that T5X needs may be left out'}
+LEFT_OUT = {('RestoreStateTransformationFn.__call__', 'is_resuming'): 'Required arguments of T5X are optional'}
 
 
 def functions(owner, prefix=''):

@@ -400,7 +400,7 @@ def test_preemption_without_a_notice_is_refused(tmp_path):
         (lambda ck, state: ck.restore(2, state), 'path must be the path of a checkpoint, got a dict.*constructor'),
         (lambda ck, state: ck.restore(state), 'step must be an integer, got .*constructor'),
         (lambda ck, state: ck.restore('run'), "step must be an integer, got 'run'. Pass it as path="),
-        (lambda ck, state: ck.restore(2, 'run/checkpoint_1'), "step=2 and path='run/checkpoint_1' both say"),
+        (lambda ck, state: ck.restore(2, 'run/checkpoint_1'), "step=2 and path='run/checkpoint_1' exclude each other"),
         (lambda ck, state: ck.restore(state_transformation_fns=t5ckpt.intersect_state), 'Put it into a list'),
         (lambda ck, state: ck.restore(resize=True), 'resize'),
         (

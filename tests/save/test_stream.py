@@ -93,7 +93,7 @@ def test_a_step_that_is_there(tmp_path):
     write_stream(Source(ARRAYS).table, request_for(tmp_path))
     other = {('target', 'a'): np.zeros((300, 200), np.float32)}
     again = Source(other)
-    with pytest.raises(errors.CheckpointExistsError, match='checkpoint_12 is there already'):
+    with pytest.raises(errors.CheckpointExistsError, match='checkpoint_12 exists already'):
         write_stream(again.table, request_for(tmp_path))
     assert again.reads == []
     check(tmp_path)

@@ -268,10 +268,10 @@ def test_the_first_save_after_an_outage_is_committed(bucket):
     ck.save(state(1), step=1)
     bucket.proxy.choose = lambda kind, key: over.wait(30) and None
     started = time.monotonic()
-    with pytest.raises(errors.StorageError, match='has not answered for'):
+    with pytest.raises(errors.StorageError, match='has not replied for'):
         ck.save(state(2), step=2)
     for _ in range(2):
-        with pytest.raises(errors.StorageError, match=r'has not answered for \d+ s'):
+        with pytest.raises(errors.StorageError, match=r'has not replied for \d+ s'):
             ck.all_steps()
     # Only the first of many requests waits for the whole time.
     assert time.monotonic() - started < 10
@@ -288,7 +288,7 @@ def test_a_server_that_fails_each_request_is_not_called_silent(bucket):
     bucket.proxy.choose = lambda kind, key: time.sleep(0.85) or '503'
     storage = open_storage(url, {'retry_seconds': 4})
     for _ in range(2):
-        with pytest.raises(errors.StorageError, match=r'failed each request for \d+ s.* HTTP 503'):
+        with pytest.raises(errors.StorageError, match=r'all requests have failed for \d+ s.* HTTP 503'):
             storage.entries()
 
 

@@ -82,7 +82,7 @@ def test_another_trainer_on_the_directory_keeps_it(waiting, caplog):
             other.delete(2)
     assert t5ckpt.all_steps(waiting) == [2, 3, 5]
     assert [
-        each for each in caplog.records if f'step 2 stays, whatever the keep policy says: {WAITS}' in each.getMessage()
+        each for each in caplog.records if f'step 2 is kept regardless of the keep policy: {WAITS}' in each.getMessage()
     ]
 
 

@@ -726,7 +726,7 @@ def test_a_donated_step(saved):
     bad = state_of({'state/step': array})
     with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved)) as ck:
         for save in (ck.save, ck.save_async):
-            with pytest.raises(errors.UnsupportedLeafError, match=r'step: its buffer is gone, it was donated'):
+            with pytest.raises(errors.UnsupportedLeafError, match='step: its buffer was donated'):
                 save(bad)
         with pytest.raises(errors.UnsupportedLeafError, match=r'step: is a tracer'):
             jax.jit(lambda step: ck.save(state_of({'state/step': step})))(np.int32(4))

@@ -327,8 +327,8 @@ def test_one_rule_says_in_every_verb_which_step_is_meant():
     for name, options in verbs():
         step, as_step = options.get('--step'), options.get('--as-step')
         found[name] = ('' if step is None else 'several' if step.multiple else 'one', as_step is not None)
-        assert step is None or 'hich step' in step.help
-        assert as_step is None or as_step.help.startswith('Write as this step')
+        assert step is None or step.help.startswith('Step of the run')
+        assert as_step is None or as_step.help.startswith('Step to write')
         others = [option for option in options if 'step' in option and option not in ('--step', '--as-step')]
         assert others == (['--keep-step'] if name == 'prune' else [])
     assert found == STEP_RULES
@@ -337,13 +337,13 @@ def test_one_rule_says_in_every_verb_which_step_is_meant():
 @pytest.mark.parametrize(
     ('words', 'cure'),
     [
-        (['prune', 'run', '--step', '1'], '--keep-step keeps a step. To delete one, t5ckpt rm PATH --step STEP'),
+        (['prune', 'run', '--step', '1'], '--keep-step keeps a step. To delete one, use t5ckpt rm PATH --step STEP'),
         (['import', 'npz', 'x', 'run', '--step', '1'], '--as-step'),
         (['import', 'hf', 'x', 'run', '--step=1'], '--as-step'),
         (['convert', 'tf', 'x', 'run', '--step', '1'], '--as-step'),
         (['convert', 'to-orbax', 'run', 'x', '--as-step', '1'], '--step'),
         (['rm', 'run'], '--step'),
-        (['rm', 'run/checkpoint_1', '2'], 'Give the run'),
+        (['rm', 'run/checkpoint_1', '2'], 'Pass the run'),
     ],
 )
 def test_a_step_that_means_nothing_there_is_an_error_that_says_what_to_write(words, cure):
@@ -369,9 +369,9 @@ def rm(*words, code=0):
 
 def test_rm_deletes_the_steps_it_is_given_and_says_why_not(run):
     t5ckpt.pin_checkpoint(run / 'checkpoint_1', 'in the paper')
-    assert 'goes  asked for' in rm(run, 2, '--dry-run')
+    assert 'delete  requested' in rm(run, 2, '--dry-run')
     text = rm(run, 1, 2, '--yes', code=1)
-    assert 'stays  pinned: in the paper' in text
+    assert 'keep    pinned: in the paper' in text
     assert '--pinned' in text
     assert t5ckpt.all_steps(run) == [1, 2], 'one that stays stays with all others'
     assert 'pass --yes' in str(rm(run, '--step', 2))
@@ -442,7 +442,7 @@ def test_the_command_line_looks_into_a_file_just_exported(words, shown, files, c
 
 
 REFUSED = [
-    (['cat', '{}/run', 'params/w', '--npy', '--json'], 2, '--npy and --json are two formats'),
+    (['cat', '{}/run', 'params/w', '--npy', '--json'], 2, '--npy and --json exclude each other'),
     (['cat', '{}/run', 'note', '--npy'], 2, 'not an array'),
     (['cat', '{}/run', 'note[:2]'], 2, 'not an array'),
     (['export', 'safetensors', '{}/run', '-'], 3, 'not written to standard output'),
@@ -607,7 +607,7 @@ def test_a_step_of_another_layout_that_stays_is_logged_once(tmp_path, caplog):
     with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=tmp_path, keep=1) as checkpointer:
         for step in (2, 3, 4):
             checkpointer.save(nnx_state(step))
-    told = [message for message in caplog.messages if 'whatever the keep policy says' in message]
+    told = [message for message in caplog.messages if 'regardless of the keep policy' in message]
     assert [message.rpartition(': ')[2] for message in told] == ['in the layout of flax']
     assert t5ckpt.all_steps(tmp_path) == [1, 4]
 
@@ -621,7 +621,7 @@ def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, cap
             checkpointer.save(nnx_state(step))
         with read_lease(checkpointer.storage, 4, 60, time.time):
             checkpointer.save(nnx_state(5))
-    told = [message for message in caplog.messages if 'whatever the keep policy says' in message]
+    told = [message for message in caplog.messages if 'regardless of the keep policy' in message]
     assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']
     assert t5ckpt.all_steps(tmp_path) == [1, 4, 5]
 

@@ -226,7 +226,7 @@ def needs_larger_norm(model: T5Model, config: Mapping[str, Any]) -> bool:
 
 
 def needs_embed_tokens(model: T5Model, config: Mapping[str, Any]) -> bool:
-    """Whether version 4 of transformers also loads the embedding under the names of the towers, and else initialises it."""
+    """Whether version 4 of transformers also loads the embedding under the names of the towers, and else initializes it."""
     untied = not model.tied and model.layers['decoder'] > 0
     return config['model_type'] in ('longt5', 'switch_transformers') and untied
 

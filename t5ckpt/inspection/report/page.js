@@ -118,7 +118,7 @@ const hist = (stats) => {
 
 const GROUPS = [
   ['pinned', '--c3', (step) => step.pinned],
-  ['goes with the next save', '--c2', (step) => step.goes],
+  ['deleted by the next save', '--c2', (step) => step.goes],
   ['not readable', '--c4', (step) => step.state !== 'complete'],
   ['kept', '--c1', () => true],
 ];
@@ -516,6 +516,10 @@ function changeSection(facts) {
     const every = high - low > 2.5 ? [1] : high - low > 0.8 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
     const ticks = [];
     for (let at = Math.floor(low); at <= high; at += Math.max(1, Math.round((high - low) / 6))) for (const each of every) { const log = at + Math.log10(each); if (log >= low && log <= high) ticks.push(log); }
+    const marks = ticks.length > 1 ? ticks : [low, high];
+    // With so many digits that the numbers at the color bar differ.
+    const labels = (size) => marks.map((at) => digits(Number((10 ** at).toPrecision(size))));
+    const size = [2, 3, 4].find((each) => new Set(labels(each)).size === marks.length) ?? 5;
     const names = (list, most) => list.map((name) => plain(short(name || '(leaf)', most)));
     // The part is chosen above.
     const titles = rows.map((name) => (name.startsWith(`${part}/`) ? name.slice(part.length + 1) : name));
@@ -525,7 +529,7 @@ function changeSection(facts) {
     $('heat').style.height = `${Math.max(rows.length * 22, 60) + bottom + 16}px`;
     const common = { type: 'heatmap', x: columns.map((_, at) => at), y: rows.map((_, at) => at), xgap: 2, ygap: 2, hoverinfo: 'text', hovertext: text };
     return {
-      data: [{ ...common, z: still, showscale: false, colorscale: [[0, css('--line')], [1, css('--line')]] }, { ...common, z, zmin: low, zmax: high, colorscale: 'Viridis', colorbar: { thickness: 12, outlinewidth: 0, tickvals: ticks.length ? ticks : [low, high], ticktext: (ticks.length ? ticks : [low, high]).map((at) => digits(Number((10 ** at).toPrecision(2)))), tickfont: { color: css('--dim') } } }],
+      data: [{ ...common, z: still, showscale: false, colorscale: [[0, css('--line')], [1, css('--line')]] }, { ...common, z, zmin: low, zmax: high, colorscale: 'Viridis', colorbar: { thickness: 12, outlinewidth: 0, tickvals: marks, ticktext: labels(size), tickfont: { color: css('--dim') } } }],
       layout: { margin: { l: left, r: 10, t: 8, b: bottom }, xaxis: axis({ tickvals: columns.map((_, at) => at), ticktext: names(columns, narrow ? 20 : 44), tickangle: 40, showgrid: false, zeroline: false, fixedrange: true }), yaxis: axis({ tickvals: rows.map((_, at) => at), ticktext: names(titles, narrow ? 18 : 42), autorange: 'reversed', showgrid: false, zeroline: false, fixedrange: true }) },
     };
   }
@@ -543,7 +547,7 @@ function changeSection(facts) {
     { title: '', cell: (row) => (row.relative === null ? '' : make('span', { class: 'meter', 'aria-hidden': 'true' }, make('i', { style: { width: `${Math.min(100, (100 * number(row.relative)) / most)}%` } }))) },
     { title: 'largest |b − a|', right: true, value: (row) => number(row.largest), cell: (row) => digits(row.largest) },
     { title: `step ${whole(before)}`, cell: (row) => make('span', { class: 'mono' }, row.a) },
-    { title: `step ${whole(after)}`, cell: (row) => make('span', { class: 'mono' }, row.b) },
+    { title: `step ${whole(after)}`, cell: (row) => make('span', { class: row.a === row.b ? 'dim' : 'mono' }, row.a === row.b ? 'same' : row.b) },
   ], changed, { label: 'Leaves that differ', sort: 2, descending: true, page: 40 });
   return {
     node: make('section', { id: 'changes', 'aria-labelledby': 'changes-title' }, make('h2', { id: 'changes-title' }, `Changes from step ${whole(before)} to ${whole(after)}`),
@@ -582,7 +586,7 @@ async function main() {
   $('main').replaceChildren(cards(facts), ...sections.map((section) => section.node));
   const links = [['run', 'Run'], ['leaves', facts.checkpoint.step === null ? 'Leaves' : `Step ${whole(facts.checkpoint.step)}`], ['statistics', 'Statistics'], ['changes', 'Changes']];
   $('nav').append(...links.filter(([id]) => $(id)).map(([id, text]) => make('a', { href: `#${id}` }, text)));
-  $('footer').append(`Made by t5ckpt ${facts.version} on ${facts.made}. The page requests nothing from any host. Pictures: plotly.js, MIT licence.`);
+  $('footer').append(`Made by t5ckpt ${facts.version} on ${facts.made}. The page requests nothing from any host. Pictures: plotly.js, MIT license.`);
   $('theme').addEventListener('change', (event) => { if (event.target.value) document.documentElement.dataset.theme = event.target.value; else delete document.documentElement.dataset.theme; redraw(); });
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
   const code = document.createElement('script');

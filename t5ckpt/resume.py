@@ -263,7 +263,7 @@ def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
         storage = checkpointer.storage_with(step)
         where = storage.url(others.get(step, step_dir(step)))
         stays = f't5ckpt: {where} is not renamed, so this run cannot save that step again'
-        if step in others or kind != 'corrupt' or not storage.commits_by_rename:
+        if step in others or kind != 'corrupt':
             _log.warning(stays)
             continue
         try:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import Index, RunCatalog
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
+from t5ckpt.catalog.run_catalog import Index, Leases, RunCatalog
+from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import TO_PERSIST, parse_prefixed_step, parse_step_dir, step_dir
+from t5ckpt.format.names import (
+    DELETING_PREFIX,
+    PARTIAL_SUFFIX,
+    READ_LEASE_PREFIX,
+    SIDECAR,
+    TO_PERSIST,
+    deleting_file,
+    parse_prefixed_step,
+    parse_read_lease,
+    parse_step_dir,
+    parse_write_lease,
+    step_dir,
+)
 from t5ckpt.storage import Entry
 
 
@@ -17,6 +30,7 @@ class DirectoryCatalog(RunCatalog):
     absence = 'there is no such directory'
     incomplete_state = 'broken'
     lease_directory = ''
+    is_deleted_whole = True
 
     def exists(self) -> bool:
         return self._storage.kind('') == 'dir'
@@ -61,6 +75,22 @@ class DirectoryCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [entry.name for entry in self._storage.entries() if entry.is_dir]
+
+    def sidecars(self, directory: str) -> list[str]:
+        # Copies from an object store have another name.
+        is_there = self._storage.is_file(join(directory, SIDECAR))
+        return [SIDECAR] if is_there else sidecars_in(self._storage, directory)
+
+    def leases(self) -> Leases:
+        names = self._storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))
+        return Leases(
+            tuple(lease for name in names if (lease := parse_write_lease(name)) is not None),
+            tuple(lease for name in names if (lease := parse_read_lease(name)) is not None),
+            tuple(name for name in names if name.endswith(PARTIAL_SUFFIX)),
+        )
+
+    def write_lease_key(self, step: int, nonce: str) -> str:
+        return deleting_file(step, nonce)
 
     def waiting(self) -> set[int]:
         return {int(entry.name) for entry in self._storage.entries(TO_PERSIST) if entry.name.isdecimal()}

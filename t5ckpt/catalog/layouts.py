@@ -15,7 +15,6 @@ TensorStore.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import errno
@@ -33,17 +32,14 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import (
     MANIFEST,
-    SIDECAR,
     is_sidecar,
     parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
-    sidecar_of,
     step_dir,
 )
 from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
@@ -57,6 +53,7 @@ _PLACEHOLDER = b'PLACEHOLDER://'
 # The usual names of the item that holds the tree.
 _ITEMS = ('state', 'default')
 _ORBAX_MARKERS = (TREE_METADATA, STEP_METADATA, OCDBT_MANIFEST)
+_log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,25 +242,6 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
 def sidecars_in(storage: Storage, directory: str) -> list[str]:
     """The names of the sidecars in a step's directory; one request on an object store."""
     return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
-
-
-def read_sidecar(storage: Storage, directory: str) -> bytes:
-    """The bytes of a step's sidecar; on an object store the manifest is read only if there are several.
-
-    Raises:
-      CheckpointNotFoundError: the step has no sidecar.
-    """
-    if storage.commits_by_rename:
-        with contextlib.suppress(CheckpointNotFoundError):
-            return storage.read(join(directory, SIDECAR))
-    names = sidecars_in(storage, directory)
-    if len(names) > 1:
-        own = sidecar_of(digest(storage.read(join(directory, MANIFEST))))
-        names = [own] if own in names else [SIDECAR]
-    return storage.read(join(directory, names[0] if names else SIDECAR))
-
-
-_log = logging.getLogger('t5ckpt')
 
 
 class CheckpointTypes(enum.Enum):

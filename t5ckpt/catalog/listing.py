@@ -12,12 +12,15 @@ from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.catalog.step_index import IndexCatalog
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import (
     MANIFEST,
+    SIDECAR,
     TRAIN_DS_PREFIX,
     parse_padded_step,
     parse_step_dir,
     parse_step_name,
+    sidecar_of,
     step_dir,
 )
 from t5ckpt.storage import Storage, open_storage
@@ -70,6 +73,19 @@ def dataset_steps_in(storage: Storage) -> list[int]:
 def waiting_steps(storage: Storage) -> set[int]:
     """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
     return catalog_of(storage).waiting()
+
+
+def read_sidecar(storage: Storage, directory: str) -> bytes:
+    """The bytes of a step's sidecar; the manifest is read only if there are several.
+
+    Raises:
+      CheckpointNotFoundError: the step has no sidecar.
+    """
+    names = catalog_of(storage).sidecars(directory)
+    if len(names) > 1:
+        own = sidecar_of(digest(storage.read(join(directory, MANIFEST))))
+        names = [own] if own in names else [SIDECAR]
+    return storage.read(join(directory, names[0] if names else SIDECAR))
 
 
 def step_of(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The interface through which the steps of a run are found: in its directory, or in its index on an object store."""
+"""The interface through which the steps and leases of a run are found: in its directory, or in its index on an object store."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ class Index:
     write_leases: tuple[WriteLeaseName, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Leases:
+    """The leases in one listing, including expired ones.
+
+    ``partial`` has the names of leases that a process is writing, or was writing when it was killed.
+    """
+
+    of_writers: tuple[WriteLeaseName, ...]
+    of_readers: tuple[ReadLease, ...]
+    partial: tuple[str, ...] = ()
+
+
 class RunCatalog(ABC):
     """The steps of one run. ``catalog/listing.catalog_of`` chooses the implementation."""
 
@@ -44,6 +56,8 @@ class RunCatalog(ABC):
 
     lease_directory: str
     """The directory of the leases."""
+    is_deleted_whole: bool
+    """Whether a step disappears at once, so that values that were read before its deletion are of one checkpoint."""
 
     def __init__(self, storage: Storage):
         """Takes the run."""
@@ -80,6 +94,18 @@ class RunCatalog(ABC):
     @abstractmethod
     def directories(self) -> list[str]:
         """The directories in which states of data iterators are looked for."""
+
+    @abstractmethod
+    def sidecars(self, directory: str) -> list[str]:
+        """The names of the sidecars of a step; on an object store several, while the step is overwritten."""
+
+    @abstractmethod
+    def leases(self) -> Leases:
+        """All leases of the run, from one listing."""
+
+    @abstractmethod
+    def write_lease_key(self, step: int, nonce: str) -> str:
+        """The key of a write lease of a step."""
 
     @abstractmethod
     def waiting(self) -> set[int]:

@@ -27,8 +27,8 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import Index, RunCatalog
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
+from t5ckpt.catalog.run_catalog import Index, Leases, RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.format.manifest import is_tensorflow_state
 from t5ckpt.format.names import (
@@ -36,6 +36,7 @@ from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
     STEP_PREFIX,
+    busy_key,
     index_complete,
     is_index_complete,
     other_marker,
@@ -169,6 +170,8 @@ class IndexCatalog(RunCatalog):
     # A step without a manifest is found by its write lease alone.
     incomplete_state = 'unfinished'
     lease_directory = INDEX
+    # The files are removed one by one, and another writer may write some of the same names before its manifest.
+    is_deleted_whole = False
 
     def exists(self) -> bool:
         return self.newest() is not None or self._storage.kind('') is not None
@@ -203,6 +206,16 @@ class IndexCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [each.directory for each in self.listing().steps if each.directory]
+
+    def sidecars(self, directory: str) -> list[str]:
+        return sidecars_in(self._storage, directory)
+
+    def leases(self) -> Leases:
+        index = read_index(self._storage)
+        return Leases(index.write_leases, index.read_leases)
+
+    def write_lease_key(self, step: int, nonce: str) -> str:
+        return busy_key(step, nonce)
 
     def waiting(self) -> set[int]:
         return set()

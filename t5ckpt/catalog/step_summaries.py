@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, read_sidecar
-from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
+from t5ckpt.catalog.listing import catalog_of, read_sidecar
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.catalog.run_catalog import RunCatalog

@@ -35,7 +35,7 @@ from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
-from t5ckpt.commit.occupancy import check_room, listed_elsewhere, occupant
+from t5ckpt.commit.occupancy import check_room_in_place, listed_elsewhere, occupant_in_place
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
 from t5ckpt.commit.step_lease import AlreadyCommittedError, BeingWrittenError, acquire_lease, actions_of_others
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
@@ -109,7 +109,7 @@ class ManifestTransaction(Transaction):
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         work._has_others = True
         try:
-            check_room(storage, step)
+            check_room_in_place(storage, step)
             if storage.is_file(work._key):
                 # Broken, or left of a step that was deleted.
                 work._version = storage.version(work._key)
@@ -138,7 +138,7 @@ class ManifestTransaction(Transaction):
         if storage.is_file(self._key):
             # Before the look at its contents: another manifest that arrives after it is not replaced.
             self._old, self._version = storage.read_with_version(self._key)
-        found = occupant(storage, self.step)
+        found = occupant_in_place(storage, self.step)
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         self._has_others, self._overwrites = True, found is not None

@@ -2,23 +2,35 @@
 
 ``checkpoint_<step>.tmp-<unix s>`` is created and locked, and gets a sidecar with its owner. The arrays are written. The commit
 writes the sidecar and, last, the manifest, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename
-leaves a directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint.
+leaves a directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint. A step is
+hidden by a rename, too, before its files are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.garbage_collection import is_abandoned
-from t5ckpt.commit.occupancy import occupant
-from t5ckpt.commit.removal import move_aside, remove_checkpoint, renamed_for_deletion, renamed_for_replacement
+from t5ckpt.commit.in_place import Hidden
+from t5ckpt.commit.occupancy import occupant_on_disk
+from t5ckpt.commit.removal import (
+    check_known,
+    check_removable,
+    is_pinned,
+    move_aside,
+    remove_checkpoint,
+    renamed_for_deletion,
+    renamed_for_replacement,
+)
 from t5ckpt.commit.replacement import NotPutBackError, put_in_place
-from t5ckpt.commit.step_lease import AlreadyCommittedError
+from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
 from t5ckpt.core.keys import join
@@ -142,7 +154,7 @@ class RenameTransaction(Transaction):
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage
         standing = storage.kind(final)
-        found = occupant(storage, self.step) if standing is not None and not self.replaces else None
+        found = occupant_on_disk(storage, self.step) if standing is not None and not self.replaces else None
         if found is not None:
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         if standing == 'file':
@@ -188,3 +200,58 @@ class RenameTransaction(Transaction):
                 pass
         self.storage.delete_file(join(self.directory, MANIFEST))
         return self.directory
+
+
+def hide_by_rename(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+) -> Hidden | None:
+    """Makes a step invisible, in one atomic operation, under the write lease of the step.
+
+    A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
+    set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``. A step that waits
+    for its upload is kept, except with ``even_waiting``.
+
+    Returns:
+      The argument of ``remove_hidden``; None if the step has a read lease, is pinned, or waits for its upload.
+
+    Raises:
+      CheckpointNotFoundError: another process has deleted it.
+      UnsupportedFormatError: a newer program wrote it, see ``check_known``; it is unchanged.
+      StorageError: it could not be made invisible, and is unchanged.
+    """
+    check_known(storage, step_dir(step))
+    check_removable(storage, step_dir(step))
+    lease = acquire_to_hide(storage, step, clock)
+    try:
+        if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
+            return None
+        if not even_waiting and step in waiting_steps(storage):
+            return None
+        _drop_replacements(storage, step, clock)
+        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
+        if even_pinned or not is_pinned(storage, doomed):
+            return Hidden(doomed, step)
+        try:
+            storage.publish(doomed, step_dir(step))
+        except StorageError:
+            # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
+            renamed_for_replacement(storage, doomed, step, clock)
+            raise
+        return None
+    finally:
+        lease.release()
+
+
+def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
+    """Renames the leftovers of killed replacements, so that garbage collection does not restore them after the deletion."""
+    for entry in storage.entries():
+        leftover = parse_leftover(entry.name)
+        if leftover is None or leftover.state != 'replaced' or leftover.step != step:
+            continue
+        lock = storage.try_lock(entry.name)
+        if lock is None:
+            # Its writer is alive and will publish it as the step.
+            continue
+        with contextlib.closing(lock):
+            if lock.is_held and not is_pinned(storage, entry.name):
+                renamed_for_deletion(storage, entry.name, step, clock)

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.run_catalog import Index, Leases
 from t5ckpt.commit.in_place import collect_in_place
-from t5ckpt.commit.lease_files import Leases, is_live, leased_directory, list_leases, warn_of_lease
+from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
 from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
 from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
@@ -45,8 +45,9 @@ def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE
 
 def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
     """As :func:`collect_leftovers`; also returns the index of an object store, which one listing has with the read leases."""
-    index = catalog_of(storage).index()
-    leases = list_leases(storage) if index is None else Leases((), index.read_leases)
+    catalog = catalog_of(storage)
+    index = catalog.index()
+    leases = catalog.leases() if index is None else Leases((), index.read_leases)
     now = lease_clock(storage, clock)
     live = [lease for lease in leases.of_readers if is_live(storage, lease, now)]
     for lease in live:

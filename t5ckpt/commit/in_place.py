@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import ensured_index, mark_step, unmark_step
 from t5ckpt.commit.lease_owner import MEND
-from t5ckpt.commit.removal import check_known, keys_below, remove_own_keys
+from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.commit.write_lease import WriteLease
@@ -63,30 +63,17 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
 
 
 def hide_in_place(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    is_wanted: Callable[[Collection[str]], bool],
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> Hidden | None:
-    """Makes a checkpoint invisible; makes it visible again if ``is_wanted`` is true of its files.
-
-    ``is_wanted`` is called before with the pin alone, and afterwards with all files, since a program without leases may pin
-    the step in between.
-
-    Returns:
-      The argument of :func:`remove_in_place`, or None if the step was made visible again or has a read lease.
-
-    Raises:
-      CheckpointNotFoundError: another process has deleted it.
-      UnsupportedFormatError: a newer program wrote it, see ``check_known``.
-      StorageError: another process is writing it, or the store failed; it is unchanged.
-    """
+    """As ``by_rename.hide_by_rename``, by the deletion of the manifest: it alone is read, and the caller checks the sidecar."""
+    # Only steps of a local directory wait.
+    del even_waiting
     key = join(step_dir(step), MANIFEST)
     lease = acquire_to_hide(storage, step, clock)
     # Until the step is hidden, an error changes nothing.
     end = lease.leave
     try:
-        if step in lease.read_steps or is_wanted([PINNED] if storage.is_file(join(step_dir(step), PINNED)) else []):
+        if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             end()
             return None
         try:
@@ -103,7 +90,7 @@ def hide_in_place(
             end = lease.leave
             _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
-        if not is_wanted(keys):
+        if even_pinned or PINNED not in keys:
             unmark_step(storage, step, version)
             # The lease stays until all files are removed.
             return Hidden(step_dir(step), step, lease, keys)

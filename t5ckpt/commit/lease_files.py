@@ -1,4 +1,4 @@
-"""Lists the read and write leases of a run in one listing.
+"""Finds the leases of a step, and when a read lease expires.
 
 On object stores, leases are in ``.t5ckpt/``. On file systems, they are in the run's directory, and the write lease of a save
 is in its temporary directory.
@@ -6,40 +6,17 @@ is in its temporary directory.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_time import CLOCK_SECONDS, lease_clock, warn_if_ahead
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.format.names import (
-    DELETING_PREFIX,
-    PARTIAL_SUFFIX,
-    READ_LEASE_PREFIX,
-    ReadLease,
-    WriteLeaseName,
-    busy_key,
-    deleting_file,
-    parse_read_lease,
-    parse_write_lease,
-)
+from t5ckpt.format.names import ReadLease, WriteLeaseName, parse_write_lease
 from t5ckpt.storage import Storage
 
 # How long a lease may last of which nothing says it.
 _LONGEST_SECONDS = 30 * 86400
-
-
-@dataclasses.dataclass(frozen=True)
-class Leases:
-    """The leases in one listing, including expired ones.
-
-    ``partial`` has the names of leases that a process is writing, or was writing when it was killed.
-    """
-
-    of_writers: tuple[WriteLeaseName, ...]
-    of_readers: tuple[ReadLease, ...]
-    partial: tuple[str, ...] = ()
 
 
 def leased_directory(storage: Storage) -> str:
@@ -47,31 +24,13 @@ def leased_directory(storage: Storage) -> str:
     return catalog_of(storage).lease_directory
 
 
-def list_leases(storage: Storage) -> Leases:
-    """Lists all leases of a run."""
-    index = catalog_of(storage).index()
-    if index is not None:
-        return Leases(index.write_leases, index.read_leases)
-    names = storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))
-    return Leases(
-        tuple(lease for name in names if (lease := parse_write_lease(name)) is not None),
-        tuple(lease for name in names if (lease := parse_read_lease(name)) is not None),
-        tuple(name for name in names if name.endswith(PARTIAL_SUFFIX)),
-    )
-
-
 def write_leases_of(storage: Storage, step: int) -> list[WriteLeaseName]:
     """Lists the write leases of one step."""
-    beginning = write_lease_key(storage, step, '').removesuffix('.')
+    beginning = catalog_of(storage).write_lease_key(step, '').removesuffix('.')
     directory, _, prefix = beginning.rpartition('/')
     names = storage.names(directory, prefix)
     found = [parse_write_lease(f'{directory}/{name}' if directory else name) for name in names]
     return [lease for lease in found if lease is not None and lease.step == step]
-
-
-def write_lease_key(storage: Storage, step: int, nonce: str) -> str:
-    """Returns the key of the write lease of a step."""
-    return busy_key(step, nonce) if leased_directory(storage) else deleting_file(step, nonce)
 
 
 def live_steps(storage: Storage, leases: Iterable[ReadLease], clock: Clock) -> set[int]:

@@ -115,9 +115,9 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
     except CheckpointNotFoundError:
         return None
     except AccessDeniedError:
-        if not storage.commits_by_rename:
+        if storage.modified(key) is None:
             raise
-        # Of another user, whose umask hides it. It must not keep this one from saving other steps.
+        # The file is there, and the umask of its user hides its contents. It must not keep this one from saving other steps.
         return UNKNOWN
     try:
         record = json.loads(data)

@@ -9,7 +9,6 @@ clock of the observer. The two may differ by ten minutes.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
@@ -27,16 +26,16 @@ _log = logging.getLogger('t5ckpt')
 
 
 def lease_clock(storage: Storage, clock: Clock) -> Clock:
-    """Returns the clock by which the leases of a run expire; it writes its file at the first call.
+    """Returns the clock by which the leases of a run expire; on file systems it writes its file at the first call.
 
     Args:
       storage: the run.
       clock: unix seconds of this machine, for object stores and for a run that may only be read.
     """
-    return _ServerClock(storage, clock) if storage.commits_by_rename else clock
+    return _LeaseClock(storage, clock)
 
 
-class _ServerClock:
+class _LeaseClock:
     def __init__(self, storage: Storage, clock: Clock):
         self._storage = storage
         self._clock = clock
@@ -45,23 +44,18 @@ class _ServerClock:
     def __call__(self) -> float:
         if self._offset is None:
             # A second time, where garbage collection took the first file.
-            written = self._written() or self._written()
-            if written is None:
+            now = self._server_time() or self._server_time()
+            if now is None:
                 return self._clock()
-            self._offset = written - time.monotonic()
+            self._offset = now - time.monotonic()
         return time.monotonic() + self._offset
 
-    def _written(self) -> float | None:
-        # Garbage collection takes what a crash leaves of it, and may take one that is being written.
-        name = f'{TIME_PREFIX}{secrets.token_hex(8)}s0'
+    def _server_time(self) -> float | None:
+        # Garbage collection takes what a crash leaves of the file, and may take one that is being written.
         try:
-            self._storage.write(name, b'')
-            return self._storage.modified(name)
+            return self._storage.server_time(f'{TIME_PREFIX}{secrets.token_hex(8)}s0')
         except T5CkptError:
             return None
-        finally:
-            with contextlib.suppress(T5CkptError):
-                self._storage.delete_file(name)
 
 
 def warn_if_ahead(storage: Storage, key: str, expires: float, lasts: float, now: float) -> None:

@@ -33,21 +33,12 @@ from t5ckpt.storage import Storage
 _GENERATION = re.compile(rb'(t5ckpt-[0-9a-f]{16})/')
 
 
-def occupant(storage: Storage, step: int) -> ListedStep | None:
+def occupant_on_disk(storage: Storage, step: int) -> ListedStep | None:
     """The complete step with this number, in any layout; None if there is none, or a broken one.
 
     Raises:
       UnsupportedFormatError: the existing files can neither be skipped nor replaced, see the top of this module.
     """
-    return _on_disk(storage, step) if _can_clear(storage) else _in_place(storage, step)
-
-
-def _can_clear(storage: Storage) -> bool:
-    """Whether what stands in the way of a step can be moved aside or replaced in one operation."""
-    return storage.commits_by_rename
-
-
-def _on_disk(storage: Storage, step: int) -> ListedStep | None:
     names = [name for name in (step_dir(step), str(step)) if storage.kind(name) is not None]
     for name in names:
         found = inspect_name(storage, name)
@@ -78,7 +69,8 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
     return True
 
 
-def _in_place(storage: Storage, step: int) -> ListedStep | None:
+def occupant_in_place(storage: Storage, step: int) -> ListedStep | None:
+    """As :func:`occupant_on_disk`, on a store that cannot rename."""
     directory = step_dir(step)
     key = join(directory, MANIFEST)
     data = _read_if_there(storage, key)
@@ -137,8 +129,8 @@ def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> Li
     return None
 
 
-def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
-    """Checks, before anything is read, that a copy or a conversion can be written as this step.
+def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) -> None:
+    """Checks that a checkpoint whose files have the names of their source, such as a copy, can be written as this step.
 
     Raises:
       CheckpointExistsError: a complete checkpoint or files of other programs exist, and ``overwrite`` is not set or the
@@ -146,29 +138,39 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
       UnsupportedFormatError: the step exists in another layout, which is never replaced.
       AccessDeniedError: the step is to be replaced, and is another user's.
     """
-    directory = step_dir(step)
-    found = occupant(storage, step)
-    if found is not None and not found.is_t5x:
-        cure = 'Move it away, or write to another directory.'
-        raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
-    where = storage.url(directory)
+    found = occupant_on_disk(storage, step)
+    _check_replaced(storage, found, overwrite=overwrite)
+    foreign = [] if found is not None or overwrite else _foreign_at(storage, step_dir(step))
+    if foreign:
+        raise CheckpointExistsError(
+            f'{storage.url(step_dir(step))} contains files that neither T5X nor t5ckpt wrote ({few(foreign)}). Move them away, '
+            'write to another directory, or have them moved aside (overwrite=True).'
+        )
+
+
+def check_room_in_place(storage: Storage, step: int, *, overwrite: bool = False) -> None:
+    """As :func:`check_room_on_disk`, on a store that cannot rename."""
+    found = occupant_in_place(storage, step)
+    _check_replaced(storage, found, overwrite=overwrite)
+    if found is not None:
+        where = storage.url(found.name)
+        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
+
+
+def _check_replaced(storage: Storage, found: ListedStep | None, *, overwrite: bool) -> None:
     if found is None:
-        foreign = [] if overwrite or not _can_clear(storage) else _foreign_at(storage, directory)
-        if foreign:
-            raise CheckpointExistsError(
-                f'{where} contains files that neither T5X nor t5ckpt wrote ({few(foreign)}). Move them away, write to '
-                'another directory, or have them moved aside (overwrite=True).'
-            )
         return
+    where = storage.url(found.name)
+    if not found.is_t5x:
+        cure = 'Move it away, or write to another directory.'
+        raise other_layout(where, found.layout, 'which is not replaced', cure)
     if not overwrite:
         raise CheckpointExistsError(
             f'{where} exists already. Write to another directory, or replace it (overwrite=True).'
         )
-    if storage.kind(join(directory, PINNED)) == 'file':
+    if storage.kind(join(found.name, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
-    check_removable(storage, directory)
-    if not _can_clear(storage):
-        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
+    check_removable(storage, found.name)
 
 
 def _foreign_at(storage: Storage, directory: str) -> list[str]:

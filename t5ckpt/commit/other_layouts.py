@@ -40,13 +40,12 @@ _OCDBT = re.compile(r'ocdbt\.process_.*')
 _HEAD_BYTES = 4096
 
 
-def check_prunes(storage: Storage) -> None:
-    """Raises ValueError for a store that cannot rename: no single operation there hides a step of Orbax."""
-    if not storage.commits_by_rename:
-        raise ValueError(
-            f'{storage.url()}: steps in other layouts are deleted on file systems only, since object stores cannot rename a '
-            'directory. Leave prune_other_layouts (--other-layouts) out, and remove them with the program that wrote them.'
-        )
+def pruning_refusal(storage: Storage) -> ValueError:
+    """The error for a store that cannot rename: no single operation there hides a step of Orbax."""
+    return ValueError(
+        f'{storage.url()}: steps in other layouts are deleted on file systems only, since object stores cannot rename a '
+        'directory. Leave prune_other_layouts (--other-layouts) out, and remove them with the program that wrote them.'
+    )
 
 
 def infos_of_others(

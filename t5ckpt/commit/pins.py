@@ -70,7 +70,7 @@ def _pin(storage: Storage, directory: str, text: str, clock: Clock) -> None:
             # A deleter was first. Where nothing is renamed it would leave the file behind.
             storage.delete_file(pin)
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it.')
-        if storage.commits_by_rename or storage.is_file(pin):
+        if storage.is_file(pin):
             return
 
 

@@ -58,7 +58,7 @@ class PrunableSteps(ABC):
     has_index = False
 
     def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool):
-        """See :func:`prunable_steps`."""
+        """Takes the run, the facts of its steps, and the log. With ``prunes_others``, :meth:`prunable` logs no others."""
         self.index: Index | None = None
         self._storage = storage
         self._clock = clock
@@ -92,7 +92,9 @@ class PrunableSteps(ABC):
         """Refuses a step with a newer sidecar before it is hidden, if hiding does not do so; see ``removal.check_known``."""
 
 
-class _OnDisk(PrunableSteps):
+class StepsOnDisk(PrunableSteps):
+    """The steps in a listing of the run's directory."""
+
     def _with_leased(self) -> tuple[list[int], set[int]]:
         found = listing(self._storage)
         for name, error in found.unreadable.items():
@@ -109,7 +111,9 @@ class _OnDisk(PrunableSteps):
         pass
 
 
-class _InIndex(PrunableSteps):
+class IndexedSteps(PrunableSteps):
+    """The steps in the index of an object store."""
+
     has_index = True
 
     def _with_leased(self) -> tuple[list[int], set[int]]:
@@ -150,11 +154,3 @@ class _InIndex(PrunableSteps):
     def check_sidecar(self, step: int) -> None:
         if not self._facts.has_known_sidecar(step):
             check_known(self._storage, step_dir(step), manifest=b'')
-
-
-def prunable_steps(
-    storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool
-) -> PrunableSteps:
-    """The steps of a run, from a listing of its directory or from its index; with ``prunes_others``, no others are logged."""
-    kind = _OnDisk if storage.commits_by_rename else _InIndex
-    return kind(storage, clock, facts, log, prunes_others=prunes_others)

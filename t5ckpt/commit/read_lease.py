@@ -14,8 +14,8 @@ import contextlib
 import secrets
 from collections.abc import Generator
 
-from t5ckpt.catalog.listing import has_step
-from t5ckpt.commit.lease_files import leased_directory, list_leases, live_steps
+from t5ckpt.catalog.listing import catalog_of, has_step
+from t5ckpt.commit.lease_files import leased_directory, live_steps
 from t5ckpt.commit.lease_time import lease_clock
 from t5ckpt.commit.step_lease import attempts, is_being_deleted
 from t5ckpt.core.keys import join
@@ -68,4 +68,4 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
 
 def leased_steps(storage: Storage, clock: Clock) -> set[int]:
     """Returns the steps with a read lease that has not expired."""
-    return live_steps(storage, list_leases(storage).of_readers, clock)
+    return live_steps(storage, catalog_of(storage).leases().of_readers, clock)

@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from t5ckpt.catalog.layouts import read_sidecar
+from t5ckpt.catalog.listing import read_sidecar
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

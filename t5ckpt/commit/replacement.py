@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt.commit.lease_files import list_leases, live_steps
+from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.lease_owner import REPLACE
 from t5ckpt.commit.removal import (
     check_known,
@@ -125,7 +126,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
         else:
             _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
         return True
-    return leftover.step in live_steps(storage, list_leases(storage).of_readers, clock)
+    return leftover.step in live_steps(storage, catalog_of(storage).leases().of_readers, clock)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

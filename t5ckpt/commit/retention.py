@@ -20,13 +20,14 @@ from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in, waiting_steps
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.other_layouts import check_prunes, hide_other, infos_of_others, reason_to_stay
-from t5ckpt.commit.prunable_steps import StayLog, prunable_steps
+from t5ckpt.commit.other_layouts import hide_other, infos_of_others, pruning_refusal, reason_to_stay
+from t5ckpt.commit.prunable_steps import StayLog
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, is_pinned, kept_by
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
@@ -78,8 +79,9 @@ class Retention:
         prune_others: bool = False,
     ):
         """See ``Checkpointer`` for the parameters."""
+        self._strategy = strategy_of(storage)
         if prune_others:
-            check_prunes(storage)
+            self._strategy.check_renames(pruning_refusal(storage))
         self.policy = policy
         self.keep_datasets = keep_datasets
         self._storage = storage
@@ -91,7 +93,8 @@ class Retention:
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
         self._log = StayLog(storage)
-        self._steps = prunable_steps(storage, clock, self._facts, self._log, prunes_others=prune_others)
+        steps = self._strategy.prunable_steps
+        self._steps = steps(storage, clock, self._facts, self._log, prunes_others=prune_others)
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
@@ -259,7 +262,7 @@ class Retention:
         if other is not None:
             return hide_other(self._storage, other, self._clock)
         self._steps.check_sidecar(step)
-        return hide_checkpoint(self._storage, step, self._clock)
+        return self._strategy.hide(self._storage, step, self._clock)
 
     def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
         """The metrics that the policy uses and a step does not have: by name, the step and the metrics that it has.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from t5ckpt.catalog.layouts import read_sidecar
-from t5ckpt.catalog.listing import waiting_steps
+from t5ckpt.catalog.listing import read_sidecar, waiting_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
@@ -112,7 +111,7 @@ def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | No
     created = sidecar.created_unix
     if created is None:
         # T5X writes no sidecar, and the manifest last.
-        created = storage.mtime(join(step_dir(step), MANIFEST))
+        created = storage.modified(join(step_dir(step), MANIFEST))
     return created, sidecar.metrics
 
 

@@ -11,11 +11,13 @@ has removed its record. A reader and a deleter exclude each other in the same wa
 from __future__ import annotations
 
 import errno
+import functools
 import time
 from collections.abc import Iterable, Iterator
 
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.commit.lease_files import list_leases, live_steps, write_lease_key, write_leases_of
+from t5ckpt.commit.lease_files import live_steps, write_leases_of
 from t5ckpt.commit.lease_owner import DELETE, MEND, REPLACE, SAVE, UNKNOWN, Owner, read_owner
 from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
@@ -42,7 +44,7 @@ class BeingWrittenError(StepTakenError):
 
 
 class _NoLock:
-    """The lock of a directory that does not exist."""
+    """The lock of a directory that does not exist, or that another process has locked."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -102,12 +104,11 @@ def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
 
 
 def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
-    lock = storage.try_lock(step_dir(step))
-    if lock is None and not storage.commits_by_rename:
-        raise BeingWrittenError(f'{storage.url(step_dir(step))} is being written by another save of this process')
-    lock = _NoLock() if lock is None else lock
+    # For garbage collection. The leases alone exclude others, also where the directory does not exist.
+    lock = storage.try_lock(step_dir(step)) or _NoLock()
     try:
-        lease = WriteLease(storage, lambda nonce: write_lease_key(storage, step, nonce), clock, lock, action=action)
+        key = functools.partial(catalog_of(storage).write_lease_key, step)
+        lease = WriteLease(storage, key, clock, lock, action=action)
     except BaseException:
         lock.close()
         raise
@@ -124,7 +125,7 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
     now = lease_clock(storage, clock)
     for has_time in attempts(_STEP_BACK_SECONDS, clock):
-        listed = list_leases(storage)
+        listed = catalog_of(storage).leases()
         if all(each.key != lease.key for each in listed.of_writers):
             # This process has stood still for longer than a lease lasts.
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')

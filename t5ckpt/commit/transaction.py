@@ -4,7 +4,7 @@
         storage.write(join(work.directory, name), data)
         work.commit(manifest, sidecar, directories)
 
-``commit/begin.py`` chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if directories can be renamed, else
+``commit/strategy.py`` chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if directories can be renamed, else
 :class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, which commits by the write of the manifest.
 ``commit/garbage_collection.py`` removes the leftovers of a crash.
 """

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.commit.begin import resume
+from t5ckpt.commit.strategy import resume
 from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, writer_facts
 from t5ckpt.core.byte_budget import ByteBudget

@@ -52,7 +52,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.commit.lease_files import write_lease_key
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_owner import EXPIRED, SAVE, UNKNOWN, Owner, end_owner, new_owner, read_owner
 from t5ckpt.commit.lease_time import CLOCK_SECONDS
 from t5ckpt.core.protocols import Clock
@@ -80,15 +80,16 @@ def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool
 
     Writes nothing on a file system, where a request of a process that has ended cannot arrive later.
     """
-    if storage.commits_by_rename:
-        return None
-    key = write_lease_key(storage, step, secrets.token_hex(8))
-    storage.write(key, _encode_record(dataclasses.asdict(dataclasses.replace(_lingering(clock), replaces=replaces))))
-    return key
+    key = catalog_of(storage).write_lease_key(step, secrets.token_hex(8))
+    return key if _linger(storage, key, clock, replaces=replaces) else None
 
 
-def _lingering(clock: Clock) -> Owner:
-    return dataclasses.replace(EXPIRED, beat=clock() - _LINGERING_SECONDS)
+def _linger(storage: Storage, key: str, clock: Clock, *, replaces: bool) -> bool:
+    """Writes a record that lingers, if a request may arrive later; returns whether it may."""
+    if storage.requests_linger:
+        owner = dataclasses.replace(EXPIRED, beat=clock() - _LINGERING_SECONDS, replaces=replaces)
+        storage.write(key, _encode_record(dataclasses.asdict(owner)))
+    return storage.requests_linger
 
 
 def _encode_record(owner: Mapping[str, Any]) -> bytes:
@@ -245,10 +246,7 @@ class WriteLease:
             return
         self._stop()
         try:
-            if lingers and not self._storage.commits_by_rename:
-                record = dataclasses.replace(_lingering(self._clock), replaces=self.replaces)
-                self._storage.write(self.key, self._encode(dataclasses.asdict(record)))
-            else:
+            if not (lingers and _linger(self._storage, self.key, self._clock, replaces=self.replaces)):
                 self._storage.delete_file(self.key)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)

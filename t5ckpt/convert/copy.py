@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
-from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.protocols import Progress
@@ -106,7 +106,7 @@ def copy_checkpoint(
     number = _step_of(located, target)
     storage = open_run_storage(target, options.target_options)
     refuse_within(storage, located)
-    check_room(storage, number, overwrite=options.overwrite)
+    strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
     how = TransferOptions(options.workers, options.overwrite, options.dry_run, progress)
     try:

@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 
 from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
-from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join, parents_of
@@ -139,17 +138,17 @@ def _check_in_place(located: Located, step: int) -> None:
             f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
             'another run.'
         )
-    if not storage.commits_by_rename:
-        raise UnsupportedFormatError(
-            f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete '
-            'this one and copy it back.'
-        )
+    refusal = UnsupportedFormatError(
+        f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete this '
+        'one and copy it back.'
+    )
+    strategy_of(storage).check_renames(refusal)
 
 
 def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
     if parse_step_dir(split_path(output)[1]) is not None:
         raise ValueError(f'{os.fspath(output)} is a directory of a step. Pass that of the run, its parent.')
-    check_room(target, step)
+    strategy_of(target).check_room(target, step)
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ class _RepairWriter:
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""
-        found = self._located.storage.mtime(join(self._located.directory, self._located.manifest))
+        found = self._located.storage.modified(join(self._located.directory, self._located.manifest))
         return round(found or self._clock(), 3)
 
     def _check(self, work: Transaction) -> None:

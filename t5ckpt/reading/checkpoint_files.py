@@ -281,7 +281,7 @@ class CheckpointFiles:
     def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
         """As :meth:`read_with_version`; None if there is no such file."""
         # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
-        if self.storage.commits_by_rename:
+        if self._contained is not None:
             is_there = self.storage.is_file(join(self.directory, file))
             return self.read_with_version(file) if is_there else None
         try:

@@ -95,7 +95,7 @@ def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
     manifest, version = files.read_with_version(located.manifest)
     versions, other = {located.manifest: version}, None
     own = sidecar_of(digest(manifest))
-    for name in (SIDECAR, own) if storage.commits_by_rename else (own, SIDECAR):
+    for name in (own, SIDECAR):
         found = files.read_if_there(name)
         if found is not None and is_sidecar_of(manifest, found[0]):
             return RawFiles(manifest, found[0], None, {**versions, name: found[1]})

@@ -8,11 +8,11 @@ import errno
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecars_in
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, T5CkptError
-from t5ckpt.format.names import SIDECAR, is_sidecar
+from t5ckpt.format.names import is_sidecar
 from t5ckpt.format.safetensors import is_tensor_file
 
 
@@ -39,10 +39,10 @@ class Identity:
     @classmethod
     def now(cls, located: Located) -> Identity:
         """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
-        names = [located.manifest, SIDECAR] if located.manifest else []
-        if names and not located.storage.commits_by_rename:
-            names[1:] = sidecars_in(located.storage, located.directory)
-        found = {name: located.storage.version(join(located.directory, name)) for name in names}
+        storage, names = located.storage, list[str]()
+        if located.manifest:
+            names = [located.manifest, *catalog_of(storage).sidecars(located.directory)]
+        found = {name: storage.version(join(located.directory, name)) for name in names}
         return cls(located, {name: version for name, version in found.items() if version is not None})
 
     @contextlib.contextmanager
@@ -80,26 +80,19 @@ class Identity:
         storage = self.located.storage
         for name in self._compared_files() if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
-            # Values that were read from a directory that is deleted by now were read before its deletion, and are correct.
-            if version != self.versions[name] and not (version is None and self._is_directory):
-                self.check(doing)
-
-    @property
-    def _is_directory(self) -> bool:
-        """Whether the checkpoint is a directory, which is replaced and deleted as a whole."""
-        return self.located.storage.commits_by_rename
+            if version != self.versions[name]:
+                self.check(doing, has_read=version is None)
 
     def _compared_files(self) -> Collection[str]:
         """The files whose versions are compared, since an overwrite changes them."""
         if is_tensor_file(self.located.manifest):
             # Each file can be replaced separately.
             return self.versions
-        # A directory is replaced as a whole. In a bucket, an equal manifest has an equal version, so the sidecar is compared.
-        sidecars = [] if self._is_directory else [name for name in self.versions if is_sidecar(name)]
-        return self.versions.keys() & {sidecars[0] if sidecars else self.located.manifest}
+        # In a bucket, an equal manifest has an equal version, so the sidecar is compared.
+        return self.versions.keys() & {next(filter(is_sidecar, self.versions), self.located.manifest)}
 
-    def check(self, doing: str, cause: Exception | None = None) -> None:
-        """Checks that the checkpoint is still the one that was opened.
+    def check(self, doing: str, cause: Exception | None = None, *, has_read: bool = False) -> None:
+        """Checks that the checkpoint is still the one that was opened, or, with ``has_read``, was until its deletion.
 
         Raises:
           CheckpointNotFoundError: it is not; chained to ``cause``.
@@ -112,6 +105,8 @@ class Identity:
                 # The storage that fails now may also have caused the first error, so the file may be intact.
                 raise error from cause
             # The check itself failed; the first error is more useful.
+            return
+        if change == 'deleted' and has_read and catalog_of(self.located.storage).is_deleted_whole:
             return
         cure = 'Read another step, or pin a step to keep it' if change == 'deleted' else 'Open it again'
         if change == 'deleted' and is_tensor_file(self.located.manifest):

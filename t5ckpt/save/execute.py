@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import write_lingering
 from t5ckpt.core.gc_pause import paused

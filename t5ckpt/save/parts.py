@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.commit.begin import begin
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.occupancy import occupant
+from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
@@ -109,7 +108,7 @@ def _begun(job: PreparedSave) -> Transaction:
     request = job.request
     _, index = collect(request.storage, request.clock)
     request.retention.note_index(index)
-    if not request.call.overwrite and occupant(request.storage, request.step) is not None:
+    if not request.call.overwrite and strategy_of(request.storage).occupant(request.storage, request.step) is not None:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(request.storage, request.step, request.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
-from t5ckpt.commit.occupancy import occupant
 from t5ckpt.commit.removal import check_removable
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
@@ -99,7 +99,7 @@ def is_free(request: SaveRequest) -> bool:
     """Whether the step can be saved: no complete step is there, or one that the save replaces."""
     if request.retention.is_surely_new(request.step):
         return True
-    found = occupant(request.storage, request.step)
+    found = strategy_of(request.storage).occupant(request.storage, request.step)
     return found is None or is_replaced(request, found)
 
 

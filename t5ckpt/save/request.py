@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from t5ckpt.commit.begin import kind_of
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -78,7 +78,9 @@ class SaveRequest:
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
         try:
-            kind_of(storage).check_replaceable(storage, self.step, has_positions=self.dataset is not None)
+            strategy_of(storage).transaction.check_replaceable(
+                storage, self.step, has_positions=self.dataset is not None
+            )
         except CheckpointNotFoundError:
             # Another process has deleted it meanwhile.
             return False

@@ -24,10 +24,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._version import __version__
-from t5ckpt.commit.begin import begin, unfinished
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.strategy import begin, strategy_of, unfinished
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
@@ -102,7 +101,7 @@ class _Taken:
 
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
-    check_room(request.storage, request.step, overwrite=request.overwrite)
+    strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
     plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
 
 
@@ -114,12 +113,12 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
       request: where and how.
 
     Raises:
-      CheckpointExistsError: see ``commit/occupancy.check_room``; nothing was read.
+      CheckpointExistsError: see ``commit/occupancy.check_room_on_disk``; nothing was read.
       UnsupportedLeafError: a leaf cannot be written; nothing was written.
       StorageError: a file cannot be written; no checkpoint became visible.
     """
     started = time.monotonic()
-    check_room(request.storage, request.step, overwrite=request.overwrite)
+    strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
     try:
         work = _begin(request, plan)

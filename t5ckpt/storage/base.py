@@ -69,6 +69,8 @@ class Storage(ABC):
     """Whether other processes can see the same root, as far as it is known."""
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
+    requests_linger = False
+    """Whether a request that a process has given up may still be applied, as by the server of an object store."""
     driver: str
     """The kvstore driver in the manifest for arrays on this storage: 'file' or 'gcs', the two that T5X accepts."""
 
@@ -144,10 +146,6 @@ class Storage(ABC):
         """``size``, without reading the file: -1 on an object store."""
         return self.size(key)
 
-    def mtime(self, key: str) -> float | None:
-        """When a file was written, in unix seconds; None if it does not exist, or takes a listing as on an object store."""
-        del key
-
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """Returns a value that changes when a file is replaced, written to, or gets or loses a hard link; None if unsupported.
 
@@ -158,6 +156,10 @@ class Storage(ABC):
 
     def modified(self, key: str) -> float | None:
         """When a file was last written, by the file server's clock; None if there is no file or, as in buckets, no such time."""
+        del key
+
+    def server_time(self, key: str) -> float | None:
+        """The present time by that clock: that of the file ``key``, which is written and deleted."""
         del key
 
     def version(self, key: str) -> Any:

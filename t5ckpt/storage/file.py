@@ -171,16 +171,8 @@ class FileStorage(Storage):
         return 'dir' if stat.S_ISDIR(info.st_mode) else 'file' if stat.S_ISREG(info.st_mode) else None
 
     def size(self, key: str) -> int | None:
-        info = self._file_stat(key)
-        return None if info is None else info.st_size
-
-    def mtime(self, key: str) -> float | None:
-        info = self._file_stat(key)
-        return None if info is None else info.st_mtime
-
-    def _file_stat(self, key: str) -> os.stat_result | None:
         info = self._stat(key)
-        return info if info is not None and stat.S_ISREG(info.st_mode) else None
+        return info.st_size if info is not None and stat.S_ISREG(info.st_mode) else None
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         try:
@@ -196,6 +188,14 @@ class FileStorage(Storage):
             return os.stat(self._path(key)).st_mtime
         except OSError:
             return None
+
+    def server_time(self, key: str) -> float | None:
+        try:
+            self.write(key, b'')
+            return self.modified(key)
+        finally:
+            with contextlib.suppress(StorageError):
+                self.delete_file(key)
 
     def version(self, key: str) -> Any:
         try:

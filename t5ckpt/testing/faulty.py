@@ -41,6 +41,7 @@ class FaultyStorage(Storage):
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
         self.caches = inner.caches
+        self.requests_linger = inner.requests_linger
         self.copies = inner.copies
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
@@ -131,6 +132,10 @@ class FaultyStorage(Storage):
     def modified(self, key: str) -> float | None:
         return self._inner.modified(key)
 
+    def server_time(self, key: str) -> float | None:
+        self._count('write', key)
+        return self._inner.server_time(key)
+
     def version(self, key: str) -> Any:
         return self._inner.version(key)
 
@@ -141,10 +146,6 @@ class FaultyStorage(Storage):
     def known_size(self, key: str) -> int | None:
         self._count('known_size', key)
         return self._inner.known_size(key)
-
-    def mtime(self, key: str) -> float | None:
-        self._count('mtime', key)
-        return self._inner.mtime(key)
 
     def broken_links(self) -> Mapping[str, StorageError]:
         self._count('broken_links', '')

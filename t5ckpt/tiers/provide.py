@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import locate_step
-from t5ckpt.commit.begin import begin
+from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

@@ -8,6 +8,7 @@ process 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from t5ckpt.commit.begin import resume
+from t5ckpt.commit.strategy import resume
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
@@ -153,7 +154,8 @@ class Leader:
         with resume(run, step, self._clock, facts) as work:
             work.replaces = replaces
             work.kept_after = (T5CkptError, UploadStopped)
-            again = sum(1 for _ in zip(range(2), run.walk(work.directory))) > 1  # noqa: B905 - counts to two
+            # One file is the record of this upload.
+            again = len([*itertools.islice(run.walk(work.directory), 2)]) > 1
             order = {'upload': step, 'save': part.save, 'directory': work.directory, 'again': again}
             number = self.orders.send(order)
             try:

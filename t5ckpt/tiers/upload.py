@@ -12,10 +12,10 @@ from collections.abc import Callable
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.occupancy import occupant
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, StepKeptError
 from t5ckpt.reading.contents import read_raw
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
@@ -67,16 +67,20 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
     """
     try:
         locate_step(local, step)
-        found = occupant(run, step)
+        found = strategy_of(run).occupant(run, step)
         if found is not None and found.is_t5x and is_same_save(local, run, step):
             return 0
-        if found is not None:
-            if not (overwrite and found.is_t5x):
-                raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
-            if not run.commits_by_rename:
-                # No single write replaces files with the names of their source. The local step stays until the upload ends.
-                delete_step(run, step, clock)
-        return copy(overwrite and run.commits_by_rename)
+        if found is not None and not (overwrite and found.is_t5x):
+            raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
+        try:
+            return copy(overwrite)
+        except CheckpointExistsError:
+            if found is None:
+                raise
+            # In a bucket, no single write replaces files with the names of their source. The local step stays until the upload
+            # ends.
+            delete_step(run, step, clock)
+            return copy(False)
     except (FormatError, StepKeptError) as error:
         raise NotUploadableError(str(error)) from error
     except CheckpointNotFoundError as error:

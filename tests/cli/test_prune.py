@@ -19,11 +19,12 @@ from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, exp
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.read_lease import leased_directory, read_lease
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import acquire_lease
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage
@@ -233,7 +234,7 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
         assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
         assert [decision.step for decision in retention.carry_out()] == [0, 2]
         # Also for who has made a plan before.
-        assert hide_checkpoint(storage, 1, clock) is None
+        assert strategy_of(storage).hide(storage, 1, clock) is None
         clock.advance(662)
         for held in tmp_path.glob('held_1*'):
             # By the clock of the file server.
@@ -259,7 +260,7 @@ def rival_of(storage, step):
 def test_what_is_hidden_is_removed_by_whose_lease_it_is(tmp_path, is_taken_over):
     storage = open_storage(f'memory://{tmp_path.name}/run')
     save(storage.url(), [0, 1])
-    hidden = hide_checkpoint(storage, 0, time.time)
+    hidden = strategy_of(storage).hide(storage, 0, time.time)
     assert hidden is not None
     assert t5ckpt.all_steps(storage.url()) == [1]
     if is_taken_over:

@@ -15,14 +15,14 @@ from support import faultshim
 
 import t5ckpt
 from t5ckpt.catalog.listing import steps_in
-from t5ckpt.commit.begin import begin
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import delete_step, hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import delete_step, remove_hidden
 from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.step_lease import BeingWrittenError, StepTakenError, acquire_lease
+from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.errors import StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import busy_key, deleting_file, index_complete, read_lease_file
@@ -94,7 +94,7 @@ def test_a_deletion_that_fails_before_it_hides_leaves_no_lease(run):
                 raise StorageError(5, 'injected')
 
     with pytest.raises(StorageError, match='injected'):
-        hide_checkpoint(Failing(run), 1, time.time)
+        strategy_of(Failing(run)).hide(Failing(run), 1, time.time)
     assert write_leases_of(run, 1) == []
     with read_lease(run, 1, 60, time.time) as is_there:
         assert is_there
@@ -112,7 +112,7 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
                 raise self._error
 
     with pytest.raises(StorageError):
-        hide_checkpoint(Killed(run), 1, time.time)
+        strategy_of(Killed(run)).hide(Killed(run), 1, time.time)
     assert len(write_leases_of(run, 1)) == 1
     began = time.monotonic()
     with read_lease(run, 1, 60, time.time) as is_there:
@@ -123,7 +123,7 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     collect_leftovers(run, lambda: time.time() + 7200)
     assert write_leases_of(run, 1) == []
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
-    remove_hidden(run, hide_checkpoint(run, 1, time.time), time.time)
+    remove_hidden(run, strategy_of(run).hide(run, 1, time.time), time.time)
     assert t5ckpt.all_steps(run.url()) == [2, 3]
 
 
@@ -202,7 +202,7 @@ def saves(storage):
 
 def deletes_what_is_pinned(storage):
     with read_lease(storage, 1, 60, time.time):
-        assert hide_checkpoint(storage, 1, time.time) is None
+        assert strategy_of(storage).hide(storage, 1, time.time) is None
 
 
 def strips(storage):
@@ -308,7 +308,8 @@ def test_leases_of_a_clock_years_ahead_are_named(caplog):
 
 _DELETER = """
 import sys, time
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.storage import open_storage
@@ -317,7 +318,7 @@ print('ready', flush=True)
 sys.stdin.readline()
 for step in steps:
     try:
-        hidden = hide_checkpoint(storage, step, time.time)
+        hidden = strategy_of(storage).hide(storage, step, time.time)
     except CheckpointNotFoundError:
         continue
     if hidden is not None:

@@ -46,6 +46,9 @@ class Machine(FaultyStorage):
     def modified(self, key):
         unix = super().modified(key)
         return None if unix is None else scaled(unix)
+    def server_time(self, key):
+        unix = super().server_time(key)
+        return None if unix is None else scaled(unix)
 
 state = {'w': np.zeros((64, 64), np.float32), 'name': 0}
 storage = Machine(open_storage(url))

@@ -12,11 +12,11 @@ import pytest
 from support import forked
 
 import t5ckpt
-from t5ckpt.commit.begin import begin as begin_transaction
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.garbage_collection import collect_leftovers
-from t5ckpt.commit.lease_files import write_lease_key
 from t5ckpt.commit.lease_owner import EXPIRED, MEND, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
+from t5ckpt.commit.strategy import begin as begin_transaction
 from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -234,7 +234,7 @@ class StoppedAtListing(Elsewhere):
 
 def test_in_place_a_collector_that_is_stopped_removes_nothing_of_a_later_save(caplog):
     run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
-    run.write(write_lease_key(run, 1, '0' * 16), json.dumps(dataclasses.asdict(EXPIRED)).encode())
+    run.write(catalog_of(run).write_lease_key(1, '0' * 16), json.dumps(dataclasses.asdict(EXPIRED)).encode())
     run.write('checkpoint_1/t5ckpt-0123456789abcdef/w/0', b'left by a dead writer')
     stops = []
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 import t5ckpt
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
@@ -144,7 +145,7 @@ def _damaged_source(root: pathlib.Path) -> None:
 def delete(root: pathlib.Path, step: int, clock: Clock) -> None:
     """What pruning does with a step."""
     storage = open_storage(root)
-    hidden = hide_checkpoint(storage, step, clock)
+    hidden = strategy_of(storage).hide(storage, step, clock)
     if hidden is not None:
         remove_hidden(storage, hidden, clock)
 

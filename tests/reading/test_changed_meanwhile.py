@@ -10,7 +10,8 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.deletion import hide_checkpoint, remove_hidden
+from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.convert.conversion import ConvertOptions
 from t5ckpt.convert.export_options import ExportOptions
 from t5ckpt.convert.plain import export_npz, export_safetensors
@@ -36,7 +37,7 @@ def save(run, seed, *, overwrite=False, compression=None):
 
 def delete(run):
     storage = open_storage(run)
-    hidden = hide_checkpoint(storage, 1, time.time)
+    hidden = strategy_of(storage).hide(storage, 1, time.time)
     remove_hidden(storage, hidden, time.time)
 
 

@@ -21,15 +21,14 @@ SCHEDULES = 6000
 def plant(bug, root):
     """Copies the package below `root`, with the bug."""
     shutil.copytree(PACKAGE, root / 't5ckpt', ignore=shutil.ignore_patterns('__pycache__'))
-    file = root / 't5ckpt' / bug['file']
-    text = file.read_text(encoding='utf-8')
     for number in ('', '2'):
         if f'old{number}' not in bug:
             continue
+        file = root / 't5ckpt' / bug.get(f'file{number}', bug['file'])
+        text = file.read_text(encoding='utf-8')
         old, new = bug[f'old{number}'].strip('\n'), bug[f'new{number}'].strip('\n')
-        assert text.count(old) == 1, f'{bug["name"]}: {bug["file"]} has changed; change bugs.toml, too'
-        text = text.replace(old, new)
-    file.write_text(text, encoding='utf-8')
+        assert text.count(old) == 1, f'{bug["name"]}: {file.name} has changed; change bugs.toml, too'
+        file.write_text(text.replace(old, new), encoding='utf-8')
 
 
 def find(bug, root):

@@ -17,7 +17,7 @@ from support.libraries import needs
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.begin import begin
+from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.format.array_spec import SpecDict
 from t5ckpt.format.manifest import encode_manifest

@@ -14,9 +14,9 @@ from support import forked
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.begin import begin
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.read_lease import leased_directory
+from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import read_lease_file
@@ -132,7 +132,7 @@ def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
 
 LIVE = """
 import sys, time
-from t5ckpt.commit.begin import begin
+from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.storage import open_storage
 work = begin(open_storage(sys.argv[1]), 1, time.time, writer_facts())

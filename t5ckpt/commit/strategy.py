@@ -1,0 +1,97 @@
+"""Chooses how the checkpoints of a run are committed: by a rename, or in place, by the write of the manifest.
+
+A write that can be resumed, such as a copy, also takes over the files of an earlier attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.commit.by_manifest import ManifestTransaction
+from t5ckpt.commit.by_rename import RenameTransaction, hide_by_rename
+from t5ckpt.commit.in_place import Hidden, hide_in_place
+from t5ckpt.commit.occupancy import check_room_in_place, check_room_on_disk, occupant_in_place, occupant_on_disk
+from t5ckpt.commit.prunable_steps import IndexedSteps, PrunableSteps, StepsOnDisk
+from t5ckpt.commit.transaction import Transaction
+from t5ckpt.core.protocols import Clock
+from t5ckpt.storage import Storage
+
+
+def _raise(refusal: Exception) -> None:
+    raise refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitStrategy:
+    """How the checkpoints of a run are written, replaced and hidden.
+
+    Attributes:
+      transaction: writes a checkpoint.
+      occupant: see ``occupancy.occupant_on_disk``.
+      check_room: see ``occupancy.check_room_on_disk``.
+      hide: see ``by_rename.hide_by_rename``.
+      prunable_steps: the steps about which a keep policy decides.
+      check_renames: raises its argument, an error, if no directory can be renamed.
+    """
+
+    transaction: type[RenameTransaction | ManifestTransaction]
+    occupant: Callable[[Storage, int], ListedStep | None]
+    check_room: Callable[..., None]
+    hide: Callable[..., Hidden | None]
+    prunable_steps: type[PrunableSteps]
+    check_renames: Callable[[Exception], None]
+
+
+_BY_RENAME = CommitStrategy(
+    transaction=RenameTransaction,
+    occupant=occupant_on_disk,
+    check_room=check_room_on_disk,
+    hide=hide_by_rename,
+    prunable_steps=StepsOnDisk,
+    check_renames=lambda _: None,
+)
+_BY_MANIFEST = CommitStrategy(
+    transaction=ManifestTransaction,
+    occupant=occupant_in_place,
+    check_room=check_room_in_place,
+    hide=hide_in_place,
+    prunable_steps=IndexedSteps,
+    check_renames=_raise,
+)
+
+
+def strategy_of(storage: Storage) -> CommitStrategy:
+    """How the checkpoints of a run are committed: by a rename where directories can be renamed, else by the manifest."""
+    return _BY_RENAME if storage.commits_by_rename else _BY_MANIFEST
+
+
+def begin(
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    writer: Mapping[str, Any],
+    index: Index | None = None,
+    may_replace: Callable[[], bool] = lambda: False,
+) -> Transaction:
+    """Creates and locks the directory that a save writes to.
+
+    The caller runs garbage collection before, which returns ``index``. On object stores that also writes missing steps markers;
+    listings do not search for these after the marker of this step exists. ``may_replace`` is called under the lock or the write
+    lease, and returns whether a complete checkpoint of the step may be replaced.
+    """
+    storage.make_dir('')
+    return strategy_of(storage).transaction.begin(storage, step, clock, writer, index, may_replace)
+
+
+def resume(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction:
+    """Resumes an unfinished write of the same contents, which ``writer['resume']`` identifies, or begins a new one."""
+    return strategy_of(storage).transaction.resume(storage, step, clock, writer)
+
+
+def unfinished(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction | None:
+    """Adopts the temporary directory of a killed write of the same contents; None if there is none."""
+    return strategy_of(storage).transaction.unfinished(storage, step, clock, writer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import time
 from collections.abc import Iterable, Iterator
 
@@ -184,9 +185,12 @@ def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
 
 
 def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
+    where = storage.url(step_dir(step))
+    if owner.is_local and owner.pid == os.getpid():
+        return f'{where} is being written or deleted by another call of this process'
     who = 'another writer' if owner is UNKNOWN else f'process {owner.pid} on {owner.host}'
     return (
-        f'{storage.url(step_dir(step))} is being written or deleted by {who}; if that process is dead, '
+        f'{where} is being written or deleted by {who}; if that process is dead, '
         f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
     )
 

@@ -189,7 +189,8 @@ class Observer:
             self._scheduler.fail(f'step {step} is gone, of the {self.least} that the policy keeps')
         if step in self.pins:
             self._scheduler.fail(f'step {step} is gone, and it is pinned')
-        if self._read(to_persist_file(step)) is not None:
+        # A commit whose directory could not be synchronized is undone before its record is removed.
+        if not takes_back and self._read(to_persist_file(step)) is not None:
             self._scheduler.fail(f'step {step} is gone, and it waits for its upload')
         self.saved.pop(step, None)
 

@@ -84,6 +84,7 @@ def load_t5x_checkpoint(
         warn_caller(NoEffectWarning(text))
     reading = ReadOptions(mmap, verify, follow_links)
     contents = open_contents(path, step, storage_options, reading, lazy=lazy_parameters)
+    contents.check_not_part()
     leaves, facts = leaves_of(contents, state_transformation_fns if remap else (), {})
     reader = reader_of(contents, reading)
     check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})

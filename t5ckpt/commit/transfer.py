@@ -32,12 +32,14 @@ from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
+    COPIES,
     DATASET_REMOVED,
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
     foreign_keys,
     is_file_checksums,
+    part_of,
     superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
@@ -129,6 +131,12 @@ class Transfer:
         lost = sorted(set(checksums) - set(sizes))
         removed = [name for name in lost if name.startswith(TRAIN_DS_PREFIX) and DATASET_REMOVED in sizes]
         if len(lost) > len(removed):
+            part = part_of(checksums.lists, sizes) if COPIES in sizes else None
+            if part is not None:
+                raise CorruptCheckpointError(
+                    f'{self._from.url(self._base)} is the part of {part}: the others are on the disks of the other processes. '
+                    "Copy the step from the run's storage."
+                )
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
         names = sorted(set(sizes) - {self._manifest_name, SIDECAR})

@@ -298,6 +298,23 @@ def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
     return {key for key in keys if key not in fixed and not key.startswith(TRAIN_DS_PREFIX)}
 
 
+def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
+    """Whose part of a step a local directory has, such as 'process 2 of 4'; None if it has the lists of all processes.
+
+    Args:
+      lists: the files with the file checksums of all processes.
+      names: the files in the directory.
+    """
+    own = [index for index in range(len(lists)) if file_checksums_name(index) in names]
+    if len(own) == len(lists):
+        return None
+    return (
+        f'process {", ".join(map(str, own))} of {len(lists)}'
+        if own
+        else f'copies of the files of {len(lists)} processes'
+    )
+
+
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
     """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
     return f'{TRAIN_DS_PREFIX}{shard_id:03}-of-{num_shards:03}'

@@ -54,6 +54,8 @@ class VerifyReport:
         which detects missing, truncated and undecodable chunks, but not a flipped bit in uncompressed values.
       damages: all damages, by file.
       notes: observations that are not damages, such as unknown files.
+      part: for the part of a step in the local directory of one of several processes: whose files it has, such as
+        ``'process 2 of 4'``; otherwise None. The files of the other processes were not checked.
       leaves: the number of stored arrays.
       files: the number of files that were checked.
       nbytes: the bytes of these files.
@@ -66,6 +68,7 @@ class VerifyReport:
     has_checksums: bool
     damages: tuple[Damage, ...]
     notes: tuple[str, ...]
+    part: str | None
     leaves: int
     files: int
     nbytes: int
@@ -98,7 +101,8 @@ class VerifyReport:
         # Without a stored array, all are small; without a manifest that decodes, their number is unknown.
         arrays = counted(self.leaves, 'array') if self.leaves else 'all leaves in the manifest' if self.ok else ''
         size = ', '.join(filter(None, [arrays, counted(self.files, 'file'), counted(self.nbytes, 'byte')]))
-        head = f'{self.path}: {result} ({how}; {size})'
+        part = '' if self.part is None else f'the part of {self.part}: '
+        head = f'{self.path}: {part}{result} ({how}; {size})'
         unread = (
             ['the contents of the files were not compared; full=True compares every byte']
             if self.ok and not self.full

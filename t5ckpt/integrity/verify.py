@@ -34,6 +34,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
+    COPIES,
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
@@ -41,6 +42,7 @@ from t5ckpt.format.names import (
     TRAIN_DS_PREFIX,
     is_file_checksums,
     parse_step_dir,
+    part_of,
     step_dir,
     superseded,
 )
@@ -55,7 +57,7 @@ from t5ckpt.reading.contents import Contents, RawFiles, find_sidecar, read_conte
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Entry, open_storage, split_path
 
-_OWN = {SIDECAR, MANIFEST, PINNED, DATASET_REMOVED}
+_OWN = {SIDECAR, MANIFEST, COPIES, PINNED, DATASET_REMOVED}
 
 
 @checks_kinds
@@ -88,18 +90,23 @@ def verify(
 
     Notes:
       Any checkpoint that can be restored can be verified, including those of T5X and Orbax. With ``full``, the disk limits
-      the speed.
+      the speed. In the local directory of one of several processes, its part of the step is verified.
     """
     located = with_links(locate_or_broken(path, step, storage_options), follow_links)
-    return verify_located(located, full=full, progress=progress)
+    return verify_located(located, full=full, progress=progress, accepts_part=True)
 
 
-def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
-    """As :func:`verify`, for a directory that may not be a step yet."""
+def verify_located(
+    located: Located, *, full: bool, progress: Progress | None = None, accepts_part: bool = False
+) -> VerifyReport:
+    """As :func:`verify`, for a directory that may not be a step yet.
+
+    With ``accepts_part``, the part of one process need not have the files of the others, see ``save/parts.py``.
+    """
     started = time.monotonic()
     files = CheckpointFiles.of(located)
     findings = Findings(files)
-    check = _Check(located, files, findings)
+    check = _Check(located, files, findings, accepts_part)
     identity = Identity.now(located)
     check.file_checksums()
     check.arrays(located.follow_links)
@@ -115,6 +122,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
         has_checksums=bool(check.checksums) or check.is_listed,
         damages=tuple(sorted(findings.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
+        part=check.part,
         leaves=len(findings.leaves),
         files=len(check.sizes),
         nbytes=sum(check.sizes.values()),
@@ -144,6 +152,8 @@ class _Check:
 
     Attributes:
       findings: the damages and the stored leaves so far.
+      accepts_part: see :func:`verify_located`.
+      part: of whom the files are, if they are a part.
       notes: so far.
       checksums: the file checksums of all processes.
       implied: the files of arrays without file checksums.
@@ -156,6 +166,8 @@ class _Check:
     located: Located
     files: CheckpointFiles
     findings: Findings
+    accepts_part: bool
+    part: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
     checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
     implied: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
@@ -181,13 +193,16 @@ class _Check:
                 self.findings.add('undecodable', SIDECAR, str(error))
             self._compare_step(sidecar)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
+        if self.accepts_part and COPIES in top and (own := part_of(recorded.lists, top)) is not None:
+            self.part = own
+            lists = {COPIES, *(lists & top.keys())}
         if sidecar is None and lists:
             self.findings.add(
                 'missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable'
             )
         replaced = superseded({*top, *self.dirs}, recorded)
         for name in sorted(lists):
-            if sidecar is None or name in recorded:
+            if sidecar is None or name in recorded or name == COPIES:
                 self._read_list(name, recorded, name in top)
             elif name not in replaced:
                 self.findings.add(
@@ -267,6 +282,9 @@ class _Check:
         for path, leaf in table.items():
             if isinstance(leaf, StoredLeaf):
                 leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
+        if self.part is not None:
+            # The checksums of the other files are on other disks.
+            return
         unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1].array)}
         implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
         for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):

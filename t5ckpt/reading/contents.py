@@ -33,7 +33,16 @@ from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.names import MANIFEST, SIDECAR, is_file_checksums, is_sidecar, parse_step_dir, sidecar_of
+from t5ckpt.format.names import (
+    COPIES,
+    MANIFEST,
+    SIDECAR,
+    is_file_checksums,
+    is_sidecar,
+    parse_step_dir,
+    part_of,
+    sidecar_of,
+)
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -183,6 +192,14 @@ class Contents:
         """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
 
+    def check_not_part(self) -> None:
+        """Checks that the directory has all files, and not only those of one of several processes, see ``save/parts.py``.
+
+        Raises:
+          CorruptCheckpointError: it is a part; the text says how to restore it.
+        """
+        _check_not_part(self.located, FileChecksums.recorded_by(self.sidecar, SIDECAR))
+
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
         return leaves_of(self, (), {})[0]
@@ -276,11 +293,24 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
 
     missing = [SIDECAR] if raw.sidecar is None else sorted(set(recorded.lists) - lists.keys())
     if missing:
+        _check_not_part(located, recorded)
         raise CorruptCheckpointError(
             f'{", ".join(map(where, missing))} is missing, so no checksum can be compared. Restore an older step, copy the '
             "checkpoint again, or pass verify='quick'."
         )
     return recorded.read_lists(lists, where)
+
+
+def _check_not_part(located: Located, recorded: FileChecksums) -> None:
+    storage, directory = located.storage, located.directory
+    if storage.local_path('') is None or not storage.is_file(join(directory, COPIES)):
+        return
+    part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
+    if part is not None:
+        raise CorruptCheckpointError(
+            f'{storage.url(directory)} is the part of {part}: the other files are on the disks of the other processes. '
+            'Restore it in a job of several processes, with Checkpointer(local_dir=...), or restore the copy in checkpoints_dir.'
+        )
 
 
 def file_checksums_of(located: Located) -> FileChecksums | None:

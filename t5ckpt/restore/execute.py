@@ -78,6 +78,8 @@ def _planned(request: RestoreRequest, state: Any, partitioner: Partitioner | Non
     located, raw = find_checkpoint_to_restore(request)
     view = flatten_state(state)
     contents = read_contents(located, raw)
+    if request.source is None:
+        contents.check_not_part()
     template = unflatten(view.table)
     leaves, facts = leaves_of(contents, request.call.transforms, template)
     fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table

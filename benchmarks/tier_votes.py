@@ -2,14 +2,21 @@
 
     python benchmarks/tier_votes.py                     a tenth of the model of scaling.py, and one lost disk
     python benchmarks/tier_votes.py --hosts 8 --tensor 8 --layers 2
+    python benchmarks/tier_votes.py --clients 1024      the rounds of a save and of a restart, with real clients
 
 Some hosts are planned, and the others vote as these do. Seconds are those of the processor of process 0, without the network.
+With ``--clients``, each host is a thread of this process with its own client of JAX's coordination service on the loopback, so
+the seconds are those of all hosts on one machine. The bytes are those that the service in process 0 sends, with its compression.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import os
+import secrets
+import socket
 import statistics
 import sys
 import time
@@ -18,6 +25,8 @@ from typing import Any
 
 from scaling import World, leaves
 
+from t5ckpt.distributed.processes import _Coordinated
+from t5ckpt.distributed.rounds import Channel, Phase
 from t5ckpt.planning.save_plan import SavePlan
 from t5ckpt.tiers.coverage import (
     ChunkNumbers,
@@ -26,7 +35,7 @@ from t5ckpt.tiers.coverage import (
     decode_bits,
     encode_bits,
     num_bits,
-    plan_gifts,
+    plan_sends,
     union,
 )
 
@@ -63,8 +72,8 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
     lacking = numbers.bits(files_of(plans[0]))
     need = encode_bits(lacking)
     having = ['' if not vote else encode_bits(decode_bits(vote, numbers.count) & lacking) for vote in maps]
-    gives = ['', *(having[1 + number % (len(having) - 1)] for number in range(world.hosts - 1))]
-    gifts, giving = timed(lambda: plan_gifts(lacking, gives, numbers.count))
+    offers = ['', *(having[1 + number % (len(having) - 1)] for number in range(world.hosts - 1))]
+    plan, planning = timed(lambda: plan_sends(lacking, offers, numbers.count))
     return {
         'hosts': world.hosts,
         'leaves': len(world.state),
@@ -87,11 +96,104 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
             'merge_seconds': merging,
             'chunks_found': num_bits(merged),
             'need_bytes': len(need),
-            'give_seconds': giving,
-            'give_bytes': sum(map(len, gifts.gives)),
-            'chunks_nowhere': num_bits(gifts.nowhere),
+            'send_plan_seconds': planning,
+            'send_plan_bytes': sum(map(len, plan.sends)),
+            'chunks_nowhere': num_bits(plan.nowhere),
         },
     }
+
+
+def sent(port: int) -> int:
+    """The bytes that the sockets of this process at a port have sent, from the kernel's tcpi_bytes_acked."""
+    total = 0
+    for name in os.listdir('/proc/self/fd'):
+        try:
+            if not os.readlink(f'/proc/self/fd/{name}').startswith('socket:'):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                is_service = each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname()[1] == port
+                if is_service and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
+                    info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += int.from_bytes(info[120:128], 'little')
+        except OSError:
+            continue
+    return total
+
+
+def connected(count: int) -> tuple[Any, list[Any], int]:
+    """A coordination service, its clients, and its port."""
+    from jax._src.lib import _jax
+
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    address = f'127.0.0.1:{port}'
+    timeout = 600
+    service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=timeout, shutdown_timeout=5)
+    make = _jax.get_distributed_runtime_client
+    clients = [
+        make(
+            address,
+            index,
+            init_timeout=timeout,
+            use_compression=True,
+            heartbeat_timeout=timeout,
+            shutdown_on_destruction=False,
+        )
+        for index in range(count)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda client: client.connect(), clients))
+    return service, clients, port
+
+
+def save(channel: Channel, lists: dict[str, list[Any]]) -> None:
+    """The rounds of ``save/parts.py``."""
+    at = channel.round('a save')
+    at.reduce_on_leader(Phase.PLAN, {'plan': '0' * 16, 'is_free': True}, lambda _: {'codecs': {}})
+    vote = {'integrity': [10**6, '0' * 16], 'bytes': 10**9, 'files': 14_319, 'manifest': '0' * 16}
+    at.reduce_on_leader(Phase.WRITE, vote, lambda _: at.share('sidecar', json.dumps(lists).encode()) and None)
+    at.receive('sidecar')
+    at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+
+
+def restart(channel: Channel, index: int, count: int) -> None:
+    """The rounds of a restart with intact disks: opening, the look, the check of the parts, and the needs."""
+    at = channel.round('opening')
+    at.reduce_on_leader(Phase.LOOK, {'id': ['0' * 16, True], 'waiting': []}, lambda _: {'id': '0' * 16})
+    at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+    part = DiskStep('0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)))
+
+    def decide(votes: Any) -> int:
+        return len(candidates(dict(map(DiskStep.of, vote)) for vote in votes))
+
+    channel.round('the look').reduce_on_leader(Phase.LOOK, [part.vote(1000), part.vote(2000)], decide)
+    channel.round('a restore').reduce_on_leader(Phase.LOOK, False, any)
+    at = channel.round('a restore')
+    at.reduce_on_leader(Phase.NEED, ['', None], lambda _: None)
+    at.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
+
+
+def coordinate(clients: list[Any], port: int, turns: int = 3) -> dict[str, Any]:
+    """The rounds with real clients: the seconds until the last one has ended, and the bytes that the service has sent."""
+    count = len(clients)
+    lists = {f'integrity.{index}.json': [10**6 + index, secrets.token_hex(8)] for index in range(count)}
+    channels = [Channel(_Coordinated(index, count, each), 'bench', 600.0) for index, each in enumerate(clients)]
+    found: dict[str, Any] = {'clients': count, 'sidecar_bytes': len(json.dumps(lists))}
+    actions = {
+        'save': lambda index: save(channels[index], lists),
+        'restart': lambda index: restart(channels[index], index, count),
+    }
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        for name, action in actions.items():
+            seconds, nbytes = list[float](), list[int]()
+            for _ in range(turns):
+                began, before = time.perf_counter(), sent(port)
+                list(pool.map(action, range(count)))
+                seconds.append(round(time.perf_counter() - began, 3))
+                nbytes.append(sent(port) - before)
+            found |= {f'{name}_seconds': statistics.median(seconds), f'{name}_bytes': statistics.median(nbytes)}
+    return found
 
 
 def main() -> None:
@@ -101,7 +203,17 @@ def main() -> None:
     parser.add_argument('--replicas', type=int, default=2, help='length of the mesh axis data')
     parser.add_argument('--tensor', type=int, default=64, help='length of the mesh axis tensor')
     parser.add_argument('--layers', type=int, default=58)
+    parser.add_argument(
+        '--clients', type=int, default=0, help='real clients of the coordination service; 0 for the planner alone'
+    )
     options = parser.parse_args()
+    if options.clients:
+        _service, clients, port = connected(options.clients)
+        json.dump(coordinate(clients, port), sys.stdout, indent=1)
+        sys.stdout.write('\n')
+        sys.stdout.flush()
+        # A client whose service has ended aborts the process, so the service is kept until here.
+        os._exit(0)
     devices = options.hosts * 8
     shape = (options.replicas, devices // options.replicas // options.tensor, options.tensor)
     world = World(options.hosts, shape, leaves(options.layers, 32_768, 131_072, 256_000))

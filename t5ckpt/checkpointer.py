@@ -578,7 +578,9 @@ class Checkpointer:
             notices=self._notices,
         )
         template = self._train_state, self._partitioner, self._dataset
-        return self._tiers.restore(request, lambda each: run_restore(each, *template), moves=self._dataset is not None)
+        return self._tiers.restore(
+            request, lambda each: run_restore(each, *template), has_iterator=self._dataset is not None
+        )
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.

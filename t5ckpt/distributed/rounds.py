@@ -38,7 +38,7 @@ class Phase(enum.StrEnum):
     COMMIT = 'commit'  # a save to local directories: each process has committed its own
     LOOK = 'look'  # local directories: what each of them has
     NEED = 'need'  # a restore from local directories: what each process needs and its directory lacks
-    GIVE = 'give'  # a restore from local directories: who sends what
+    SEND = 'send'  # a restore from local directories: which process sends which files
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree

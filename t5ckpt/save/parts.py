@@ -8,7 +8,7 @@ same manifest and the same sidecar, whose checksum therefore identifies the save
     train_ds-*                  its position, and that of the process half a job away
 
 A directory is renamed to its final name only after all processes have agreed that all files are durable. A crash between the
-first and the last rename leaves a step that some directories lack; ``tiers/look.py`` decides whether the others have it whole.
+first and the last rename leaves a step that some directories lack; ``tiers/look.py`` decides whether the others have all of it.
 
 Notes: agreement is by the coordination service, never by a device collective. Each process receives the sidecar from process 0,
 and the manifest if its own differs.
@@ -63,6 +63,8 @@ def save_parts(job: PreparedSave, check_caller: Callable[[], None]) -> Committed
             if started.get('skip'):
                 return None
             with request.round.failing_together(Phase.WRITE):
+                # Before the disk may fail: another process waits for it.
+                _send_positions(job)
                 work = stack.enter_context(_begun(job))
                 written, vote = _write(job, work, started['codecs'])
                 manifest = manifest_bytes(job, written)
@@ -140,15 +142,21 @@ def _own(job: PreparedSave, written: WriteReport) -> WriteReport:
     return dataclasses.replace(written, digests=digests)
 
 
+def _send_positions(job: PreparedSave) -> None:
+    """Sends the position of the data iterator to the process half a job away, so that it is on two disks."""
+    if job.request.dataset is None:
+        return
+    is_small = sum(map(len, job.dataset.values())) <= _MOST_POSITION_BYTES
+    own = {name: base64.b64encode(data).decode() for name, data in job.dataset.items()} if is_small else {}
+    job.request.round.put_for_peer('positions', json.dumps(own).encode())
+
+
 def _positions_of_peer(job: PreparedSave) -> dict[str, bytes]:
-    """Exchanges the positions of data iterators, so that each is on two disks."""
+    """The position of the data iterator of the process half a job away."""
     request = job.request
     if request.dataset is None:
         return {}
     index, count = request.round.processes.index, request.round.processes.count
-    is_small = sum(map(len, job.dataset.values())) <= _MOST_POSITION_BYTES
-    own = {name: base64.b64encode(data).decode() for name, data in job.dataset.items()} if is_small else {}
-    request.round.put_for_peer('positions', json.dumps(own).encode())
     found = json.loads(request.round.get_from_peer('positions', (index + count // 2) % count))
     return {name: base64.b64decode(data) for name, data in found.items() if name not in job.dataset}
 
@@ -171,7 +179,7 @@ def _commit(
 ) -> bytes:
     """Commits the directory of this process; returns the sidecar when all processes have committed theirs.
 
-    If the commit of a process fails, all of them delete the step. If a process dies, the others leave it: it may be whole.
+    If the commit of a process fails, all of them delete the step. If a process dies, the others leave it: it may be complete.
     """
     request = job.request
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ from t5ckpt.policies import KeepPolicy, StepInfo
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.choose import Choice, choose
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.part import is_incomplete
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -35,7 +36,14 @@ class TierCatalog:
     """
 
     def __init__(
-        self, directory: LocalDir, opened: Callable[[], bool], retention: Retention, of_run: Retention, clock: Clock
+        self,
+        directory: LocalDir,
+        opened: Callable[[], bool],
+        retention: Retention,
+        of_run: Retention,
+        clock: Clock,
+        *,
+        has_parts: Callable[[], bool],
     ):
         """Reads nothing.
 
@@ -45,11 +53,13 @@ class TierCatalog:
           retention: of the local directory.
           of_run: of the run's storage.
           clock: unix seconds.
+          has_parts: whether the job has several processes, so that a part of a step is one to restore.
         """
         self.local, self.run, self.clock = directory.storage, directory.run, clock
         self.read_only = directory.read_only
         self._dir = directory
         self._opened = opened
+        self._has_parts = has_parts
         self._retention = retention
         self._of_run = of_run
         # Of the retention of the run, which the thread of the uploads carries out.
@@ -76,8 +86,12 @@ class TierCatalog:
         return answer
 
     def local_steps(self) -> list[int]:
-        """The complete local steps, ascending. One that cannot be read counts as not there."""
+        """The complete local steps and the parts of steps of several processes, ascending, except those that cannot be read."""
         return [each.step for each in listing(self.local).steps] if self._opened() else []
+
+    def foreign_parts(self) -> list[int]:
+        """The local steps of which a job of one process has only a part, since several processes saved them; ascending."""
+        return [] if self._has_parts() else [step for step in self.local_steps() if is_incomplete(self.local, step)]
 
     def parts(self) -> list[int]:
         """The steps of which this process may have a part, in a job of several, ascending."""
@@ -89,7 +103,8 @@ class TierCatalog:
 
     def steps(self) -> list[int]:
         """The complete steps of both tiers, ascending."""
-        local = self.local_steps()
+        foreign = self.foreign_parts()
+        local = [step for step in self.local_steps() if step not in foreign]
         return sorted({*local, *self._query_run(lambda: steps_in(self.run), lambda: local or None)})
 
     def dataset_steps(self) -> list[int]:
@@ -108,15 +123,18 @@ class TierCatalog:
         return sorted({*local, *self._query_run(of_run, lambda: local or None)})
 
     def choose(self, step: int | None) -> Choice:
-        """The step to restore, and its tier."""
+        """The step to restore, and its tier. A part that this process cannot read is chosen only if there is nothing else."""
         local = self.local_steps()
+        foreign = self.foreign_parts() if step is None else []
 
         def newest_of_run() -> list[int]:
             self._dir.check_id()
             found = newest(self.run) if step is None else None
             return [] if found is None else [found.step]
 
-        return choose(local, self._query_run(newest_of_run, lambda: [] if local else None), step)
+        run = self._query_run(newest_of_run, lambda: [] if local else None)
+        own = choose([each for each in local if each not in foreign], run, step)
+        return choose(local, run) if own.step is None else own
 
     def latest(self) -> int | None:
         """The largest step, or None."""

@@ -25,7 +25,7 @@ def choose(local: Collection[int], run: Collection[int], step: int | None = None
     Args:
       local: the complete steps of the local directory.
       run: the complete steps of the run's storage, or the newest of them.
-      step: the step that was asked for; None asks for the newest.
+      step: the requested step; None takes the newest.
     """
     newest = max([*local, *run], default=None) if step is None else step
     return Choice(newest, newest in local)

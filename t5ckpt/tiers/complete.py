@@ -1,4 +1,4 @@
-"""Makes a damaged local step whole, with the files of the run's storage, if it has the same save."""
+"""Repairs a damaged local step with the files of the run's storage, if it has the same save."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which local step a set of disks has whole, and who sends what is missing. Pure.
+"""Decides which local step the disks of a job cover, and which process sends which missing chunk. Pure.
 
-A disk tells for each of its steps the save, and the index that its process had in that save: 40 bytes. A step is covered if the
-disks have all indices of one save, each with all of its files. Only if an index is missing, the disks also tell which chunks they
-have, as bitmaps; the chunks of a lost disk may be on the disks of replicas.
+For each step on its disk, a process reports the save, and the index that the writing process had in that save: 40 bytes. A step
+is covered if the disks have all indices of one save, each with all of its files. Only if an index is missing, the processes also
+report the chunks on their disks, as bitmaps; the chunks of a lost disk may be on the disks of replicas.
 
-No process id is told, so disks may come back in another order, or on other machines. Bitmaps are merged packed and one at a time:
-those of 1,024 disks with millions of chunks take gigabytes as arrays.
+No process id is reported, so disks may come back in another order, or on other machines. Bitmaps are merged packed and one at a
+time: those of 1,024 disks with millions of chunks take gigabytes as arrays.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class DiskStep:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A step that the disks may have whole together.
+    """A step that the disks together may have completely.
 
     Attributes:
       step, save: which.
-      missing: the indices that no disk has whole; if there are none, the disks have all chunks.
+      missing: the indices whose files are not all on one disk; if there are none, the disks have all chunks.
       positions: how many positions of data iterators are on no disk.
     """
 
@@ -166,19 +166,19 @@ def union(votes: Iterable[str], count: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gifts:
-    """Who sends which chunks; all processes that lack a chunk get it at once.
+class SendPlan:
+    """Which process sends which chunks; all processes that lack a chunk receive it at once.
 
     Attributes:
-      gives: for each process, the encoded bitmap of what it sends.
+      sends: for each process, the encoded bitmap of the chunks that it sends.
       nowhere: the packed bitmap of the chunks that no disk has.
     """
 
-    gives: tuple[str, ...]
+    sends: tuple[str, ...]
     nowhere: np.ndarray
 
 
-def plan_gifts(lacking: np.ndarray, votes: Sequence[str], count: int) -> Gifts:
+def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPlan:
     """Assigns each lacking chunk to a process that has it.
 
     Every process first takes up to its equal part, and then the processes take what is left, in order.
@@ -191,19 +191,19 @@ def plan_gifts(lacking: np.ndarray, votes: Sequence[str], count: int) -> Gifts:
     left = lacking.copy()
     part = -(-num_bits(lacking) // max(1, sum(bool(vote) for vote in votes)))
     none = np.zeros(0, np.uint8)
-    gives = [none] * len(votes)
+    sends = [none] * len(votes)
     for process, vote in enumerate(votes):
         own = _first_bits(decode_bits(vote, count) & left, part) if vote else none
         if own.any():
             left &= ~own
-            gives[process] = _shrunk(own)
+            sends[process] = _shrunk(own)
     for process, vote in enumerate(votes):
         if vote and left.any():
             own = decode_bits(vote, count) & left
             if own.any():
                 left &= ~own
-                gives[process] = _shrunk(own | _grown(gives[process], left.size))
-    return Gifts(tuple(encode_bits(_grown(bits, left.size)) if bits.size else '' for bits in gives), left)
+                sends[process] = _shrunk(own | _grown(sends[process], left.size))
+    return SendPlan(tuple(encode_bits(_grown(bits, left.size)) if bits.size else '' for bits in sends), left)
 
 
 def _first_bits(bits: np.ndarray, count: int) -> np.ndarray:

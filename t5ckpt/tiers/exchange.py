@@ -4,7 +4,8 @@ Each process puts the files that it sends one after the other into rows of bytes
 all processes to all. The rows say whether more follow, so all processes enter the same number of collectives. A process whose
 disk fails goes on with rows that are empty, and raises its error afterwards.
 
-Notes: all bytes pass through every process. Memory holds a row of each process, 256 MiB together, and the files in flight.
+Notes: all bytes pass through every process. Memory holds a row of each process twice, within the byte budget of the restore and
+at most 256 MiB together, and the files in flight. A row has at least 64 KiB.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 
 from t5ckpt.format.file_checksums import FileEntry
 
-# A row of each process, together.
-_BYTES_OF_ROWS = 256 * 2**20
+# The rows of all processes: on the devices, and on the host.
+_BYTES_OF_ROWS, _COPIES_OF_ROWS = 256 * 2**20, 2
 _MOST_BYTES, _LEAST_BYTES = 8 * 2**20, 2**16
 # Of a row: the bytes that it has, and whether more rows follow.
 _HEAD = 16
@@ -29,18 +30,21 @@ File = tuple[str, FileEntry, bytes]
 """The name of a file, its entry, and its bytes."""
 
 
-def exchange(files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None]) -> None:
+def exchange(
+    files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], budget_bytes: int
+) -> None:
     """Sends files to all processes; every process calls it.
 
     Args:
       files: what this process sends.
       wanted: the names of the files that this process takes.
       receive: called with each of them.
+      budget_bytes: of memory for the rows; the same in all processes.
 
     Raises:
       Exception: an error of ``files`` or ``receive``, after all processes have sent everything.
     """
-    gather = _Gather()
+    gather = _Gather(budget_bytes)
     stream, errors = _Stream(files), list[Exception]()
     parsers = [_Parser(wanted) for _ in range(gather.count)]
     more = True
@@ -70,7 +74,7 @@ def _tried(action: Callable[[], Any], otherwise: Any, errors: list[Exception]) -
 class _Gather:
     """All-gathers one row of bytes of each process, over one device of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -78,7 +82,8 @@ class _Gather:
         for device in jax.devices():
             first.setdefault(device.process_index, device)
         self.count = len(first)
-        self.row_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, _BYTES_OF_ROWS // self.count))
+        together = min(_BYTES_OF_ROWS, budget_bytes // _COPIES_OF_ROWS)
+        self.row_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, together // self.count))
         mesh = Mesh(np.array([first[process] for process in sorted(first)]), ('process',))
         self._sharding = NamedSharding(mesh, PartitionSpec('process'))
         self._collect = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -14,6 +14,8 @@ from t5ckpt.tiers.part import Part
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'the look at the local directories'
+# The processes report the chunks on their disks before it is known whether a step can be restored.
+_UNKNOWN = 'unknown'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class OfRun:
     """What process 0 found in the run's storage.
 
     Attributes:
-      step: the newest step, or the one that was asked for; None without one.
+      step: the newest step, or the requested one; None without one.
       save: the checksum of its sidecar.
     """
 
@@ -36,14 +38,14 @@ class Found:
     Attributes:
       step: None if there is none.
       save: of the local step; '' if it is read from the run's storage.
-      giver: a process whose disk has a part of it.
-      in_run: whether the run's storage has the same save, and gives the chunks that are on no disk.
+      sender: a process whose disk has a part of it.
+      in_run: whether the run's storage has the same save, and provides the chunks that are on no disk.
       refused: why newer steps were not taken, by step.
     """
 
     step: int | None
     save: str = ''
-    giver: int = 0
+    sender: int = 0
     in_run: bool = False
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
 
@@ -62,7 +64,7 @@ def look(
       coordinator: of the checkpointer.
       parts: what the disk of this process has.
       of_run: asks the run's storage, in process 0; called with whether any disk has a part.
-      step: the step that was asked for, or None.
+      step: the requested step, or None.
       needs_positions: whether the positions of data iterators are restored, too.
     """
     votes = [part.as_vote().vote(at) for at, part in parts.items() if step in (None, at)]
@@ -70,41 +72,41 @@ def look(
         Phase.LOOK, votes, lambda votes: _listed(votes, of_run, needs_positions)
     )
     run_step, refused = decided['run'], dict[int, str]()
-    for at, save, giver, known, in_run in decided['candidates']:
+    for at, save, sender, known, in_run in decided['candidates']:
         if run_step is not None and at < run_step:
             break
         part = parts.get(at)
         why = known
-        if known == 'ask':
-            why = _asked(coordinator, part if part is not None and part.save == save else None)
+        if known == _UNKNOWN:
+            why = _missing_chunks(coordinator, part if part is not None and part.save == save else None)
         if not why or in_run:
-            return Found(at, save, giver, in_run, refused)
+            return Found(at, save, sender, in_run, refused)
         refused.setdefault(at, why)
     return Found(run_step, refused={at: why for at, why in refused.items() if at != run_step})
 
 
 def _listed(votes: Sequence[Any], query: Callable[[bool], OfRun], needs_positions: bool) -> dict[str, Any]:
-    """On process 0: the candidates, and what is known of each: '' for a whole step, 'ask', or why it cannot be restored."""
+    """On process 0: the candidates, and the state of each: '' for a complete step, unknown, or why it cannot be restored."""
     of_run = query(any(votes))
     disks = [dict(DiskStep.of(vote) for vote in disk) for disk in votes]
     found: list[Any] = []
     for each in candidates(disks):
-        giver = next(
+        sender = next(
             process for process, disk in enumerate(disks) if each.step in disk and disk[each.step].save == each.save
         )
         in_run = (each.step, each.save) == (of_run.step, of_run.save)
-        found.append([each.step, each.save, giver, _known(each, needs_positions), in_run])
+        found.append([each.step, each.save, sender, _known(each, needs_positions), in_run])
     return {'candidates': found, 'run': of_run.step}
 
 
 def _known(candidate: Candidate, needs_positions: bool) -> str:
     if needs_positions and candidate.positions > 0:
         return f'{candidate.positions} positions of data iterators are on no disk'
-    return 'ask' if candidate.missing else ''
+    return _UNKNOWN if candidate.missing else ''
 
 
-def _asked(coordinator: Coordinator, part: Part | None) -> str:
-    """Asks the disks which chunks they have; '' if they have all, else what is missing."""
+def _missing_chunks(coordinator: Coordinator, part: Part | None) -> str:
+    """Gathers which chunks the disks have; '' if they have all, else what is missing."""
     numbers = None if part is None else part.numbers()
     vote = None if numbers is None or part is None else [numbers.count, encode_bits(numbers.bits(part.there))]
 

@@ -76,7 +76,7 @@ class OneTier:
     def wait_until_persisted(self, step: int | None) -> None:
         """Does nothing: a save that ended is in the run's storage."""
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:  # noqa: ARG002
+    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:  # noqa: ARG002
         """Restores a step of the run; ``run`` carries out a request."""
         return run(request)
 

@@ -11,7 +11,7 @@ import re
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.errors import T5CkptError
+from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, step_dir
@@ -83,7 +83,7 @@ class Part:
         """Where a restore reads it."""
         return Located(self.storage, step_dir(self.step), MANIFEST, self.step)
 
-    def whole_lists(self) -> list[int]:
+    def complete_lists(self) -> list[int]:
         """The indices of the lists all of whose files are there."""
         return [
             int(match[1])
@@ -92,14 +92,26 @@ class Part:
         ]
 
     def as_vote(self) -> DiskStep:
-        """What the disk tells of it."""
-        return DiskStep(self.save, next(iter(self.whole_lists()), -1), self.count, positions_in(self.there))
+        """What this process reports of it."""
+        return DiskStep(self.save, next(iter(self.complete_lists()), -1), self.count, positions_in(self.there))
 
     def numbers(self) -> ChunkNumbers:
-        """The numbers of the chunks of the whole step."""
+        """The numbers of all chunks of the step."""
         leaves = read_contents(self.located, RawFiles(self.manifest, self.sidecar)).leaves()
         arrays = [leaf.array for leaf in leaves.values() if hasattr(leaf, 'array')]
         return ChunkNumbers({array.location: array.grid for array in arrays})
+
+
+def is_incomplete(storage: Storage, step: int) -> bool:
+    """Whether a local directory has only the part of one of several processes, which a job of one process cannot restore."""
+    if not storage.is_file(join(step_dir(step), COPIES)):
+        return False
+    try:
+        part = Part.read(storage, step)
+    except FormatError:
+        # The reader says what is damaged.
+        return False
+    return len(part.lists) < part.count
 
 
 def positions_in(names: frozenset[str]) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,8 @@
 """Brings the files that a restore reads, and that the disk of a process lacks, to its local directory.
 
 They come from the disks of other processes, with one exchange, or from the run's storage if it has the same save. They are
-written to the local directory, so afterwards the disk is whole again for the next restart. A file that its sender finds damaged
-is deleted and counts as absent; the processes then ask again.
+written to the local directory, so the disk is complete again for the next restart. A file that its sender finds damaged
+is deleted and counts as absent; the processes then repeat the exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_gifts, union
+from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import File, exchange
 from t5ckpt.tiers.part import Part
 
@@ -46,12 +46,13 @@ class Provided:
 class Provider:
     """Provides the files of one step; every process has one, and calls it at the same point."""
 
-    def __init__(self, coordinator: Coordinator, part: Part, run: Storage | None):
-        """Takes the part of this process, and the run's storage if it has the same save."""
+    def __init__(self, coordinator: Coordinator, part: Part, run: Storage | None, budget_bytes: int):
+        """Takes the part of this process, the run's storage if it has the same save, and the byte budget of the restore."""
         self.part = part
         self.provided = Provided()
         self._coordinator = coordinator
         self._run = run
+        self._budget_bytes = budget_bytes
         self._storage, self._directory = part.storage, step_dir(part.step)
         self._entries: dict[str, FileEntry] = dict(part.checksums)
         self._there = set(part.there)
@@ -69,18 +70,18 @@ class Provider:
         Raises:
           CorruptCheckpointError: a chunk is nowhere, in all processes.
         """
-        numbers, asking = self.part.numbers(), first
+        numbers, at = self.part.numbers(), first
         for turn in range(_TURNS + 1):
             lacking = [name for name in names if name not in self._there]
             wants = None if turn else self._wanted_positions(prefix)
-            asked = self._ask(asking, numbers, lacking, wants)
-            if asked is None:
+            missing = self._missing(at, numbers, lacking, wants)
+            if missing is None:
                 break
             if turn == _TURNS:
                 raise CorruptCheckpointError(
                     f'{self._url()}: files of the local directories are damaged again and again.'
                 )
-            asking = self._turn(numbers, lacking, wants, asked)
+            at = self._turn(numbers, lacking, wants, missing)
         self.provided.own = sum(self._entries[name][0] for name in names if name not in self._brought)
         return FileChecksums({name: self._entries[name] for name in self._there})
 
@@ -97,8 +98,8 @@ class Provider:
         return sorted(name for name in self._there if name.startswith(prefix))
 
     @staticmethod
-    def _ask(
-        asking: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None
+    def _missing(
+        at: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None
     ) -> dict[str, Any] | None:
         """What any process lacks; None if that is nothing."""
         vote = [encode_bits(numbers.bits(lacking)), wants]
@@ -108,36 +109,36 @@ class Provider:
             prefixes = sorted({prefix for _, prefix in votes if prefix is not None})
             return {'chunks': bits, 'prefixes': prefixes} if bits or prefixes else None
 
-        return asking.reduce_on_leader(Phase.NEED, vote, decide)
+        return at.reduce_on_leader(Phase.NEED, vote, decide)
 
     def _turn(
-        self, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None, asked: dict[str, Any]
+        self, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None, missing: dict[str, Any]
     ) -> CoordinationRound:
         """Exchanges what the disks have of that, and fetches the rest from the run's storage.
 
         Returns:
-          The round of the next question.
+          The next round.
         """
-        chunks = decode_bits(asked['chunks'], numbers.count)
-        positions = [name for prefix in asked['prefixes'] for name in self._positions(prefix)]
-        vote = [encode_bits(numbers.bits(self._there) & chunks), positions]
-        given = self._coordinator.round(_ACTION)
-        answer = given.reduce_on_leader(
-            Phase.GIVE,
+        chunks = decode_bits(missing['chunks'], numbers.count)
+        positions = [name for prefix in missing['prefixes'] for name in self._positions(prefix)]
+        vote = [encode_bits(numbers.bits(self._there) & chunks), positions, self._budget_bytes]
+        at = self._coordinator.round(_ACTION)
+        answer = at.reduce_on_leader(
+            Phase.SEND,
             vote,
-            lambda votes: _assigned(given, votes, chunks, numbers.count, has_run=self._run is not None),
+            lambda votes: _assigned(at, votes, chunks, numbers.count, has_run=self._run is not None),
         )
         if answer['lost']:
             raise CorruptCheckpointError(f'{self._url()}: {answer["lost"]}')
-        index = given.processes.index
-        gives = decode_bits(given.receive(f'gives/{index}').decode(), numbers.count)
+        index = at.processes.index
+        sends = decode_bits(at.receive(f'sends/{index}').decode(), numbers.count)
         nowhere = decode_bits(answer['nowhere'], numbers.count)
-        names = numbers.chosen(sorted(self._there), gives)
-        names += [name for name, giver in answer['positions'].items() if giver == index]
+        names = numbers.chosen(sorted(self._there), sends)
+        names += [name for name, sender in answer['positions'].items() if sender == index]
         wanted = {*lacking, *(name for name in answer['positions'] if wants is not None and name.startswith(wants))}
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
-            exchange(self._sent(names), wanted - self._there, self._receive)
+            exchange(self._sent(names), wanted - self._there, self._receive, answer['budget'])
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
             if wants is not None and not self._positions(wants):
                 from_run += self._positions_of_run(wants)
@@ -210,20 +211,19 @@ class Provider:
         return before - len(self._there)
 
 
-def _assigned(
-    given: CoordinationRound, votes: Sequence[Any], chunks: Any, count: int, *, has_run: bool
-) -> dict[str, Any]:
-    """On process 0: who sends what. Each process receives the bitmap of what it sends on its own."""
-    gifts = plan_gifts(chunks, [text for text, _ in votes], count)
-    for process, text in enumerate(gifts.gives):
-        given.share(f'gives/{process}', text.encode())
+def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: int, *, has_run: bool) -> dict[str, Any]:
+    """On process 0: assigns the sends. Each process receives only the bitmap of its own."""
+    plan = plan_sends(chunks, [text for text, *_ in votes], count)
+    for process, text in enumerate(plan.sends):
+        at.share(f'sends/{process}', text.encode())
     positions: dict[str, int] = {}
-    for process, (_, names) in enumerate(votes):
+    for process, (_, names, _) in enumerate(votes):
         for name in names:
             positions.setdefault(name, process)
-    missing = num_bits(gifts.nowhere)
+    missing = num_bits(plan.nowhere)
     lost = '' if has_run or not missing else f'{missing} of {count} chunks are on no disk.'
-    return {'nowhere': encode_bits(gifts.nowhere), 'positions': positions, 'lost': lost}
+    budget = min(bytes_held for *_, bytes_held in votes)
+    return {'nowhere': encode_bits(plan.nowhere), 'positions': positions, 'lost': lost, 'budget': budget}
 
 
 def begin_part(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:

@@ -1,7 +1,7 @@
 """Restores the newest step of either tier, and fetches it ahead.
 
 A local step is read as any other checkpoint. If one of its files is damaged, the run's storage provides the file, if it has the
-same save, or else the whole step, if it has that. Otherwise the error is raised, as without tiers.
+same save, or else the step is read from there, if it has that. Otherwise the error is raised, as without tiers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Counted:
 def restore_from_tiers(
     tiers: TierCatalog, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any]
 ) -> Any:
-    """Restores a step of either tier, and logs which, and how many bytes each tier gave.
+    """Restores a step of either tier, and logs which, and how many bytes were read from each tier.
 
     Raises:
       CheckpointNotFoundError: no tier has the step.
@@ -61,29 +61,35 @@ def restore_from_tiers(
     choice = tiers.choose(request.call.step)
     step, counted = choice.step, _Counted(request.progress)
     call = dataclasses.replace(request.call, step=step)
-    asked = dataclasses.replace(request, call=call, progress=counted)
+    from_run = dataclasses.replace(request, call=call, progress=counted)
     fetched, is_local = 0, choice.is_local
     if step is None or not is_local:
-        restored = run_restore(asked)
+        restored = run_restore(from_run)
     else:
-        local = dataclasses.replace(asked, storage=tiers.local)
+        local = dataclasses.replace(from_run, storage=tiers.local)
         try:
             restored = run_restore(local)
         except _DAMAGES as error:
             found = _mended(tiers, step, error)
             fetched, is_local, counted.nbytes = found or 0, found is not None, 0
-            restored = run_restore(local if is_local else asked)
+            restored = run_restore(local if is_local else from_run)
             if not is_local:
                 _put_aside(tiers, step)
-    of_local, of_run = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
+    local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
     urls = tiers.local.url(), tiers.run.url()
     _log.info(
-        't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s', step, of_local, urls[0], of_run, urls[1]
+        't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s',
+        step,
+        local_bytes,
+        urls[0],
+        run_bytes,
+        urls[1],
     )
     if request.call.step is None and step is not None:
         for each, reason in sorted(tiers.unusable().items()):
             if each > step or (each == step and not choice.is_local):
                 _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
+        _put_parts_aside(tiers, step)
     return restored
 
 
@@ -112,7 +118,7 @@ def _mended(tiers: TierCatalog, step: int, error: T5CkptError) -> int | None:
 
 
 def _put_aside(tiers: TierCatalog, step: int) -> None:
-    """Renames a damaged local step, which the run's storage has whole."""
+    """Renames a damaged local step that is complete in the run's storage."""
     if tiers.read_only:
         return
     where = tiers.local.url(step_dir(step))
@@ -122,6 +128,19 @@ def _put_aside(tiers: TierCatalog, step: int) -> None:
         _log.warning('t5ckpt: %s is damaged, and could not be renamed: %s', where, error)
     else:
         _log.error('t5ckpt: %s is damaged and was renamed to %s', where, tiers.local.url(aside))
+
+
+def _put_parts_aside(tiers: TierCatalog, step: int) -> None:
+    """Renames the newer parts that a job of several processes saved: the training of this process passes their steps again."""
+    if tiers.read_only:
+        return
+    for each in tiers.foreign_parts():
+        if each > step:
+            aside = rename_damaged(tiers.local, each, tiers.clock)
+            _log.warning(
+                't5ckpt: local step %d was not restored: %s has the part of one of several processes; it was renamed to %s',
+                each, tiers.local.url(), aside,
+            )  # fmt: skip
 
 
 class Prefetch:

@@ -54,24 +54,26 @@ class SharedRestore:
         self._coordinator = coordinator
         self._drop_intent = drop_intent
 
-    def restore(self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:
+    def restore(
+        self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], *, has_iterator: bool
+    ) -> Any:
         """Restores a step, and logs which, and how many bytes came from where.
 
         Args:
           request: of the call.
           run_restore: carries out a request.
-          moves: whether the checkpointer has a data iterator.
+          has_iterator: whether the checkpointer has a data iterator.
 
         Raises:
           CheckpointNotFoundError: there is no step.
-          CorruptCheckpointError: the disks do not have the step whole, and the run's storage does not have it.
+          CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
         """
-        positions = moves and not request.call.leaves_iterator
-        asked = request.call.step
-        of_run = functools.partial(self._of_run, asked)
+        positions = has_iterator and not request.call.leaves_iterator
+        wanted = request.call.step
+        of_run = functools.partial(self._of_run, wanted)
         for attempt in range(_ATTEMPTS):
             parts = parts_in(self._local)
-            found = look(self._coordinator, parts, of_run, asked, needs_positions=positions)
+            found = look(self._coordinator, parts, of_run, wanted, needs_positions=positions)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found, parts)
@@ -84,7 +86,7 @@ class SharedRestore:
                 if outcome is None:
                     continue
                 (restored,) = outcome
-            if asked is None:
+            if wanted is None:
                 self._put_aside(found)
             return restored
         raise AssertionError('the last attempt returns or raises')
@@ -110,7 +112,7 @@ class SharedRestore:
         if found.step is None and found.refused:
             reasons = '; '.join(f'step {step}: {why}' for step, why in sorted(found.refused.items()))
             raise CorruptCheckpointError(
-                f'the local directories have no whole step, and {self._run.url()} does not have it: {reasons}.'
+                f'the local directories have no complete step, and {self._run.url()} does not have it: {reasons}.'
             )
         call = dataclasses.replace(request.call, step=request.call.step if found.step is None else found.step)
         restored = run_restore(dataclasses.replace(request, call=call, round=self._coordinator.round('a restore')))
@@ -129,14 +131,14 @@ class SharedRestore:
     ) -> tuple[Any] | None:
         """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
         part = self._completed(found, step, part if part is not None and part.save == found.save else None)
-        provider = Provider(self._coordinator, part, self._run if found.in_run else None)
+        provider = Provider(self._coordinator, part, self._run if found.in_run else None, request.reading.budget_bytes)
         call = dataclasses.replace(request.call, step=step)
         source = LocalSource(part.located, part.manifest, part.sidecar, provider)
-        asked = dataclasses.replace(
+        of_part = dataclasses.replace(
             request, call=call, storage=self._local, source=source, round=self._coordinator.round('a restore')
         )
         try:
-            restored = run_restore(asked)
+            restored = run_restore(of_part)
         except (CoordinationError, ProcessMissingError):
             raise
         except Exception as error:
@@ -144,10 +146,10 @@ class SharedRestore:
             if self._is_mended(error, provider, last=last):
                 return None
             raise
-        given = provider.provided
+        nbytes = provider.provided
         _log.info(
             't5ckpt: restored step %s: %d bytes of arrays from %s, %d from other processes, %d from %s',
-            found.step, given.own, self._local.url(), given.peers, given.run, self._run.url(),
+            found.step, nbytes.own, self._local.url(), nbytes.peers, nbytes.run, self._run.url(),
         )  # fmt: skip
         return (restored,)
 
@@ -156,15 +158,15 @@ class SharedRestore:
         at = self._coordinator.round(_ACTION)
         some_lack = at.reduce_on_leader(Phase.LOOK, part is None, any)
         if some_lack:
-            with at.failing_together(Phase.GIVE):
-                if at.processes.index == found.giver and part is not None:
+            with at.failing_together(Phase.SEND):
+                if at.processes.index == found.sender and part is not None:
                     at.share('manifest', part.manifest)
                     at.share('sidecar', part.sidecar)
                 if part is None:
                     self._remove(step)
                     files = at.receive('manifest'), at.receive('sidecar')
                     part = begin_part(self._local, step, *files, self._catalog.clock)
-            at.reduce_on_leader(Phase.GIVE, None, lambda _: None)
+            at.reduce_on_leader(Phase.SEND, None, lambda _: None)
         if part is None:
             raise AssertionError('every process has a part now')
         return part

@@ -1,6 +1,6 @@
 """The upload of a step that several processes saved: each sends the files of its list, and process 0 commits with the manifest.
 
-Process 0 decides which step is uploaded, and tells the others with orders: numbered keys of the coordination service, in a
+Process 0 decides which step is uploaded, and sends orders to the others: numbered keys of the coordination service, in a
 channel of their own. The other processes wait for orders in a thread, without a barrier and without a time-out, since an upload
 may take hours. An order is answered when the files are in the run's storage. The last order is the end, from ``close`` in
 process 0.
@@ -81,7 +81,7 @@ class Orders:
         return [json.loads(data) for data in found.values()]
 
     def stop(self, number: int) -> None:
-        """Tells the others to end the work on an order."""
+        """Ends the work of the others on an order."""
         self.processes.put(f'{self._prefix}/stop/{number}/0', b'1', _CALL_SECONDS)
 
     def is_stopped(self, number: int) -> bool:
@@ -189,7 +189,7 @@ class Leader:
                 raise NotUploadableError(answer['fatal'])
             if 'error' in answer:
                 raise StorageError(0, answer['error'])
-        there = {index for answer in answers for index in answer['lists']} | set(part.whole_lists())
+        there = {index for answer in answers for index in answer['lists']} | set(part.complete_lists())
         missing = sorted(set(range(part.count)) - there)
         if missing:
             raise NotUploadableError(
@@ -324,4 +324,4 @@ class Follower:
             raise
         except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
             return {'error': f'process {self._orders.processes.index}: {type(error).__name__}: {error}'}
-        return {'lists': part.whole_lists(), 'nbytes': nbytes}
+        return {'lists': part.complete_lists(), 'nbytes': nbytes}

@@ -20,6 +20,7 @@ from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
+from t5ckpt.tiers.coverage import DiskStep, candidates
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
 from t5ckpt.tiers.several import SharedRestore
@@ -28,7 +29,7 @@ from t5ckpt.tiers.uploads import Uploads
 
 
 class Tiers:
-    """The local directory and the run's storage ; :class:`OneTier` has the same methods.
+    """The local directory and the run's storage; :class:`OneTier` has the same methods.
 
     Attributes:
       local: the storage that saves write to.
@@ -62,7 +63,9 @@ class Tiers:
         self._coordinator = coordinator
         self._dir = LocalDir(self.local, run, options.keep, read_only=read_only)
         self.retention = Retention(self.local, KeepLatest(options.keep), clock)
-        self.catalog = self.facts = TierCatalog(self._dir, self._open, self.retention, of_run, clock)
+        self.catalog = self.facts = TierCatalog(
+            self._dir, self._open, self.retention, of_run, clock, has_parts=lambda: not self._is_single
+        )
         self._uploads = Uploads(options, self._dir, self.catalog)
         self._prefetch: Prefetch | None = None
         self._has_joined = False
@@ -110,19 +113,16 @@ class Tiers:
         self._has_joined = True
 
     def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
-        """On process 0: the id, and which of the waiting steps are uploaded: those whose lists are all there."""
+        """On process 0: the id, and which of the waiting steps are uploaded: those of which the disks have all files.
+
+        Process 0 sends manifest and sidecar, so its disk must have a part. The job may have had another number of processes.
+        """
         agreed = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
-        saves: dict[int, set[str]] = {}
-        lists: dict[int, set[int]] = {}
-        for vote in votes:
-            for step, save, indices in vote['waiting']:
-                saves.setdefault(step, set()).add(save)
-                lists.setdefault(step, set()).update(indices)
-        own = {step: save for step, save, _ in votes[0]['waiting']}
-        waiting = [
-            step for step, found in saves.items() if found == {own.get(step)} and lists[step] >= set(range(len(votes)))
-        ]
-        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(saves.keys() - set(waiting))}
+        disks = [dict(DiskStep.of(each) for each in vote['waiting']) for vote in votes]
+        own = {step: part.save for step, part in disks[0].items()}
+        waiting = {each.step for each in candidates(disks) if not each.missing and each.save == own.get(each.step)}
+        dropped = {step for disk in disks for step in disk} - waiting
+        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(dropped)}
 
     def begin_save(self) -> None:
         """Creates, locks and checks the local directory, in the caller's thread.
@@ -156,15 +156,16 @@ class Tiers:
         self._open()
         self._uploads.wait(step)
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, moves: bool) -> Any:
-        """Restores a step of either tier; ``run`` carries out a request, ``moves`` says whether there is a data iterator."""
+    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:
+        """Restores a step of either tier; ``run`` carries out a request. ``has_iterator``: there is a data iterator."""
         if request.call.path is not None:
             return run(request)
         if self._prefetch is not None:
             self._prefetch.wait()
         if not self._is_single:
             self._join()
-            return SharedRestore(self.catalog, self._coordinator, self._uploads.drop).restore(request, run, moves=moves)
+            several = SharedRestore(self.catalog, self._coordinator, self._uploads.drop)
+            return several.restore(request, run, has_iterator=has_iterator)
         return restore_from_tiers(self.catalog, request, run)
 
     def prefetch(self) -> None:

@@ -17,6 +17,7 @@ from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.tiers.catalog import TierCatalog
+from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.part import Part
@@ -69,16 +70,16 @@ class Uploads:
             self._queue.add(found)
 
     def waiting_parts(self) -> list[list[Any]]:
-        """The steps that wait, of a job of several processes: (step, save, indices of the whole lists) of each."""
+        """The votes on the steps that wait, of a job of several processes; see :class:`DiskStep`."""
         self._intents.collect()
         found: list[list[Any]] = []
         for step in self._intents.steps():
             try:
                 part = Part.read(self.local, step)
             except T5CkptError:
-                found.append([step, '', []])
+                found.append(DiskStep('', -1, 1).vote(step))
             else:
-                found.append([step, part.save, part.whole_lists()])
+                found.append(part.as_vote().vote(step))
         return found
 
     def join(self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int]) -> None:

@@ -28,10 +28,11 @@ DEAD = {'error': ['Dead', 'the process has ended']}
 
 
 @functools.cache
-def _nurseries() -> list[Nursery]:
+def _nurseries(preload: str) -> list[Nursery]:
     """Two, so that not all processes of a job have the same hashes, and with them the same order of each set."""
     path = os.pathsep.join(map(str, (_ROOT, _HERE, _HERE.parent)))
-    found = [Nursery('worker', {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path}) for _ in range(2)]
+    environment = {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path, **({'LD_PRELOAD': preload} if preload else {})}
+    found = [Nursery('worker', environment) for _ in range(2)]
     for nursery in found:
         atexit.register(nursery.close)
     return found
@@ -40,15 +41,15 @@ def _nurseries() -> list[Nursery]:
 class Job:
     """Processes that wait for orders; each order is a function of scenarios.py that all of them call at once."""
 
-    def __init__(self, count: int, devices: int):
-        """Starts the processes, each with so many CPU devices."""
+    def __init__(self, count: int, devices: int, preload: str = ''):
+        """Starts the processes, each with so many CPU devices; ``preload`` is faultshim.so, which two processes do not share."""
         self.count = count
         self._logs = tempfile.TemporaryDirectory(prefix='job-')
         with socket.socket() as probe:
             probe.bind(('127.0.0.1', 0))
             port = probe.getsockname()[1]
         environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
-        nurseries = _nurseries()
+        nurseries = _nurseries(preload)
         self.processes: list[Process] = []
         for index in range(count):
             with self._log(index).open('wb') as log:

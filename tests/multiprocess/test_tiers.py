@@ -1,13 +1,21 @@
-"""Four real processes with a local directory each: all back, disks in another order, lost, and damaged; kills; a bucket away."""
+"""Four real processes with a local directory each: all back; disks in another order, lost, damaged and full; kills; the bucket's
+troubles."""
 
+import contextlib
+import pickle
 import shutil
 import time
 
+import numpy as np
 import pytest
+import scenarios
+from crash import powercut
 from job import DEAD, HEARTBEAT_SECONDS, Job
-from support import t5x_rules
+from support import faultshim, t5x_rules
+from support.cli import t5ckpt_cli
 
 import t5ckpt
+from t5ckpt.errors import CorruptCheckpointError, LocalDirError, StepMismatchWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -64,6 +72,26 @@ def test_all_back(four, place):
         own, peers, run = answer['bytes']
         assert (answer['step'], answer['position'], peers, run) == (3, 3, 0, 0)
         assert own > 0
+    check_parts(place)
+
+
+def check_parts(place):
+    """What the verbs and the readers of one checkpoint say of the part of one process."""
+    for index, disk in enumerate(place.disks):
+        report = t5ckpt.verify(disk, 3, full=True)
+        assert (report.damages, report.notes, report.part) == ((), (), f'process {index} of {COUNT}')
+    text = t5ckpt_cli('verify', place.disks[1])
+    assert f'the part of process 1 of {COUNT}: complete (presence and sizes' in text
+    with pytest.raises(
+        CorruptCheckpointError, match=r'is the part of process 1 of 4: .* in a job of several processes'
+    ):
+        t5ckpt.load_t5x_checkpoint(place.disks[1])
+    with pytest.raises(CorruptCheckpointError, match='is the part of process 1 of 4'):
+        t5ckpt.copy_checkpoint(place.disks[1], place.run.parent / 'copy')
+    (chunk, *_) = (place.disks[1] / 'checkpoint_3' / 'target.rows').glob('[0-9]*')
+    chunk.unlink()
+    (damage,) = t5ckpt.verify(place.disks[1]).damages
+    assert (damage.kind, damage.file) == ('missing', f'target.rows/{chunk.name}')
 
 
 def test_disks_in_another_order(four, place):
@@ -92,6 +120,7 @@ def test_a_lost_disk_is_filled_by_the_replicas(four, place, lost):
 def test_fewer_processes_and_another_mesh(four, two, place):
     """The union of the disks that are left has the step; each process gets what its devices need now."""
     saved(four, place, [1, 2], persist=[1], iterator=False)
+    check_one_process(place)
     options = {'persist': [], 'iterator': False}
     two.run('tiers', place.run, TWICE, options | {'shape': [4, 2]}, each=[str(place.disks[3]), str(place.disks[0])])
     answers = two.run('tiers_restore')
@@ -102,6 +131,53 @@ def test_fewer_processes_and_another_mesh(four, two, place):
     assert two.run('tiers_wait') == [None] * 2
     two.run('tiers_close')
     assert t5ckpt.verify(place.run / 'checkpoint_3', full=True).ok
+
+
+def check_one_process(place):
+    """A job of one process has only a part of the newest step: it restores the bucket's, and saves that step again."""
+    state, options = scenarios.state(2, leaves=TWICE), {'persist_policy': t5ckpt.SaveAt([])}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place.run, local_dir=place.disks[1], **options) as ck:
+        assert ck.all_steps() == [1]
+        found = np.asarray(ck.restore()['target']['small'])
+        assert np.array_equal(found, scenarios.full('target/small', (64,), 'float32', 1))
+        with pytest.warns(StepMismatchWarning):
+            assert ck.save(state, step=2).step == 2
+    assert t5ckpt.verify(place.disks[1], full=True).part is None
+    assert [name[:22] for name in place.steps_on(1)] == ['checkpoint_1', 'checkpoint_2', 'checkpoint_2.damaged-1']
+
+
+def test_more_processes(four, two, place, tmp_path):
+    """The new processes have empty disks; the upload that waited is carried out by all of them."""
+    trouble, options = tmp_path / 'trouble', {'iterator': False, 'persist': [2]}
+    disks = [str(disk) for disk in place.disks[:2]]
+    two.run('tiers', place.run, TWICE, options | {'trouble': str(trouble)}, each=disks)
+    trouble.write_text('away')
+    two.run('tiers_save', 2)
+    two.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == []
+    place.begin(four, order=[0, 2, 1, 3], iterator=False, persist=[])
+    answers = four.run('tiers_restore')
+    assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(2, 0)] * COUNT
+    assert [answer['bytes'][1] > 0 for answer in answers] == [False, True, False, True]
+    assert four.run('tiers_wait', 2) == [None] * COUNT
+    four.run('tiers_close')
+    assert t5ckpt.verify(place.run / 'checkpoint_2', full=True).ok
+    assert t5ckpt.verify(place.disks[3], full=True).part == 'copies of the files of 2 processes'
+
+
+def test_both_holders_of_a_position_lost(four, place):
+    """The arrays are on the disks, and the position of process 1 is not: the bucket's step, unless no position is wanted."""
+    saved(four, place, [1, 2], persist=[1])
+    for disk in (1, 3):
+        (position,) = (place.disks[disk] / 'checkpoint_2').glob('train_ds-001-of-004*')
+        position.unlink()
+    place.begin(four, persist=[])
+    answers = four.run('tiers_restore', 2, 2, False)
+    assert [(answer['position'], answer['bytes'][1:]) for answer in answers] == [(0, [0, 0])] * COUNT
+    four.run('tiers_close')
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(1, 1)] * COUNT
+    assert '1 positions of data iterators are on no disk' in ' '.join(answers[0]['why'])
 
 
 def test_both_holders_lost(four, place):
@@ -180,37 +256,44 @@ def test_a_trainer_starts_without_process_0s_disk(four, place):
     assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_2']] * COUNT
 
 
-def test_the_bucket_is_away_for_a_while(four, place, tmp_path):
-    """Saves go on, the newest step is uploaded when it is back, and nothing that waits is deleted."""
-    away = tmp_path / 'away'
-    place.begin(four, persist=[1, 2, 3, 4, 5], away=str(away), local_keep=1)
+def test_the_bucket_is_away_then_full_then_slow(four, place, tmp_path):
+    """Saves go on, the newest step is uploaded when it can be, and nothing that waits is deleted."""
+    trouble = tmp_path / 'trouble'
+    place.begin(four, persist=[1, 2, 3, 4, 5, 6], trouble=str(trouble), local_keep=1)
     assert four.run('tiers_save', 1) == [1] * COUNT
     assert four.run('tiers_wait', 1) == [None] * COUNT
-    away.touch()
-    for step in (2, 3, 4, 5):
-        assert four.run('tiers_save', step) == [step] * COUNT
-    errors = four.run('tiers_wait')
-    assert all('not in' in text and 'injected: the bucket is away' in text for text in errors)
-    away.unlink()
+    for kind, steps in (('away', (2, 3)), ('full', (4, 5))):
+        trouble.write_text(kind)
+        for step in steps:
+            assert four.run('tiers_save', step) == [step] * COUNT
+        errors = four.run('tiers_wait')
+        while kind not in errors[0]:
+            # The attempt had begun before.
+            errors = four.run('tiers_wait')
+        assert all('not in' in text and f'injected: the bucket is {kind}' in text for text in errors)
+        assert all(f'checkpoint_{steps[-1]}' in place.steps_on(disk) for disk in range(COUNT))
+    trouble.write_text('slow')
+    assert four.run('tiers_save', 6) == [6] * COUNT
+    assert t5ckpt.all_steps(place.run) == [1], 'the save does not wait for the upload'
     deadline = time.monotonic() + 90
     while four.run('tiers_wait') != [None] * COUNT:
         assert time.monotonic() < deadline
     four.run('tiers_close')
-    assert t5ckpt.all_steps(place.run) == [1, 5]
-    assert t5ckpt.verify(place.run / 'checkpoint_5', full=True).ok
-    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_5']] * COUNT
+    assert t5ckpt.all_steps(place.run)[-1] == 6
+    assert t5ckpt.verify(place.run / 'checkpoint_6', full=True).ok
+    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_6']] * COUNT
 
 
 def test_a_step_that_waits_is_uploaded_by_the_next_start(four, place, tmp_path):
     """Also from disks in another order."""
-    away = tmp_path / 'away'
-    place.begin(four, persist=[1, 2], away=str(away))
+    trouble = tmp_path / 'trouble'
+    place.begin(four, persist=[1, 2], trouble=str(trouble))
     four.run('tiers_save', 1)
     four.run('tiers_wait')
-    away.touch()
+    trouble.write_text('away')
     four.run('tiers_save', 2)
     four.run('tiers_close')
-    away.unlink()
+    trouble.unlink()
     assert t5ckpt.all_steps(place.run) == [1]
     place.begin(four, order=[3, 0, 1, 2], persist=[])
     assert [answer['step'] for answer in four.run('tiers_restore')] == [2] * COUNT
@@ -224,6 +307,60 @@ def test_one_directory_for_two_processes_is_refused_by_all(four, place):
     errors = four.errors('tiers_save', 1)
     assert all('is in use by another process' in text for _, text in errors)
     four.run('tiers_close')
+
+
+def test_another_run_in_the_same_directory_is_refused_by_all(four, place, tmp_path):
+    """While it runs, and afterwards; and it is not disturbed."""
+    values = {'w': np.arange(8.0), 'step': np.int32(7)}
+    with t5ckpt.Checkpointer(values, None, tmp_path / 'other', local_dir=place.disks[1]) as other:
+        other.save(values)
+        place.begin(four)
+        errors = four.errors('tiers_save', 1)
+        assert all('is in use by another process' in text for _, text in errors)
+        four.run('tiers_close')
+        assert other.restore()['step'] == 7
+    place.begin(four)
+    errors = four.errors('tiers_save', 1)
+    assert all('has the local checkpoints of' in text for _, text in errors)
+    # This process is the other run now.
+    saved(four, Place(tmp_path / 'mine'), [1], persist=[])
+    with (
+        pytest.raises(LocalDirError, match='has the local checkpoints of'),
+        t5ckpt.Checkpointer(values, None, tmp_path / 'other', local_dir=tmp_path / 'mine/disk2') as other,
+    ):
+        other.save(values)
+    assert t5ckpt.all_steps(place.disks[1]) == [7]
+
+
+# An operation of the local directory of process 2, and the error: for chunks, the list of files, the note that the step waits for
+# its upload, and before and in the commit.
+FAULTS = [
+    ('open_kvstore', 'checkpoint_', 'full'),
+    ('write', 'integrity.2.json', 'eio'),
+    ('write', 'copies.json', 'full'),
+    ('write', 'to_persist/', 'full'),
+    ('sync_tree', 'checkpoint_', 'eio'),
+    ('publish', 'checkpoint_', 'eio'),
+]
+
+
+def test_a_local_disk_is_full_or_fails(four, place):
+    """The save fails in all processes and leaves nothing; the steps before it are there, and the next save is uploaded."""
+    saved(four, place, [1])
+    kinds = {'full': 'NoSpaceError', 'eio': 'StorageError'}
+    for number, (operation, key, error) in enumerate(FAULTS):
+        step = 2 + number
+        before = [place.steps_on(disk) for disk in range(COUNT)]
+        place.begin(four, local_hook=[2, operation, key, error])
+        errors = four.errors('tiers_save', step)
+        assert errors[2][0] == kinds[error], (operation, errors)
+        assert all(kind == 'RemoteError' and 'process 2' in text for kind, text in errors[:2] + errors[3:]), errors
+        four.run('tiers_close')
+        assert [place.steps_on(disk) for disk in range(COUNT)] == before, operation
+        assert not any(list((disk / '.t5ckpt/to_persist').iterdir()) for disk in place.disks), operation
+        saved(four, place, [step])
+        assert t5ckpt.latest_step(place.run) == step
+    assert [answer['step'] for answer in restored(four, place)] == [step] * COUNT
 
 
 def test_a_disk_of_another_run_is_refused_by_all(four, place, tmp_path):
@@ -246,49 +383,106 @@ def test_local_directories_of_several_processes_are_not_read_only(four, place):
     four.run('tiers_close')
 
 
+class Jobs:
+    """Starts a job, or continues with one in which nobody was killed: a start takes longer than a test."""
+
+    def __init__(self):
+        self._job = None
+
+    @contextlib.contextmanager
+    def one(self, *, ends):
+        """A job; ``ends`` it afterwards, as an error does."""
+        self._job = self._job or Job(COUNT, 2)
+        try:
+            yield self._job
+        except BaseException:
+            self.end()
+            raise
+        if ends:
+            self.end()
+
+    def end(self):
+        if self._job is not None:
+            self._job.close()
+        self._job = None
+
+
+@pytest.fixture(scope='module')
+def jobs():
+    jobs = Jobs()
+    yield jobs
+    jobs.end()
+
+
+# Where: options of the save of step 2, the process that dies, and the step that is restored.
 KILLS = {
-    'the local save, process 2': ((2, 'write'), None, 1),
-    'the local save, process 0': ((0, 'write'), None, 1),
-    'the agreement': ((0, 2), None, 1),
-    'the upload, process 0': (None, (0, 'write', 'checkpoint_2'), 2),
-    'the upload, process 3': (None, (3, 'write', 'checkpoint_2'), 2),
-    'the commit of the upload': (None, (0, 'publish', 'checkpoint_2'), 2),
+    'the local save, process 2': ({'dies': (2, 'write')}, 2, 1),
+    'the local save, process 0': ({'dies': (0, 'write')}, 0, 1),
+    'the agreement': ({'dies': (0, 2)}, 0, 1),
+    'the renames of the commit, process 2': ({'local_hook': (2, 'publish', 'checkpoint_2', 'die')}, 2, 2),
+    'local retention, process 1': ({'local_hook': (1, 'delete_tree', 'checkpoint_1', 'die'), 'local_keep': 1}, 1, 2),
+    'the upload, process 0': ({'hook': (0, 'write', 'checkpoint_2')}, 0, 2),
+    'the upload, process 3': ({'hook': (3, 'write', 'checkpoint_2')}, 3, 2),
+    'the commit of the upload': ({'hook': (0, 'publish', 'checkpoint_2')}, 0, 2),
 }
 
 
 @pytest.mark.parametrize('where', KILLS)
-def test_sigkill(place, where):
+def test_sigkill(jobs, place, where):
     """kill -9 of one process; the job ends; all come back with the newest step that was agreed on, and from the disks alone."""
-    dies, hook, last = KILLS[where]
-    job = Job(COUNT, 2)
-    try:
-        place.begin(job, hook=hook, process_timeout=5.0)
+    options, killed, last = KILLS[where]
+    with jobs.one(ends=True) as job:
+        place.begin(job, process_timeout=5.0, **{name: options[name] for name in options if name != 'dies'})
         assert job.run('tiers_save', 1) == [1] * COUNT
-        if hook is None:
+        if 'hook' not in options:
             job.run('tiers_wait')
-        job.start('tiers_save', 2, dies)
+        job.start('tiers_save', 2, options.get('dies'))
         answers = job.answers(HEARTBEAT_SECONDS + 60)
-        if hook is None:
-            assert answers[dies[0]] == DEAD
-        else:
+        if answers[killed] != DEAD:
+            # It dies in the background.
             job.start('tiers_wait')
             answers = job.answers(HEARTBEAT_SECONDS + 60)
-            assert answers[hook[0]] == DEAD
-    finally:
-        job.close()
-    job = Job(COUNT, 2)
-    try:
+        assert answers[killed] == DEAD
+    # Its directory does not have the step, if it died before its rename.
+    lacks = 'renames' in where
+    with jobs.one(ends=False) as job:
         place.begin(job)
         answers = job.run('tiers_restore')
-        assert [(each['step'], each['position'], each['bytes'][1:]) for each in answers] == [
-            (last, last, [0, 0])
-        ] * COUNT
+        assert [(each['step'], each['position'], each['bytes'][2]) for each in answers] == [(last, last, 0)] * COUNT
+        assert [each['bytes'][1] > 0 for each in answers] == [lacks and index == killed for index in range(COUNT)]
         assert job.run('tiers_steps') == [[1, 2] if last == 2 else [1]] * COUNT
         assert job.run('tiers_save', 3) == [3] * COUNT
         assert job.run('tiers_wait') == [None] * COUNT
         job.run('tiers_close')
-    finally:
-        job.close()
     assert 3 in t5ckpt.all_steps(place.run)
     assert sorted(path.name for path in place.run.glob('checkpoint_*.*')) == []
     assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
+
+
+def test_the_power_of_both_machines_is_cut_in_a_save(place, tmp_path):
+    """Each disk verifies its part of every step that it lists, and lists the step if the save had returned."""
+    job, disks = Job(2, 4, str(faultshim.build(tmp_path))), place.disks[:2]
+    try:
+        leaves, trouble = ['target/rows', 'target/small', 'state/step'], tmp_path / 'trouble'
+        trouble.write_text('away')
+        options = {'trouble': str(trouble), 'persist': [2]}
+        job.run('tiers', place.run, leaves, options, each=[str(disk) for disk in disks])
+        job.run('tiers_save', 1)
+        before = [powercut.read_tree(disk) for disk in disks]
+        job.run('tiers_save_recorded', 2, each=[str(disk) for disk in disks])
+    finally:
+        job.close()
+    count, root = 0, tmp_path / 'cut'
+    for disk, (tree, links) in zip(disks, before, strict=True):
+        operations = pickle.loads(disk.with_suffix('.operations').read_bytes())
+        recording = powercut.Recording(tree, links, operations)
+        for cut, left in powercut.trees(recording, randoms=1, seed=0):
+            powercut.write_tree(root, left)
+            steps = t5ckpt.all_steps(root)
+            assert steps == [1, 2] or (steps == [1] and cut <= recording.returned), (cut, steps)
+            assert 2 not in steps or (root / '.t5ckpt/to_persist/2').exists(), cut
+            for step in steps:
+                t5ckpt.verify(root, step, full=True).raise_if_damaged()
+            shutil.rmtree(root)
+            count += 1
+    assert count >= 100

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import pickle
+import time
 
 import jax
 import numpy as np
 import scenarios
+from support import faultshim
 
 import t5ckpt
-from t5ckpt.errors import NotPersistedError, StorageError
+from t5ckpt.errors import NoSpaceError, NotPersistedError, StorageError
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -50,8 +53,8 @@ class DyingPolicy(t5ckpt.SaveEvery):
         return super().reason(moment)
 
 
-class Away(FaultyStorage):
-    """A storage that does not answer while a file exists."""
+class Troubled(FaultyStorage):
+    """A storage that is in the trouble that a file names while it exists: 'away', 'full' or 'slow'."""
 
     def __init__(self, inner, flag):
         super().__init__(inner)
@@ -59,8 +62,18 @@ class Away(FaultyStorage):
 
     def _count(self, name, key):
         super()._count(name, key)
-        if self._flag.exists():
+        trouble = self._flag.read_text() if self._flag.exists() else ''
+        if trouble == 'away':
             raise StorageError(5, 'injected: the bucket is away')
+        if trouble == 'full' and name in ('write', 'replace', 'open_kvstore'):
+            raise NoSpaceError(28, 'injected: the bucket is full')
+        if trouble == 'slow':
+            time.sleep(0.2)
+
+
+def eio():
+    """A bad sector, or a disk that is unplugged."""
+    raise StorageError(5, 'injected: input/output error')
 
 
 def _dies(done, total):
@@ -72,15 +85,20 @@ def tiers(directory, leaves, options, local):
     """Makes the checkpointer of this process, which the next orders use.
 
     ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'hook', (process, operation, key) of the run's
-    storage at which that process dies; 'away', a file while which exists the run's storage does not answer; 'iterator'.
+    storage at which that process dies; 'local_hook', (process, operation, key, function) of the local directory; 'trouble', the
+    file of :class:`Troubled` for the run's storage; 'iterator'.
     """
     options = dict(options)
     storage = open_storage(directory)
-    hook, away = options.pop('hook', None), options.pop('away', None)
+    hook, trouble = options.pop('hook', None), options.pop('trouble', None)
     if hook is not None and hook[0] == jax.process_index():
         storage = scenarios.HookedStorage(storage, hook[1], hook[2], scenarios.die)
-    if away is not None:
-        storage = Away(storage, away)
+    if trouble is not None:
+        storage = Troubled(storage, trouble)
+    hook = options.pop('local_hook', None)
+    if hook is not None and hook[0] == jax.process_index():
+        function = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio}[hook[3]]
+        local = scenarios.HookedStorage(open_storage(local), hook[1], hook[2], function)
     _held.update(leaves=leaves, positions=Positions())
     shape = options.pop('shape', (2, 4))
     persist = options.pop('persist', None)
@@ -105,6 +123,17 @@ def tiers_save(step, dies=None):
     return None if done is None else done.step
 
 
+def tiers_save_recorded(step, disk):
+    """Saves with a record of the changes of the local directory, which goes to a file beside it; see support/faultshim.py."""
+    shim = faultshim.Shim()
+    shim.arm(disk, record=True)
+    saved = tiers_save(step)
+    shim.mark()
+    shim.disarm()
+    pathlib.Path(disk).with_suffix('.operations').write_bytes(pickle.dumps(shim.operations()))
+    return saved
+
+
 class _Lines(logging.Handler):
     def __init__(self):
         super().__init__()
@@ -114,14 +143,16 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def tiers_restore(step=None, seed=None):
+def tiers_restore(step=None, seed=None, iterator=True):
     """Restores and checks the bits; what the log says of the sources, and the position of the iterator."""
     handler = _Lines()
     logging.getLogger('t5ckpt').addHandler(handler)
+    before = _resident(resets=True)
     try:
-        restored = _held['ck'].restore(step)
+        restored = _held['ck'].restore(step, restore_iterator=iterator)
     finally:
         logging.getLogger('t5ckpt').removeHandler(handler)
+    peak = _resident() - before
     (line,) = [line for line in handler.lines if 'restored step' in line]
     at = int(line.split('restored step ')[1].split(':')[0].split(' ')[0])
     for name in _held['leaves']:
@@ -134,7 +165,15 @@ def tiers_restore(step=None, seed=None):
     numbers = (
         [int(word) for word in line.split(':', 1)[1].replace(',', ' ').split() if word.isdigit()] if ':' in line else []
     )
-    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why}
+    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why, 'peak': peak}
+
+
+def _resident(*, resets=False):
+    """The largest resident size of this process in bytes; ``resets`` it to the present one first."""
+    if resets:
+        pathlib.Path('/proc/self/clear_refs').write_text('5')
+    (line,) = [line for line in pathlib.Path('/proc/self/status').read_text().splitlines() if line.startswith('VmHWM')]
+    return int(line.split()[1]) * 1024
 
 
 def tiers_restore_or_init(expected):

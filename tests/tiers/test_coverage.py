@@ -1,4 +1,4 @@
-"""Which step a set of disks has whole, and who sends what: the pure part."""
+"""Which step a set of disks covers, and which process sends which chunk: the pure part."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from t5ckpt.tiers.coverage import (
     decode_bits,
     encode_bits,
     num_bits,
-    plan_gifts,
+    plan_sends,
     union,
 )
 
@@ -33,7 +33,7 @@ def disk(**steps):
     return {int(name[1:]): DiskStep(*facts) for name, facts in steps.items()}
 
 
-def test_all_indices_of_one_save_are_whole_in_any_order():
+def test_all_indices_of_one_save_cover_a_step_in_any_order():
     disks = [disk(s5=('a', 1, 3)), disk(s5=('a', 2, 3)), {}, disk(s5=('a', 0, 3), s4=('b', 0, 1))]
     newest, older = candidates(disks)
     assert (newest.step, newest.save, newest.missing) == (5, 'a', ())
@@ -90,16 +90,16 @@ def test_a_bitmap_of_another_length_is_refused(count):
 @given(SETS, st.lists(SETS, max_size=5))
 def test_each_lacking_chunk_comes_from_one_holder(lacking, held):
     votes = [encode_bits(packed(chunks & lacking)) for chunks in held]
-    gifts = plan_gifts(packed(lacking), votes, COUNT)
-    gives = [chunks_of(decode_bits(text, COUNT)) for text in gifts.gives]
+    plan = plan_sends(packed(lacking), votes, COUNT)
+    sends = [chunks_of(decode_bits(text, COUNT)) for text in plan.sends]
     everywhere = set().union(*held) & lacking
-    assert sorted(chunk for each in gives for chunk in each) == sorted(everywhere)
-    assert all(given <= chunks for given, chunks in zip(gives, held, strict=True))
-    assert chunks_of(gifts.nowhere) == lacking - everywhere
+    assert sorted(chunk for each in sends for chunk in each) == sorted(everywhere)
+    assert all(sent <= chunks for sent, chunks in zip(sends, held, strict=True))
+    assert chunks_of(plan.nowhere) == lacking - everywhere
     assert chunks_of(union(votes, COUNT)) == everywhere
 
 
 def test_holders_of_the_same_chunks_share_the_work():
     votes = [encode_bits(packed(range(COUNT)))] * 4
-    gifts = plan_gifts(packed(range(COUNT)), votes, COUNT)
-    assert [len(chunks_of(decode_bits(text, COUNT))) for text in gifts.gives] == [4, 4, 4, 1]
+    plan = plan_sends(packed(range(COUNT)), votes, COUNT)
+    assert [len(chunks_of(decode_bits(text, COUNT))) for text in plan.sends] == [4, 4, 4, 1]

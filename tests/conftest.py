@@ -32,7 +32,15 @@ hypothesis.settings.load_profile('t5ckpt')
 
 # Files that take longest, slow tests included: a worker takes a whole file, so the last files that are begun must be short.
 _LONGEST = (
-    *('test_newcomer', 'test_examples', 'test_benchmarks', 'test_readme', 'test_store_faults', 'test_hostile'),
+    *(
+        'test_newcomer',
+        'test_examples',
+        'test_benchmarks',
+        'test_readme',
+        'test_site',
+        'test_store_faults',
+        'test_hostile',
+    ),
     *('test_dataset_libraries', 'test_notebooks', 'test_hf_logits', 'test_tf_peer', 'test_async', 'test_repair'),
     *('test_faults', 'test_leases', 'test_copy', 'test_hf', 'test_report', 'test_golden', 'test_roundtrip'),
     *('test_layouts', 'test_recovery_records', 'test_t5x_rules', 'test_faults_by_operation', 'test_object_stores'),

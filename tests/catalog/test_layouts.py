@@ -271,6 +271,9 @@ def test_rm_says_the_same_however_a_step_is_named(run_dir, make):
     assert tree(run_dir) == before
 
 
+@pytest.mark.parametrize(
+    'bucket', ['gs', *(pytest.param(name, marks=pytest.mark.slow) for name in ('az', 's3'))], indirect=True
+)
 @pytest.mark.parametrize(('make', 'layout'), [*MAKERS, (BOTH, 'orbax')])
 def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, layout, caplog):
     """Before the run has an index of its steps, and after the first save, which makes one."""

@@ -84,6 +84,7 @@ def text_of(page, selector):
 # --- in a browser ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_names_are_text_and_nothing_is_requested(browser, tmp_path):
     run = tmp_path / HOSTILE[0].replace('/', '|')
     saved(run, names=HOSTILE, metrics=HOSTILE).report(tmp_path / 'page.html')
@@ -135,6 +136,7 @@ def test_the_run_its_steps_and_their_metrics(page):
     assert page.run('document.querySelector("#timeline").layout.xaxis.type') == 'date'
 
 
+@pytest.mark.slow
 def test_curves_of_event_files_are_drawn_beside_saved_metrics(browser, tmp_path):
     run = saved(tmp_path / 'run')
     for directory, tag in (('eval', 'loss'), ('train', 'loss'), ('<b>bold<i>', 'loss')):
@@ -203,6 +205,7 @@ def test_100_gb_cost_what_is_sampled(tmp_path):
     assert (tmp_path / 'run.html').stat().st_size < 3 * 10**6
 
 
+@pytest.mark.slow
 def test_the_tree_is_in_the_order_of_numbers(browser, tmp_path):
     layers = {f'layers_{at}': {'w': np.full(3, at, np.float32)} for at in range(12)}
     state = {'opt_state': {'mu': np.ones(3, np.float32)}, 'target': layers}
@@ -319,6 +322,7 @@ def test_a_narrow_window_scrolls_in_one_direction(page):
 # --- what is read ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_large_checkpoint_is_sampled_and_the_page_says_so(browser, tmp_path):
     big = np.random.default_rng(0).standard_normal((2048, 1024)).astype(np.float32)
     big[0, 0] = np.nan
@@ -401,6 +405,7 @@ def test_a_leaf_of_no_finite_value(tmp_path):
 # --- arguments ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_which_steps(tmp_path, browser):
     run = saved(tmp_path / 'run')
 

@@ -29,11 +29,13 @@ def site(tmp_path_factory) -> pathlib.Path:
     return directory
 
 
+@pytest.mark.slow
 def test_every_page_is_there(site):
     pages = {path.relative_to(ROOT / 'docs').with_suffix('.html') for path in (ROOT / 'docs').glob('*.md')}
     assert {page for page in pages if not (site / page).is_file()} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('width', [390, 1280])
 def test_no_line_of_code_is_cut(site, tmp_path, width):
     need_chromium()
@@ -46,6 +48,7 @@ def test_no_line_of_code_is_cut(site, tmp_path, width):
             assert page.run(cut) == [], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('width', [390, 1280])
 def test_both_columns_of_a_table_of_calls_are_visible(site, tmp_path, width):
     need_chromium()
@@ -96,6 +99,7 @@ def test_the_api_reference_has_the_signatures():
     assert '<' not in ''.join(re.findall(r'^```py\n(.*?)^```\n\n:::', page, re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_every_public_name_is_described_once(site):
     text = (site / 'api.html').read_text(encoding='utf-8')
     ids = re.findall(r' id="([^"]+)"', text)
@@ -108,6 +112,7 @@ def test_every_public_name_is_described_once(site):
     assert [name for name in internal if f't5ckpt.{name}' in ids] == []
 
 
+@pytest.mark.slow
 def test_the_reference_links_pages_and_has_no_markup_of_docstrings(site):
     text = (site / 'api.html').read_text(encoding='utf-8')
     assert re.findall(r':(?:attr|class|func|meth|mod):', text) == []
@@ -118,12 +123,14 @@ def test_the_reference_links_pages_and_has_no_markup_of_docstrings(site):
         assert f'href="{messages}">docs/' in (site / page).read_text(encoding='utf-8')
 
 
+@pytest.mark.slow
 def test_it_asks_no_other_host_for_anything(site):
     """It reads offline, and tells nobody who reads it."""
     asked = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//', re.IGNORECASE)
     assert [page.name for page in site.rglob('*.html') if asked.search(page.read_text(encoding='utf-8'))] == []
 
 
+@pytest.mark.slow
 def test_messages_are_wrapped(site):
     """docs/site.css wraps the blocks of this class."""
     text = (site / 'errors.html').read_text(encoding='utf-8')
@@ -131,6 +138,7 @@ def test_messages_are_wrapped(site):
     assert '.language-text code' in (site / 'site.css').read_text(encoding='utf-8')
 
 
+@pytest.mark.slow
 def test_notebooks_are_pages(site):
     """With what their cells show; links to a notebook lead to its page."""
     page = (site / 'notebooks' / 'what-is-in-this-checkpoint.html').read_text(encoding='utf-8')
@@ -140,6 +148,7 @@ def test_notebooks_are_pages(site):
     assert [path for path in site.rglob('*.html') if '.ipynb"' in path.read_text(encoding='utf-8')] == []
 
 
+@pytest.mark.slow
 def test_the_search_works_from_a_disk_and_has_the_guide_at_the_first_or_second_place(site, tmp_path):
     need_chromium()
     guides = {
@@ -175,6 +184,7 @@ def test_the_search_works_from_a_disk_and_has_the_guide_at_the_first_or_second_p
         page.wait(f'{found}.length > 0')
 
 
+@pytest.mark.slow
 def test_the_copy_button_copies_a_block_as_it_stands(site, tmp_path):
     """Wrapped lines are one line, and no line is empty that is not so in the source."""
     need_chromium()

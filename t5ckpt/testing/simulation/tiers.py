@@ -35,8 +35,10 @@ def tier_saver(world: World, value: float, steps: Sequence[int], *, waits: bool 
         # Of two trainers with one local directory, the second is refused.
         with contextlib.suppress(LocalDirError), _checkpointer(world, value) as ck:
             for step in steps:
-                if ck.save(state_of(value), step=step) is not None:
-                    world.local.is_saved(step, value)
+                if ck.save(state_of(value), step=step) is None:
+                    # Another trainer has saved it.
+                    continue
+                world.local.is_saved(step, value)
                 if waits:
                     _wait_for(world, ck, step, value)
 

@@ -257,6 +257,9 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
         return made(what='added')
     if b is None:
         return made(what='removed')
+    if {a.kind, b.kind} == {'none', 'empty'}:
+        # Neither has values. Orbax stores None in the place of an empty container.
+        return None
     if bool(a.dtype) != bool(b.dtype) or (not a.dtype and (a.kind, a.value) != (b.kind, b.value)):
         return made(what='kind')
     if a.shape != b.shape:

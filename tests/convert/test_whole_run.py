@@ -5,6 +5,7 @@ import time
 
 import flax.serialization
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from support import forked
@@ -143,6 +144,17 @@ def test_a_conversion_that_was_killed_resumes(tmp_path):
         assert check(tmp_path / 'new', step).metrics == {'loss': 1.0 / (step + 1)}
         assert t5ckpt.verify(tmp_path / 'new', step, full=True).ok
     assert not [path for path in (tmp_path / 'new').iterdir() if '.tmp-' in path.name]
+
+
+def test_a_named_tuple_without_fields_is_equal_to_that_of_orbax(tmp_path):
+    """Orbax stores None in its place, so `t5ckpt diff` would never answer that the steps of both are equal."""
+    state = {'w': np.ones(3, np.float32), 'opt_state': (optax.EmptyState(),)}
+    with ocp.CheckpointManager(tmp_path / 'orbax') as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'ours') as checkpointer:
+        checkpointer.save(state, step=1)
+    assert t5ckpt.open_checkpoint(tmp_path / 'orbax')['opt_state/0'] is None
+    assert not t5ckpt.diff(tmp_path / 'orbax', tmp_path / 'ours')
 
 
 def test_wrong_arguments(run, tmp_path):

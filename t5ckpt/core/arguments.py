@@ -17,17 +17,8 @@ import numpy as np
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import did_you_mean, shown
 
-
-class _Default(str):
-    """A default, which differs in type from the same value that a caller passes."""
-
-    __slots__ = ()
-
-
 MODES = ('max', 'min')
 """Which values of a metric are the best."""
-MAX = _Default('max')
-"""The default of a mode, T5X's."""
 _KEY_WORD = re.compile(r'[A-Z]?[a-z]+|[A-Z]+')
 _LOW_IS_GOOD = {
     'cer',
@@ -46,6 +37,16 @@ _LOW_IS_GOOD = {
 }
 # In the name of a metric, they turn the meaning of such a word around.
 _TURNS = {'inverse', 'neg', 'negative', 'reduction', 'scale'}
+
+
+class _Default(str):
+    """A default, which differs in type from the same value that a caller passes."""
+
+    __slots__ = ()
+
+
+MAX = _Default('max')
+"""The default of a mode, T5X's."""
 
 
 def is_doubtful(mode: str, metric: str) -> bool:

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
+_KEY_END = re.compile(r'\\([/\\])|/')
+# Roots that rarely hold weights.
+_STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
 
 
 def leaf_name(path: Path) -> str:
@@ -18,9 +21,6 @@ def leaf_name(path: Path) -> str:
     if '\\' not in name and name.count('/') == len(path) - 1:
         return name
     return '/'.join(key.replace('\\', '\\\\').replace('/', '\\/') for key in path)
-
-
-_KEY_END = re.compile(r'\\([/\\])|/')
 
 
 def path_of(name: str) -> Path:
@@ -37,10 +37,6 @@ def path_of(name: str) -> Path:
         else:
             key += match[1]
     return (*keys, key + name[start:])
-
-
-# Roots that rarely hold weights.
-_STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
 
 
 def root_names(paths: Iterable[Path]) -> list[str]:

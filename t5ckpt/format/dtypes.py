@@ -71,6 +71,7 @@ _BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': '
 
 STORED_AS = {**_BY_VALUE, **_BY_BITS}
 """The dtype on disk of each dtype that is stored as another one, by name."""
+_CAST_ROOTS = ('target', 'params')
 
 
 def dtype_from_name(name: str) -> np.dtype:
@@ -116,9 +117,6 @@ def floating_dtype(dtype: Any, option: str) -> np.dtype | None:
             f'{option} must be a floating dtype such as jnp.bfloat16, got {wanted.name}: only floating leaves are cast.'
         )
     return wanted
-
-
-_CAST_ROOTS = ('target', 'params')
 
 
 @dataclasses.dataclass(frozen=True)

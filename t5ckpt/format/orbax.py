@@ -1,6 +1,12 @@
 """The names of the files that Orbax writes into a step, and the metadata in them, as a sidecar.
 
-``commit/other_layouts.py`` cites the modules of Orbax that define them.
+    metrics/metrics                 the metrics that were passed to ``CheckpointManager.save``, of every version since 2022
+    _CHECKPOINT_METADATA            times, custom metadata and, in versions to come, metrics; since 0.6
+    <run>/metadata/_ROOT_METADATA   the custom metadata of the run, below ``custom_metadata``
+    <run>/metadata/metadata         the same in older versions, without the outer object
+
+Source: ``checkpoint_manager.py``, ``_src/metadata/checkpoint.py`` and ``step_metadata_serialization.py`` of Orbax 0.12.8.
+``commit/other_layouts.py`` cites the modules that define the other names.
 """
 
 from __future__ import annotations
@@ -42,6 +48,8 @@ _ORBAX_ITEM = re.compile(
     r'metadata|metrics|process_[0-9]+-of-[0-9]+\.json|(process_[0-9]+-of-[0-9]+/)?train_ds-[0-9]+-of-[0-9]+[^/]*'
 )
 _ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c(?:/[0-9]+)*)')
+_MAX_DEPTH = 20
+_LATEST_UNIX = 10**11
 
 
 def is_orbax_entry(name: str) -> bool:
@@ -75,10 +83,6 @@ def may_be_orbax(key: str) -> bool:
     below = key.partition('/')[2]
     known = orbax_array(key) or is_orbax_key(key, in_item=False)
     return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))
-
-
-_MAX_DEPTH = 20
-_LATEST_UNIX = 10**11
 
 
 def orbax_object(data: bytes, where: str) -> dict[str, Any]:

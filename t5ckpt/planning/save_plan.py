@@ -41,6 +41,7 @@ from t5ckpt.tree.leaves import LeafToSave, is_jax_array
 
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})
+_MAX_DIFF_LINES = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +270,6 @@ def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFa
             notes[leaf.kind][leaf.path] = leaf.note
     stored = {write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype}
     return TreeFacts(notes['empty'], notes['scalar'], notes['key'], notes['text'], stored)
-
-
-_MAX_DIFF_LINES = 40
 
 
 def plan_text(plan: SavePlan, header: Sequence[str]) -> str:

@@ -45,6 +45,7 @@ from t5ckpt.reading.open_array import FileArray, OpenArray, RangeReader, TensorS
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
+VERIFY_LEVELS = ('auto', 'full', 'quick')
 
 
 class ArrayReader:
@@ -283,9 +284,6 @@ def _check_step(contents: Contents, *, strictly: bool) -> None:
     if strictly:
         raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
     _log.warning('t5ckpt: %s.', text)
-
-
-VERIFY_LEVELS = ('auto', 'full', 'quick')
 
 
 @dataclasses.dataclass(frozen=True)

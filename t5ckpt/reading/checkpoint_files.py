@@ -45,6 +45,10 @@ _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64
 # That of an array with 32 dimensions has less than a kilobyte.
 _MAX_ZARRAY_BYTES = 2**20
+_BLOCK = 2**20
+_PAGE = 4096
+_MIN_THREADS = 8
+_AHEAD = 8
 
 
 def open_source(path: str) -> BinaryIO:
@@ -219,12 +223,6 @@ class ContainedDirectory:
                 'if you trust who made the link, pass follow_links=True.'
             )
         return real
-
-
-_BLOCK = 2**20
-_PAGE = 4096
-_MIN_THREADS = 8
-_AHEAD = 8
 
 
 class CheckpointFiles:

@@ -54,6 +54,11 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 
 # The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
 _OVERWRITES = 3
+_log = logging.getLogger('t5ckpt')
+_CURE = (
+    'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '
+    'integrity.*.json.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +164,6 @@ def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) 
 def is_sidecar_of(manifest: bytes, sidecar: bytes | None) -> bool:
     """Whether a sidecar records the checksum of a manifest; the sidecar is not decoded."""
     return sidecar is not None and digest(manifest).encode() in sidecar
-
-
-_log = logging.getLogger('t5ckpt')
-_CURE = (
-    'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '
-    'integrity.*.json.'
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,10 @@ from t5ckpt.storage import TENSORSTORE_ERRORS, Storage, foreign_errors
 _CHUNKS_PER_BYTE = 64
 # The size of a file if its storage does not report sizes; no check uses it.
 _UNKNOWN = 2**62
+Task = Callable[[], None]
+_BLOCK_BYTES = 16 * 2**20
+# About the bytes that an object store transfers in the time to its first byte, a few milliseconds.
+_GAP_BYTES = 256 * 2**10
 
 
 class TensorStoreArrays:
@@ -124,9 +128,6 @@ class TensorStoreArrays:
         spec = self._spec(array) | {'metadata': metadata}
         with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
             return self._storage.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
-
-
-Task = Callable[[], None]
 
 
 class Filling:
@@ -258,12 +259,6 @@ def _start_read(view: Any, out: np.ndarray) -> Any:
     if view.rank:
         view = view[ts.d[:].translate_to[0]]
     return ts.array(out).write(view)
-
-
-_BLOCK_BYTES = 16 * 2**20
-
-# About the bytes that an object store transfers in the time to its first byte, a few milliseconds.
-_GAP_BYTES = 256 * 2**10
 
 
 def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:

@@ -56,6 +56,8 @@ _TYPICAL_DISK = 5e8
 _TYPICAL_BUCKET = 2e8
 # The rate of a smaller save is that of its requests.
 _LEAST_BYTES = 32 * 2**20
+# Dtypes whose elements have other bits on disk than in NumPy.
+_SUB_BYTE = frozenset({'float4_e2m1fn', 'int2', 'int4'})
 
 
 def compression_for(compression: str | None, storage: Storage) -> str | None:
@@ -178,10 +180,6 @@ def _sample(values: np.ndarray) -> np.ndarray:
     run = length // _SLICES
     starts = [int(i * (flat.size - run) / (_SLICES - 1)) for i in range(_SLICES)]
     return np.concatenate([flat[start : start + run] for start in starts])
-
-
-# Dtypes whose elements have other bits on disk than in NumPy.
-_SUB_BYTE = frozenset({'float4_e2m1fn', 'int2', 'int4'})
 
 
 def plain_entry(array: StoredArray, values: np.ndarray) -> FileEntry | None:

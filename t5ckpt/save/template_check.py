@@ -21,6 +21,9 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
 from t5ckpt.tree.train_state import flatten_state, unsharded_warning
 
+# Matches leaves, and the implementation of typed keys by path, with the template, as a restore does.
+Match = Callable[[LeafTable, Mapping[Path, str]], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedLeaf:
@@ -28,10 +31,6 @@ class SavedLeaf:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-# Matches leaves, and the implementation of typed keys by path, with the template, as a restore does.
-Match = Callable[[LeafTable, Mapping[Path, str]], Any]
 
 
 class TemplateCheck:

@@ -30,6 +30,9 @@ _OTHERS = {
     'xarray': 'x.to_numpy()',
 }
 _AS_ARRAY = 'Give it as an array (numpy.asarray)'
+# From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
+_KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
+_VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
 def is_jax_array(leaf: Any) -> bool:
@@ -121,10 +124,6 @@ def as_instance(python: type, value: Any) -> Any:
     return made if is_same else value
 
 
-# From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
-_KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafTemplate:
     """The description of one leaf of a template.
@@ -214,9 +213,6 @@ def canonical_dtype(dtype: np.dtype) -> np.dtype:
     import jax
 
     return jax.dtypes.canonicalize_dtype(dtype)
-
-
-_VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
 class LeafToSave(NamedTuple):

@@ -20,6 +20,9 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.reading.local.uncompressed import PlainChunks
 
+# IOV_MAX of Linux.
+_MAX_PLACES = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -76,10 +79,6 @@ class Blocks:
     def box(self, index: int) -> Box:
         """A block in the chunk's coordinates."""
         return Box() if self._is_scalar else self._grid.box(self._grid.index_at(index))
-
-
-# IOV_MAX of Linux.
-_MAX_PLACES = 1024
 
 
 @functools.cache

@@ -45,6 +45,11 @@ from t5ckpt.storage import foreign_errors
 
 # Blosc adds 16 bytes to values that it cannot compress.
 _OVERHEAD = 4096
+# For more chunks the list of reads would be large; TensorStore iterates over such a grid.
+_MAX_CHUNKS = 2**14
+# The files of a task that are open at once; the kernel reads all but the first ahead.
+_AHEAD = 4
+Task = Callable[[], None]
 
 
 class ChunkMemory:
@@ -127,14 +132,6 @@ class DecodingReader(ChunkReader):
                     'checkpoint again.'
                 ) from error
             self._copy(into, self._block(0, [region for region in part.regions if region is not filled]))
-
-
-# For more chunks the list of reads would be large; TensorStore iterates over such a grid.
-_MAX_CHUNKS = 2**14
-# The files of a task that are open at once; the kernel reads all but the first ahead.
-_AHEAD = 4
-
-Task = Callable[[], None]
 
 
 class DirectReader:

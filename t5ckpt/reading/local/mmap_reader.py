@@ -48,6 +48,7 @@ _PROT_NONE = 0
 _NORESERVE = getattr(mmap, 'MAP_NORESERVE', 0x4000 if sys.platform == 'linux' else 0)
 
 _FAILED = ctypes.c_void_p(-1).value
+_ALIGNMENT = 64
 
 
 @functools.cache
@@ -147,9 +148,6 @@ class Region:
             if self._address is not None:
                 self._libc.munmap(self._address, self._size)
             self._give(self._maps)
-
-
-_ALIGNMENT = 64
 
 
 class ArrayMapper:

@@ -16,7 +16,7 @@ from t5ckpt.commit.step_lease import StepTakenError, acquire_lease
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.storage import Storage
 
@@ -75,6 +75,10 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
             # Some iterators write directories.
             remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
             remove(key)
+    except StorageError:
+        # The request may still arrive, and leave a file in a step that is deleted by then.
+        lease.linger()
+        raise
     finally:
         lease.leave()
 

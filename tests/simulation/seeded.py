@@ -1,6 +1,6 @@
 """Plants a bug of bugs.toml into a copy of the package, and lets the simulator look for it.
 
-`python tests/simulation/seeded.py` prints the table of docs/reliability.md.
+`python tests/simulation/seeded.py` prints the table of docs/fault-injection.md.
 """
 
 import shutil
@@ -19,15 +19,15 @@ SCHEDULES = 6000
 
 
 def plant(bug, root):
-    """Copies the package below `root`, with the bug."""
-    shutil.copytree(PACKAGE, root / 't5ckpt', ignore=shutil.ignore_patterns('__pycache__'))
+    """Copies the package below `root`, with its compiled modules and the bug."""
+    shutil.copytree(PACKAGE, root / 't5ckpt')
     for number in ('', '2'):
         if f'old{number}' not in bug:
             continue
         file = root / 't5ckpt' / bug.get(f'file{number}', bug['file'])
         text = file.read_text(encoding='utf-8')
         old, new = bug[f'old{number}'].strip('\n'), bug[f'new{number}'].strip('\n')
-        assert text.count(old) == 1, f'{bug["name"]}: {file.name} has changed; change bugs.toml, too'
+        assert text.count(old) == 1, f'{file.name} has changed; change bugs.toml, too: {old}'
         file.write_text(text.replace(old, new), encoding='utf-8')
 
 

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from t5ckpt.testing.simulation.campaign import continue_report, simulate
@@ -64,6 +66,47 @@ def test_a_report_is_continued(tmp_path):
     whole = simulate(['save'], range(5, 65), workers=1).states
     assert whole <= found['save'].states < 1.2 * whole
     assert f'| save | 60 | {found["save"].states} |' in table(tmp_path)
+
+
+_REPORTS = """
+import sys
+from t5ckpt.testing.simulation.report import Explored
+while True:
+    explored = Explored.read(sys.argv[1], 'name')
+    explored.following += 1
+    explored.write(sys.argv[1], 'name', range(1000 * explored.following))
+    print(explored.following, flush=True)
+"""
+
+
+def test_a_report_outlives_a_kill(tmp_path):
+    following = 0
+    for _ in range(4):
+        with subprocess.Popen([sys.executable, '-c', _REPORTS, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+            for _ in range(3):
+                following = int(writer.stdout.readline())
+            writer.kill()
+        assert Explored.read(tmp_path, 'name').following >= following
+        assert len(np.load(tmp_path / 'name.npy')) >= 1000 * following
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('storage', ['MemoryStorage', 'Careless'])
+def test_a_storage_of_ones_own(storage):
+    command = [
+        sys.executable,
+        '-m',
+        't5ckpt.testing.simulation',
+        storage,
+        '--module',
+        'own_scenarios',
+        '--workers',
+        '1',
+    ]
+    environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parent), 'JAX_PLATFORMS': 'cpu'}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (int(storage == 'Careless'), '')
+    assert ('Careless: step 7 is listed, and checkpoint_7/' in done.stdout) == (storage == 'Careless')
 
 
 def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):

@@ -147,12 +147,14 @@ time.sleep(60)
 def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
     storage = open_storage(tmp_path)
     with forked.start(LIVE, tmp_path, stdout=subprocess.PIPE) as writer:
-        directory = writer.stdout.readline().strip()
-        assert collect_leftovers(storage, time.time) == []
-        # Whatever the time: the process is there.
-        assert collect_leftovers(storage, lambda: time.time() + 10**6) == []
-        assert storage.kind(directory) == 'dir'
-        writer.kill()
+        try:
+            directory = writer.stdout.readline().strip()
+            assert collect_leftovers(storage, time.time) == []
+            # Whatever the time: the process is there.
+            assert collect_leftovers(storage, lambda: time.time() + 10**6) == []
+            assert storage.kind(directory) == 'dir'
+        finally:
+            writer.kill()
     assert collect_leftovers(storage, time.time) == [directory]
 
 

@@ -101,7 +101,8 @@ class _Request:
             scheduler.point(f'late: {self.text}')
             self._apply()
 
-        scheduler.start(scheduler.processes['network'], arrive, 'late request')
+        # The schedule ends after it has arrived.
+        scheduler.start(scheduler.processes['network'], arrive, 'late request').is_main = True
 
 
 class _Client:
@@ -191,6 +192,7 @@ class SimulatedBucket(BucketStorage):
     """``BucketStorage`` over a :class:`Bucket`. Chunks are written one request each, and read as through a cache."""
 
     driver = 'gcs'
+    _compares_deletions = True
 
     def __init__(self, bucket: Bucket, prefix: str = 'run', *, seeks: bool = True):
         """Takes the server and the run's prefix; ``seeks``: whether listings can begin at any key, as in GCS."""

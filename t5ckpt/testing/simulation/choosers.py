@@ -18,6 +18,8 @@ from t5ckpt.testing.simulation.tasks import Task
 # How long a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write lease, and the
 # hour of garbage collection.
 _PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0)
+# A late request arrives while its record lingers (``commit/write_lease.py``).
+_LATE = (2.0, 8.0, 90.0, 700.0, 2000.0)
 
 
 class _WithFaults:
@@ -35,7 +37,7 @@ class _WithFaults:
             return None
         value: str | float = ''
         if action in ('pause', 'delay', 'late'):
-            value = self._choice.choice(_PAUSES)
+            value = self._choice.choice(_LATE if action == 'late' else _PAUSES)
         elif action == 'power':
             value = float(self._choice.randrange(10**6))
         return Decision(task.name, task.points, action, value)

@@ -25,7 +25,6 @@ class File:
         self.number, self.mtime, self.links = number, now, 1
         self.data = b''
         self.durable = b''
-        self.lock: Any = None
 
 
 class Directory:
@@ -39,7 +38,6 @@ class Directory:
         self.names: dict[str, File | Directory] = {}
         self.durable: dict[str, File | Directory] = {}
         self.pending: list[dict[str, File | Directory | None]] = []
-        self.lock: Any = None
 
     def change(self, change: dict[str, File | Directory | None], now: float) -> None:
         """Sets names, or removes those that are None, in one operation."""
@@ -89,6 +87,8 @@ class Disk:
     Attributes:
       now: returns unix seconds of the file server.
       numbers: the number of the newest inode.
+      locks: the holder of each lock, by the inode's number and, if ``has_local_locks``, the machine.
+      has_local_locks: whether locks exclude processes of one machine alone, as on some network file systems.
       changed: called with the paths after each change of the names or bytes that a program can see.
     """
 
@@ -96,6 +96,8 @@ class Disk:
         self.now = now
         self.changed: Callable[[tuple[str, ...]], None] = lambda paths: None
         self.numbers = 1
+        self.locks: dict[tuple[int, str], Any] = {}
+        self.has_local_locks = False
         self.root = Directory(1, now())
 
     # --- lookups ---------------------------------------------------------------------------------------------------------
@@ -269,6 +271,7 @@ class Disk:
     def cut_power(self, seed: int) -> None:
         """Leaves what was durable, and by chance some of the rest. All locks are gone."""
         choice = random.Random(seed)
+        self.locks.clear()
         # Half of the seeds keep as little as is allowed, or as much.
         keep = (0.0, 1.0, 0.5, 0.5)[seed % 4]
         seen: set[int] = set()
@@ -277,7 +280,6 @@ class Disk:
             if inode.number in seen:
                 return
             seen.add(inode.number)
-            inode.lock = None
             if isinstance(inode, File):
                 if inode.data != inode.durable and choice.random() >= keep:
                     torn = inode.data[: choice.randrange(len(inode.data) + 1)]

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from t5ckpt.errors import T5CkptError
+from t5ckpt.errors import T5CkptError, UnsupportedFormatError
 from t5ckpt.testing.simulation.choosers import Replay, chooser_of
 from t5ckpt.testing.simulation.scenarios import Scenario
 from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler
@@ -92,11 +92,15 @@ class Explorer:
 
     @staticmethod
     def _error(scheduler: Scheduler, tasks: Sequence[Task]) -> str | None:
-        """An error that a program may not have: any without a fault, and with faults one that is not of ``t5ckpt.errors``."""
+        """An error that a program may not have: any without a fault, and with faults one that is not of ``t5ckpt.errors``.
+
+        No fault leaves files that t5ckpt does not know.
+        """
         has_fault = any(each.action != 'run' for each in scheduler.taken)
         for task in tasks:
             error = task.error
-            if error is None or isinstance(error, Killed) or (has_fault and isinstance(error, T5CkptError)):
+            is_of_fault = isinstance(error, T5CkptError) and not isinstance(error, UnsupportedFormatError)
+            if error is None or isinstance(error, Killed) or (has_fault and is_of_fault):
                 continue
             return f'{task.process.name} raised {type(error).__name__}: {error}'
         return None

@@ -1,4 +1,4 @@
-"""Jobs of several processes that save one state together, of which each process holds one element of ``w``."""
+"""Jobs of several processes that save one state together, each with one element of ``w``, and their scenarios."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.errors import T5CkptError
 from t5ckpt.save_policies import SaveOnPreemption
 from t5ckpt.testing.simulation.coordination import CoordinationService, SimulatedProcesses
-from t5ckpt.testing.simulation.programs import OPTIONS
+from t5ckpt.testing.simulation.programs import OPTIONS, after, in_turn, reader, saver
 from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.world import World
@@ -190,3 +190,44 @@ class Job:
             self._world.observer.is_saved(step, self._value)
         elif pending is None:
             self._world.scheduler.fail(f'the job was preempted at step {step}, and did not save')
+
+
+def job(world: World) -> Sequence[Task]:
+    """Two processes save a step together, and then one in the background."""
+    made = Job(world, 2, 1)
+    return made.start('job', _in_both(made.saver([3]), made.saver([4], how='async')))
+
+
+def _in_both(*programs: Callable[[int], Callable[[], None]]) -> Callable[[int], Callable[[], None]]:
+    return lambda index: in_turn(*(program(index) for program in programs))
+
+
+def jobs(world: World) -> Sequence[Task]:
+    """Three processes save a step, and a job of two, begun when the lease of the first has expired, the same and the next."""
+    first, second = Job(world, 3, 1, timeout=60.0), Job(world, 2, 2, timeout=60.0)
+    later = second.saver([3, 4])
+    return [
+        *first.start('job', first.saver([3])),
+        *second.start('next', lambda index: after(650.0, later(index))),
+    ]
+
+
+def stopped_job(world: World) -> Sequence[Task]:
+    """Two processes save a step; a trainer collects their leftovers while process 1 may still be stopped.
+
+    Process 0 is not stopped: its manifest would be there for a moment after the collection, until it removes it again.
+    """
+    made = Job(world, 2, 1, timeout=60.0)
+    tasks = made.start('job', made.saver([3]))
+    tasks[0].process.has_faults = False
+    return [
+        *tasks,
+        world.start('trainer', after(3900.0, saver(world, 3, [8])), machine='c'),
+    ]
+
+
+def preempted(world: World) -> Sequence[Task]:
+    """Process 1 of a job with retention is preempted, while an evaluator reads the step that goes."""
+    made = Job(world, 2, 1, keep=1)
+    tasks = made.start('job', made.preempted(3, at=5, notified=1), may_delete=lambda step: step < 3)
+    return [*tasks, world.start('reader', reader(world, 2), machine='b')]

@@ -119,8 +119,12 @@ def _open(path: str, flags: int, mode: int = 0o777, **options: Any) -> int:
 
 def _close(fd: int) -> None:
     file = _open_files.pop(fd, None)
-    if file is not None and file.inode.lock is file:
-        file.inode.lock = None
+    if file is not None and _mounted[0].locks.get(_lock_key(file)) is file:
+        del _mounted[0].locks[_lock_key(file)]
+
+
+def _lock_key(file: _Open) -> tuple[int, str]:
+    return file.inode.number, file.process.machine if _mounted[0].has_local_locks else ''
 
 
 def _write(fd: int, data: Any) -> int:
@@ -245,10 +249,10 @@ def _flock(fd: int, operation: int) -> None:
         return
     file = _open_files[fd]
     _point('locks', f'{ROOT}/#{file.inode.number}')
-    holder = file.inode.lock
+    holder = _mounted[0].locks.get(_lock_key(file))
     if holder is not None and not holder.process.is_dead:
         raise BlockingIOError(errno.EWOULDBLOCK, 'locked')
-    file.inode.lock = file
+    _mounted[0].locks[_lock_key(file)] = file
 
 
 def _renameat2(_: int, one: bytes, __: int, other: bytes, flags: int) -> int:

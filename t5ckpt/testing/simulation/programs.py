@@ -18,6 +18,7 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StepKeptError,
+    StorageError,
 )
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.reading.array_reader import ReadOptions, reader_of
@@ -32,7 +33,13 @@ OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, 'compres
 
 
 def saver(
-    world: World, value: float, steps: Sequence[int], *, how: str = 'save', run: str = 'run', **options: Any
+    world: World,
+    value: float,
+    steps: Sequence[int],
+    *,
+    how: str = 'save',
+    run: str = 'run',
+    **options: Any,
 ) -> Callable[[], None]:
     """A trainer that saves some steps.
 
@@ -40,7 +47,7 @@ def saver(
       world: the run.
       value: of the state.
       steps: the steps.
-      how: 'save', 'async', or 'overwrite'.
+      how: 'save', 'async', 'overwrite', or 'slow', where a chunk takes longer than the time between two heartbeats.
       run: the name of the run.
       options: of ``Checkpointer``.
     """
@@ -54,7 +61,11 @@ def saver(
 
     def train() -> None:
         given = {**OPTIONS, **options}
-        with Checkpointer(state_of(value), checkpoints_dir=world.storage(run), **given) as ck:
+        storage = world.storage(run)
+        if how == 'slow':
+            write = storage.write_direct
+            storage.write_direct = lambda key, data: (wait_until(lambda: False, 65.0), write(key, data))[1]
+        with Checkpointer(state_of(value), checkpoints_dir=storage, **given) as ck:
             for step in steps:
                 # A step that somebody reads or has pinned is not replaced.
                 with contextlib.suppress(StepKeptError):
@@ -97,16 +108,49 @@ def _read(world: World, step: int) -> None:
         world.scheduler.fail(f'a reader of step {step} got {read} beside {value}')
 
 
-def remover(world: World, step: int) -> Callable[[], None]:
-    """``t5ckpt rm``."""
+def viewer(world: World, step: int) -> Callable[[], None]:
+    """A program that reads a step without a lease. The step may be deleted or replaced meanwhile, and is not damaged then."""
+
+    def run() -> None:
+        try:
+            _read(world, step)
+        except CheckpointNotFoundError:
+            return
+        except CorruptCheckpointError as error:
+            world.scheduler.fail(f'a reader of step {step}: {type(error).__name__}: {error}')
+
+    return run
+
+
+def remover(world: World, step: int, *, has_rivals: bool = True) -> Callable[[], None]:
+    """``t5ckpt rm``.
+
+    Args:
+      world: the run.
+      step: the step.
+      has_rivals: whether another process may hold the step.
+    """
 
     def run() -> None:
         try:
             delete_step(world.storage(), step, clock)
         except (CheckpointNotFoundError, StepKeptError):
-            return
+            pass
+        except StorageError as error:
+            if not has_rivals:
+                world.scheduler.fail(f'step {step} could not be deleted: {error}')
+            if _failed_requests(world) > 1:
+                # What undoes the first failure may have failed as well.
+                raise
+            world.observer.ended.add((current_task().process.name, step))
+            raise
+        world.observer.ended.add((current_task().process.name, step))
 
     return run
+
+
+def _failed_requests(world: World) -> int:
+    return sum(each.action in ('error', 'lost', 'late') for each in world.scheduler.taken)
 
 
 def lister(world: World, times: int = 2) -> Callable[[], None]:

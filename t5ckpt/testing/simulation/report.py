@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -46,14 +47,26 @@ class Explored:
         return cls(**json.loads(path.read_text(encoding='utf-8')))
 
     def write(self, directory: str, name: str, states: Iterable[int]) -> None:
-        """Writes it, with the states of one more part."""
+        """Writes it, with the states of one more part, so that a kill at any moment leaves a report that can be continued.
+
+        A kill between the two files leaves states of seeds that are not counted. They are the same when these run again.
+        """
         Path(directory).mkdir(parents=True, exist_ok=True)
         path = Path(directory, f'{name}.npy')
         before = np.load(path) if path.exists() else np.empty(0, np.int64)
         after = np.union1d(before, np.fromiter(states, np.int64))
-        np.save(path, after)
+        data = io.BytesIO()
+        np.save(data, after)
+        _replace(path, data.getvalue())
         self.states = len(after)
-        Path(directory, f'{name}.json').write_text(json.dumps(vars(self)), encoding='utf-8')
+        _replace(Path(directory, f'{name}.json'), json.dumps(vars(self)).encode())
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replaces a file in one operation."""
+    partial = path.with_name(f'{path.name}.partial')
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 def table(directory: str | os.PathLike[str]) -> str:

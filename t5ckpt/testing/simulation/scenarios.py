@@ -6,8 +6,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from t5ckpt.format.names import step_dir
-from t5ckpt.testing.simulation.jobs import Job
-from t5ckpt.testing.simulation.programs import after, finisher, in_turn, lister, pinner, reader, remover, saver
+from t5ckpt.storage import Storage
+from t5ckpt.testing.simulation.jobs import job, jobs, preempted, stopped_job
+from t5ckpt.testing.simulation.programs import (
+    after,
+    finisher,
+    in_turn,
+    lister,
+    pinner,
+    reader,
+    remover,
+    saver,
+    viewer,
+)
+from t5ckpt.testing.simulation.scheduler import wait_until
 from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.tiers import tier_finisher, tiers, tiers_apart, tiers_before
 from t5ckpt.testing.simulation.verbs import copier, holder, pruner, put_aside, repairer, restarter, stripper
@@ -44,7 +56,7 @@ class Scenario:
     prepare: Callable[[World], Sequence[Task]] = _nothing
     finish: Callable[[World], Callable[[], object]] = finisher
     check: Callable[[World], str | None] = _no_check
-    kind: str = 'bucket'
+    kind: str | Callable[[], Storage] = 'bucket'
     faults: Sequence[str] = ()
 
 
@@ -142,47 +154,6 @@ def _link(world: World) -> Sequence[Task]:
         world.start('trainer', saver(world, 1, [3, 4], reuse_unchanged=True)),
         world.start('rm', in_turn(remover(world, 1), remover(world, 3)), may_delete=lambda step: step in (1, 3)),
     ]
-
-
-def _job(world: World) -> Sequence[Task]:
-    """Two processes save a step together, and then one in the background."""
-    job = Job(world, 2, 1)
-    return job.start('job', _in_both(job.saver([3]), job.saver([4], how='async')))
-
-
-def _in_both(*programs: Callable[[int], Callable[[], None]]) -> Callable[[int], Callable[[], None]]:
-    return lambda index: in_turn(*(program(index) for program in programs))
-
-
-def _jobs(world: World) -> Sequence[Task]:
-    """Three processes save a step, and a job of two, begun when the lease of the first has expired, the same and the next."""
-    first, second = Job(world, 3, 1, timeout=60.0), Job(world, 2, 2, timeout=60.0)
-    later = second.saver([3, 4])
-    return [
-        *first.start('job', first.saver([3])),
-        *second.start('next', lambda index: after(650.0, later(index))),
-    ]
-
-
-def _stopped_job(world: World) -> Sequence[Task]:
-    """Two processes save a step; a trainer collects their leftovers while process 1 may still be stopped.
-
-    Process 0 is not stopped: its manifest would be there for a moment after the collection, until it removes it again.
-    """
-    job = Job(world, 2, 1, timeout=60.0)
-    tasks = job.start('job', job.saver([3]))
-    tasks[0].process.has_faults = False
-    return [
-        *tasks,
-        world.start('trainer', after(3900.0, saver(world, 3, [8])), machine='c'),
-    ]
-
-
-def _preempted(world: World) -> Sequence[Task]:
-    """Process 1 of a job with retention is preempted, while an evaluator reads the step that goes."""
-    job = Job(world, 2, 1, keep=1)
-    tasks = job.start('job', job.preempted(3, at=5, notified=1), may_delete=lambda step: step < 3)
-    return [*tasks, world.start('reader', reader(world, 2), machine='b')]
 
 
 def _source(world: World) -> Sequence[Task]:
@@ -317,6 +288,33 @@ def _strip(world: World) -> Sequence[Task]:
     ]
 
 
+def _view(world: World) -> Sequence[Task]:
+    """A program reads a step without a lease while it is deleted and saved again, and overwritten by another trainer."""
+    again = in_turn(remover(world, 1), saver(world, 1, [1]))
+    return [
+        world.start('again', again, machine='a', may_delete=_is_one),
+        world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one),
+        world.start('view', viewer(world, 1), machine='c'),
+    ]
+
+
+def _slow(world: World) -> Sequence[Task]:
+    """A trainer renews its lease while it saves a step. Somebody deletes the step later, when nothing holds it."""
+    is_saved: list[bool] = []
+    train = in_turn(saver(world, 1, [7], how='slow'), lambda: is_saved.append(True), after(20_000.0, is_saved.clear))
+    rm = in_turn(lambda: _wait_for(is_saved), after(9000.0, remover(world, 7, has_rivals=False)))
+    tasks = [
+        world.start('trainer', train, machine='a'),
+        world.start('rm', rm, machine='b', may_delete=lambda step: step == 7),
+    ]
+    tasks[1].process.has_faults = False
+    return tasks
+
+
+def _wait_for(events: list[bool]) -> None:
+    wait_until(lambda: bool(events))
+
+
 def _is_copied(world: World) -> str | None:
     return None if 7 in world.observer.visible else 'the step was not copied'
 
@@ -348,16 +346,16 @@ SCENARIOS = {
     **_of('list', Scenario(_list, _two_steps)),
     **_of('keep', Scenario(_keep, _two_steps)),
     **_of('link', Scenario(_link, _one_step)),
-    **_of('job', Scenario(_job, _one_step)),
-    **_of('jobs', Scenario(_jobs, _one_step)),
+    **_of('job', Scenario(job, _one_step)),
+    **_of('jobs', Scenario(jobs, _one_step)),
     # A process that is killed after such a stop leaves its files.
-    'stopped-job-faults': Scenario(_stopped_job, _one_step, faults=('pause', 'delay')),
+    'stopped-job-faults': Scenario(stopped_job, _one_step, faults=('pause', 'delay')),
     **_of('copy', Scenario(_copy, _source, check=_is_copied)),
     **_of('copy-or-save', Scenario(_copy_or_save, _source, check=_is_copied)),
     **_of('repair', Scenario(_repair, _damaged)),
     **_of('repair-start', Scenario(_repair_beside_a_start, _damaged)),
     **_of('verbs', Scenario(_verbs, _two_steps)),
-    **_of('preempted', Scenario(_preempted, _two_steps)),
+    **_of('preempted', Scenario(preempted, _two_steps)),
     **_of('far-clocks', Scenario(_far_clocks, _one_step)),
     **_of('stopped-remover', Scenario(_stopped_remover, _one_step)),
     **_of_tiers('overwrite-upload', Scenario(_overwrite_upload, tiers_before, kind='tiers')),
@@ -365,6 +363,8 @@ SCENARIOS = {
     'disk-aside': Scenario(_aside, _one_step, kind='disk'),
     'disk-aside-faults': Scenario(_aside, _one_step, kind='disk', faults=_DISK_FAULTS),
     **_of('strip', Scenario(_strip, _with_positions)),
+    **_of('view', Scenario(_view, _one_step)),
+    'slow-faults': Scenario(_slow, _one_step, faults=('delay',)),
     **_of_tiers('tiers', Scenario(tiers, tiers_before, tier_finisher, kind='tiers')),
     **_of_tiers('tiers-apart', Scenario(tiers_apart, tiers_before, tier_finisher, kind='tiers')),
 }

@@ -18,6 +18,7 @@ from t5ckpt.testing.simulation import posix
 from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket, mount
 from t5ckpt.testing.simulation.directory import SimulatedDirectory
 from t5ckpt.testing.simulation.disk import Disk
+from t5ckpt.testing.simulation.own_storage import OwnServer, OwnStorage
 from t5ckpt.testing.simulation.scheduler import Scheduler
 from t5ckpt.testing.simulation.tasks import Process, Task
 
@@ -62,6 +63,7 @@ class Observer:
       visible: the value of each step that is listed.
       appeared, disappeared: the steps that did, since a listing began.
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
+      ended: the process and the step of each deletion that has returned; no request of it may delete the step later.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
       damaged: the value of each step of which a file was lost by accident, until a repair of it has returned.
@@ -74,6 +76,7 @@ class Observer:
         self.visible: dict[int, float] = {}
         self.saved: dict[int, float] = {}
         self.may_delete: dict[str, Callable[[int], bool]] = {}
+        self.ended: set[tuple[str, int]] = set()
         self.leases: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
         self.least = 0
@@ -199,7 +202,9 @@ class Observer:
         if task is None:
             return True
         may = self.may_delete.get(task.process.name)
-        return self.is_deletable(step) if task.process.is_daemon else may is not None and may(step)
+        if not task.process.is_daemon:
+            return may is not None and may(step)
+        return any(may(step) for name, may in self.may_delete.items() if (name, step) not in self.ended)
 
 
 def _steps_of(keys: Collection[str]) -> list[int]:
@@ -210,26 +215,30 @@ class World:
     """A run on a simulated storage, and the processes that use it.
 
     Attributes:
-      kind: 'bucket', 'disk', or 'tiers' for a bucket and a local directory on a disk.
+      kind: 'bucket', 'disk', 'tiers' for a bucket and a local directory on a disk, or what makes an empty storage of one's own.
       scheduler: runs the processes.
       observer: checks the invariants of the run.
       disk: the one of the local directory, and
       local: the observer of that directory; it knows nothing where there are no tiers.
     """
 
-    def __init__(self, kind: str, scheduler: Scheduler, before: World | None = None):
+    def __init__(self, kind: str | Callable[[], Storage], scheduler: Scheduler, before: World | None = None):
         """Makes an empty world, or one with what is on the storage of another."""
         self.kind, self.scheduler = kind, scheduler
         network = scheduler.process('network')
         network.is_daemon = True
-        self.server: Bucket | Disk
+        self.server: Bucket | Disk | OwnServer
         now = lambda: scheduler.now  # noqa: E731
         self.disk = Disk(now) if before is None else before.disk.copied(now)
         posix.mount(self.disk)
-        if kind != 'disk':
+        if callable(kind):
+            self.server = OwnServer(
+                kind, None if before is None or isinstance(before.server, Disk | Bucket) else before.server
+            )
+        elif kind != 'disk':
             self.server = Bucket()
             mount(self.server)
-            if isinstance(before, World) and isinstance(before.server, Bucket):
+            if before is not None and isinstance(before.server, Bucket):
                 self.server.objects.update(before.server.objects)
                 self.server.generations = copy.copy(before.server.generations)
         else:
@@ -246,8 +255,13 @@ class World:
         self.disk.changed = self._changed_locally
         scheduler.cut_power = self.cut_power
 
+    @property
+    def _beginning(self) -> str:
+        """Of the keys of the run on the server."""
+        return {'disk': '/run/', 'bucket': 'run/', 'tiers': 'run/'}[self.kind] if isinstance(self.kind, str) else ''
+
     def _changed(self, keys: tuple[str, ...]) -> None:
-        beginning = '/run/' if self.kind == 'disk' else 'run/'
+        beginning = self._beginning
         self.observer.changed([key.removeprefix(beginning) for key in keys if key.startswith(beginning)])
 
     def _changed_locally(self, keys: tuple[str, ...]) -> None:
@@ -263,11 +277,13 @@ class World:
         if isinstance(self.server, Bucket):
             found = self.server.objects.get(f'run/{key}')
             return None if found is None else found[0]
+        if isinstance(self.server, OwnServer):
+            return self.server.read(key)
         return self.server.read(f'/run/{key}')
 
     def keys(self) -> set[str]:
         """The keys of all files of the run."""
-        beginning = '/run/' if self.kind == 'disk' else 'run/'
+        beginning = self._beginning
         return {key.removeprefix(beginning) for key in self.server.files() if key.startswith(beginning)}
 
     def local_keys(self) -> set[str]:
@@ -276,10 +292,12 @@ class World:
 
     def names(self) -> list[str]:
         """The names of all files, and of the directories of a disk."""
-        return self.disk.paths() + ([*self.server.files()] if isinstance(self.server, Bucket) else self.server.paths())
+        return self.disk.paths() + (self.server.paths() if isinstance(self.server, Disk) else [*self.server.files()])
 
     def storage(self, run: str = 'run') -> Storage:
         """A run, as one process opens it; the observer checks ``run``."""
+        if isinstance(self.server, OwnServer):
+            return OwnStorage(self.server)
         return SimulatedBucket(self.server, run) if isinstance(self.server, Bucket) else SimulatedDirectory(run)
 
     def path(self, run: str = 'run') -> str:
@@ -295,6 +313,7 @@ class World:
         if isinstance(self.server, Bucket):
             del self.server.objects[key]
         else:
+            assert isinstance(self.server, Disk)
             self.server.unlink(key)
             self.server.sync(self.server.parent(key)[0])
         self.server.changed = changed

@@ -1,0 +1,175 @@
+"""A storage of one's own in the simulator: each of its operations is a point of the schedule, and may fail.
+
+The class is not changed. It should keep its data in memory, and its modules are not simulated: an operation of it may wait for no
+other process, and reads no clock that the schedule should decide.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from t5ckpt.core.keys import join
+from t5ckpt.errors import StorageError
+from t5ckpt.storage import Storage
+from t5ckpt.storage.process_locks import ProcessLock
+from t5ckpt.testing.faulty import FaultyStorage
+from t5ckpt.testing.simulation.scheduler import active, current_task
+
+_FAILED = 'injected: the storage failed'
+
+
+class OwnServer:
+    """The storage as the world sees it, without points.
+
+    Attributes:
+      storage: of the class that is tested.
+      changed: called with the keys after each change.
+    """
+
+    def __init__(self, make: Callable[[], Storage], before: OwnServer | None = None):
+        """Makes an empty storage, or one with the files of another."""
+        self.storage = make()
+        self.changed: Callable[[tuple[str, ...]], None] = lambda keys: None
+        self._known: dict[str, bytes] = {}
+        for key, data in ({} if before is None else before.files()).items():
+            self.storage.make_dir(key.rpartition('/')[0])
+            self.storage.write(key, data)
+        self._known = self.files()
+
+    def files(self) -> dict[str, bytes]:
+        """All files by key."""
+        return {key: self.storage.read(key) for key, _ in self.storage.walk('')}
+
+    def read(self, key: str) -> bytes | None:
+        """The bytes of a key as they were after the last operation."""
+        return self._known.get(key)
+
+    def notice(self) -> None:
+        """Calls ``changed`` with the keys that have changed since the last call."""
+        before, self._known = self._known, self.files()
+        keys = sorted(key for key in {*before, *self._known} if before.get(key) != self._known.get(key))
+        if keys:
+            self.changed(tuple(keys))
+
+
+class _Lock:
+    """A lock of a directory, which ends with its process."""
+
+    def __init__(self, lock: Any):
+        self._lock, self.is_held = lock, lock.is_held
+        current_task().process.on_death.append(self.close)
+
+    def close(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+
+def _pointed(name: str, convert: Callable[[Any], Any] = lambda found: found) -> Any:
+    """A method of a storage, with a point before it; ``convert`` is applied to what it returns."""
+
+    def call(self: OwnStorage, *args: Any, **options: Any) -> Any:
+        scheduler = active()
+        method = getattr(self.server.storage, name)
+        if scheduler is None:
+            return method(*args, **options)
+        fault = scheduler.point(' '.join([name, *map(str, args[:1])]))
+        if fault is not None and fault.action != 'lost':
+            raise StorageError(errno.EIO, _FAILED)
+        found = convert(method(*args, **options))
+        self.server.notice()
+        if fault is not None:
+            raise StorageError(errno.EIO, _FAILED)
+        return found
+
+    return call
+
+
+class OwnStorage(FaultyStorage):
+    """A storage of one's own, as a process of the simulation opens it. Chunks are written and read through it."""
+
+    read = _pointed('read')
+    read_range = _pointed('read_range')
+    read_with_version = _pointed('read_with_version')
+    write = _pointed('write')
+    replace = _pointed('replace')
+    rewrite = _pointed('rewrite')
+    version = _pointed('version')
+    delete_unchanged = _pointed('delete_unchanged')
+    copy_unchanged = _pointed('copy_unchanged')
+    kind = _pointed('kind')
+    is_file = _pointed('is_file')
+    are_files = _pointed('are_files')
+    names = _pointed('names')
+    size = _pointed('size')
+    entries = _pointed('entries')
+    walk = _pointed('walk', lambda found: iter(list(found)))
+    make_dir = _pointed('make_dir')
+    sync_tree = _pointed('sync_tree')
+    publish = _pointed('publish')
+    exchange = _pointed('exchange')
+    link = _pointed('link')
+    delete_file = _pointed('delete_file')
+    delete_files = _pointed('delete_files')
+    delete_tree = _pointed('delete_tree')
+    _try_lock = _pointed('try_lock')
+
+    def __init__(self, server: OwnServer):
+        """Takes the server of the world."""
+        super().__init__(server.storage)
+        self.server = server
+        self.caches = True
+
+    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
+        del is_good
+        return self.read(key)
+
+    def try_lock(self, key: str) -> Any:
+        if active() is None:
+            return self.server.storage.try_lock(key)
+        if self.commits_by_rename:
+            lock = self._try_lock(key)
+        else:
+            # Locks of object stores exclude writers in one process alone.
+            lock = ProcessLock.take(f'{current_task().process.name}:{self.url()}/{key}')
+        return None if lock is None else _Lock(lock)
+
+    def direct_bytes(self, *, in_background: bool) -> int | None:
+        del in_background
+        return 0
+
+    def write_direct(self, key: str, data: Any) -> None:
+        self.make_dir(key.rpartition('/')[0])
+        self.write(key, data.tobytes())
+
+    def open_kvstore(self, key: str) -> Any:
+        return _Files(self, key)
+
+
+class _Files:
+    """What a save needs of TensorStore's ``KvStore``."""
+
+    def __init__(self, storage: OwnStorage, directory: str):
+        self._storage, self._directory = storage, directory
+
+    def write(self, key: str, data: bytes) -> _Write:
+        return _Write(lambda: self._storage.write(join(self._directory, key), data))
+
+
+class _Write:
+    """A write, which takes place when its sender waits for it."""
+
+    def __init__(self, write: Callable[[], None]):
+        self._write = write
+
+    def done(self) -> bool:
+        return False
+
+    def result(self, timeout: float | None = None) -> None:
+        del timeout
+        try:
+            self._write()
+        except StorageError as error:
+            raise ValueError(f'UNAVAILABLE: {error}') from error

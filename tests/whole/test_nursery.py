@@ -83,6 +83,14 @@ def test_a_test_that_was_stopped_between_start_and_end_is_in_nobodys_way(nursery
     assert [nursery.run(what) for what in ('state', 'exit')] == [0, 3]
 
 
+def test_a_process_may_end_while_it_is_sent_a_signal(nursery):
+    for _ in range(100):
+        process = nursery.start('exit')
+        while process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+        assert process.returncode == 3
+
+
 def test_streams_variables_and_directory_are_those_that_were_asked_for(nursery, tmp_path):
     process = nursery.start(
         'tell', stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment={'ONLY': 'this'}, directory=tmp_path

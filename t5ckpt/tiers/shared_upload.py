@@ -108,10 +108,12 @@ def send_lists(part: Part, run: Storage, directory: str, pace: Callable[[int], N
         files |= {**entries, name: None}
     for parent in parents_of(files):
         run.make_dir(join(directory, parent))
+    sent: dict[str, int | None] = dict(run.walk(directory)) if again else {}
 
     def send(name: str, entry: FileEntry | None) -> int:
         key = join(directory, name)
-        if again and entry is not None and run.known_size(key) in (entry[0], -1):
+        # A listing of an object store may lack the sizes; its objects are never there in part.
+        if entry is not None and key in sent and sent[key] in (None, entry[0]):
             return 0
         pace(0 if entry is None else entry[0])
         source = join(step_dir(part.step), name)

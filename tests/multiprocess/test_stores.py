@@ -1,5 +1,7 @@
 """Four real processes save to and restore from a bucket together."""
 
+import time
+
 import numpy as np
 import pytest
 import scenarios
@@ -92,3 +94,30 @@ def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):
     job.run('tiers', url, leaves, options, each=[f'{disk}-new' for disk in disks])
     assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 4
     job.run('tiers_close')
+
+
+def test_an_upload_that_failed_in_the_middle_sends_what_is_missing(job_and_bucket, tmp_path):
+    """The second attempt finds files of the other processes in the bucket, and none of process 1."""
+    job, bucket = job_and_bucket
+    url, trouble = bucket.url(), tmp_path / 'trouble'
+    trouble.write_text('torn')
+    disks = [str(tmp_path / f'disk{index}') for index in range(4)]
+    job.run('tiers', url, list(scenarios.LEAVES), {'persist': [1], 'trouble': str(trouble)}, each=disks)
+    assert job.run('tiers_save', 1) == [1] * 4
+    assert all('torn' in text for text in job.run('tiers_wait', 1))
+    left = {key for key, _ in open_storage(url).walk('checkpoint_1')}
+    assert any('/target.' in key for key in left)
+    assert t5ckpt.all_steps(url) == []
+    bucket.proxy.clear()
+    trouble.unlink()
+    deadline = time.monotonic() + 90
+    while job.run('tiers_wait', 1) != [None] * 4:
+        assert time.monotonic() < deadline
+    written = {request.key.partition('/run')[2] for request in bucket.proxy.clear() if request.kind == 'write'}
+    assert not {key for key in written for old in left if '/target.' in old and key.endswith(old)}, 'sent again'
+    job.run('tiers_close')
+    assert t5ckpt.verify(url, full=True).ok
+    loaded = t5ckpt.load_t5x_checkpoint(url)
+    for name, values in scenarios.expected(1).items():
+        group, leaf = name.split('/')
+        assert np.asarray(loaded[group][leaf]).tobytes() == values.tobytes()

@@ -54,7 +54,7 @@ class DyingPolicy(t5ckpt.SaveEvery):
 
 
 class Troubled(FaultyStorage):
-    """A storage that is in the trouble that a file names while it exists: 'away', 'full' or 'slow'."""
+    """A storage in the trouble that a file names while it exists: 'away', 'full', 'slow', or 'torn' (in process 1 alone)."""
 
     def __init__(self, inner, flag):
         super().__init__(inner)
@@ -69,6 +69,8 @@ class Troubled(FaultyStorage):
             raise NoSpaceError(28, 'injected: the bucket is full')
         if trouble == 'slow':
             time.sleep(0.2)
+        if trouble == 'torn' and jax.process_index() == 1 and name == 'write' and '/target.' in key:
+            raise StorageError(5, 'injected: the upload is torn')
 
 
 def eio():

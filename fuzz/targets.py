@@ -25,7 +25,7 @@ from t5ckpt.convert.files.flax_msgpack import read_large
 from t5ckpt.convert.files.tf_bundle import _MAGIC, _masked, read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
-from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, parse_spec, spec_of
+from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, is_spec, parse_spec, spec_of, with_facts
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
@@ -38,7 +38,7 @@ from t5ckpt.reading.local.chunk_file import Blocks, Limits
 from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
 from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage
-from t5ckpt.tree.leaf_table import Empty, unflatten
+from t5ckpt.tree.leaf_table import flatten_nested, unflatten
 
 __all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
 
@@ -69,12 +69,16 @@ _METADATA = {
 }
 
 
+def _leaves(state: dict[str, Any], version: int, facts: TreeFacts) -> None:
+    """As a restore makes the leaves of a manifest and a sidecar, and the tree of them."""
+    unflatten(checkpoint_leaves(with_facts(flatten_nested(state, is_spec), facts), version, facts))
+
+
 def manifest(data: bytes) -> None:
     """A manifest's bytes, up to the parsed leaves."""
     is_whole(data)
     decoded = decode_manifest(data, 'fuzzed')
-    table = checkpoint_leaves(decoded.state, decoded.version, TreeFacts())
-    unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    _leaves(decoded.state, decoded.version, TreeFacts())
 
 
 def spec(data: bytes) -> None:
@@ -90,8 +94,7 @@ def sidecar(data: bytes) -> None:
     """``t5ckpt.json`` with a checksum that fits."""
     body = b'{\n' + data
     decoded = decode_sidecar(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
-    table = checkpoint_leaves({'target': {'w': _SPEC}}, 3, decoded.tree)
-    unflatten({path: leaf.build() if isinstance(leaf, Empty) else leaf for path, leaf in table.items()})
+    _leaves({'target': {'w': _SPEC}}, 3, decoded.tree)
 
 
 def file_checksums(data: bytes) -> None:

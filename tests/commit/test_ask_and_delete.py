@@ -251,9 +251,9 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             with pytest.raises(UnsupportedFormatError, match=f'{what} version 9.* Update t5ckpt'):
                 ck.delete(1)
         assert [record.message for record in caplog.records if f'{what} version 9' in record.message] == [
-            record.message for record in caplog.records if 'step 1 stays' in record.message
+            record.message for record in caplog.records if 'step 1 is kept' in record.message
         ]
-        assert sum('step 1 stays' in record.message for record in caplog.records) == 1
+        assert sum('step 1 is kept' in record.message for record in caplog.records) == 1
         for verb in (['rm', url, '1', '--yes'], ['prune', url, '--keep', '1', '--yes']):
             with pytest.raises(SystemExit):
                 run(verb)

@@ -40,7 +40,7 @@ class LeafDiff:
     Attributes:
       name: of the leaf.
       what: ``'added'`` (only in b), ``'removed'`` (only in a), ``'shape'``, ``'dtype'`` (the values are compared, too),
-        ``'kind'`` (an array on one side only) or ``'values'``.
+        ``'kind'`` (an array on one side only, or another text) or ``'values'``.
       a, b: dtype and shape on each side, or ''.
       relative: ||b - a|| / ||a||, with Euclidean norms, that of a over its finite values; infinite if a is all zeros; NaN if
         the values were not compared, or a value is NaN on one side only.
@@ -260,7 +260,7 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
     if {a.kind, b.kind} == {'none', 'empty'}:
         # Neither has values. Orbax stores None in the place of an empty container.
         return None
-    if bool(a.dtype) != bool(b.dtype) or (not a.dtype and (a.kind, a.value) != (b.kind, b.value)):
+    if bool(a.dtype) != bool(b.dtype) or (not a.dtype and (a.kind, a.value, a.text) != (b.kind, b.value, b.text)):
         return made(what='kind')
     if a.shape != b.shape:
         return made(what='shape')

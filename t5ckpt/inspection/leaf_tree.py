@@ -34,6 +34,7 @@ class LeafInfo:
       chunks: the chunk shape of a stored leaf; None if the manifest does not have it.
       codec: of a stored leaf: ``'zstd'``, ``'blosc lz4, bit shuffle'``, ``'none'``, ...
       value: a scalar or text, shortened; '' for other leaves.
+      text: complete text; '' for other leaves.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class LeafInfo:
     chunks: tuple[int, ...] | None = None
     codec: str = ''
     value: str = ''
+    text: str = dataclasses.field(default='', repr=False)
 
     @property
     def name(self) -> str:
@@ -100,7 +102,8 @@ def _info(path: Path, leaf: Any) -> LeafInfo:
         return LeafInfo(path, 'none')
     if not hasattr(leaf, 'dtype'):
         text = repr(leaf)
-        return LeafInfo(path, 'text', value=text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 3] + '...')
+        shown = text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 3] + '...'
+        return LeafInfo(path, 'text', value=shown, text=text)
     array = np.asarray(leaf)
     value = str(array[()]) if array.ndim == 0 else ''
     return LeafInfo(path, 'inline', array.shape, array.dtype.name, array.nbytes, value=value)

@@ -193,6 +193,14 @@ def test_every_kind_of_difference(tmp_path):
     assert 'moved' in found._repr_html_()
 
 
+def test_texts_that_begin_alike_differ(tmp_path):
+    a = saved(tmp_path / 'a', text='a' * 100 + 'x', same='b' * 100)
+    b = saved(tmp_path / 'b', text='a' * 100 + 'y', same='b' * 100)
+    assert [(leaf.name, leaf.what) for leaf in t5ckpt.diff(a, b).leaves] == [('text', 'kind')]
+    (tree,) = [info for info in a.infos() if info.name == 'text']
+    assert len(tree.value) == 40
+
+
 def test_a_new_nan_is_the_largest_change(tmp_path):
     kernel = np.ones((50, 100), np.float32)
     nan = kernel.copy()

@@ -96,6 +96,7 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 
 def _fields(info: LeafInfo) -> dict[str, Any]:
     fields = fields_of(info)
+    fields['value'] = fields.pop('text') or fields['value']
     # The keys of the tree are named 'keys', since 'path' is a file or a directory in every verb.
     return {'name': info.name, 'keys': fields.pop('path'), **fields}
 

@@ -96,6 +96,9 @@ class Uploads:
             if is_leader:
                 _log.warning('t5ckpt: step %d was to be uploaded, and is not on the local disks anymore', step)
             self._intents.drop(step)
+        for step in set(waiting).difference(self._intents.steps()):
+            # The disk of this process is new.
+            self._intents.add(step, overwrite=False)
         if not is_leader:
             self._queue = Follower(orders, self.local, self.run, self._limit.wait, self._end, self._intents.steps)
             return

@@ -148,7 +148,7 @@ def check_one_process(place):
 
 
 def test_more_processes(four, two, place, tmp_path):
-    """The new processes have empty disks; the upload that waited is carried out by all of them."""
+    """The new processes have empty disks; the upload that waited is carried out by all of them, and all wait for it."""
     trouble, options = tmp_path / 'trouble', {'iterator': False, 'persist': [2]}
     disks = [str(disk) for disk in place.disks[:2]]
     two.run('tiers', place.run, TWICE, options | {'trouble': str(trouble)}, each=disks)
@@ -156,7 +156,8 @@ def test_more_processes(four, two, place, tmp_path):
     two.run('tiers_save', 2)
     two.run('tiers_close')
     assert t5ckpt.all_steps(place.run) == []
-    place.begin(four, order=[0, 2, 1, 3], iterator=False, persist=[])
+    trouble.write_text('slow')
+    place.begin(four, order=[0, 2, 1, 3], iterator=False, persist=[], trouble=str(trouble))
     answers = four.run('tiers_restore')
     assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(2, 0)] * COUNT
     assert [answer['bytes'][1] > 0 for answer in answers] == [False, True, False, True]

@@ -4,7 +4,7 @@
 (the leader) reduces the votes to a decision, and every process returns the decision. It costs one barrier and one key for
 each process; in a job of one process it is a function call. Rounds are numbered, so the keys of two rounds never collide.
 
-A save has two rounds, of which the second precedes the commit (``save/execute.py``), and a restore one (``restore/execute.py``).
+A save calls it twice, the second time before the commit (``save/execute.py``), and a restore once (``restore/execute.py``).
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Storage(ABC):
         del key
 
     def server_time(self, key: str) -> float | None:
-        """The present time by that clock: that of the file ``key``, which is written and deleted."""
+        """The time on the clock of :meth:`modified`, None without one; writes and deletes the file ``key`` to find it."""
         del key
 
     def version(self, key: str) -> Any:

@@ -54,7 +54,8 @@ _HTTP_CODE = re.compile(r" ?\[(?:http_response_code='|HTTP code )(\d+)'?\]")
 _SIGNATURE = re.compile(r'\?[^\s"\'\]]*\bsig=[^\s"\'\]:]*')
 _BUCKET_NAME = re.compile(r'Invalid \w+ bucket name: (".*")')
 _NO_BUCKET = (
-    "The bucket was not found, or the server is no object store: check the bucket's name, the endpoint and the network."
+    "The bucket was not found, or the server is not an object store: check the bucket's name, the endpoint and the "
+    'network.'
 )
 # The answer to a HEAD has no text.
 _OR_RENEW = 'Where the credentials may have expired, renew them.'

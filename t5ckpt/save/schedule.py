@@ -288,7 +288,8 @@ class SaveSchedule:
             view = self._first_view(now)
         if self._begun is not None and self._begun.pending.done():
             self._record_result(view, self._begun)
-        view.now = now
+        # A clock that was set back does not stop the saves until it has caught up.
+        view.now, view.last_unix = now, min(view.last_unix, now)
         view.preempted = view.preempted or self._preempted()
         view.metrics = metrics
         view.saving = self._is_saving()

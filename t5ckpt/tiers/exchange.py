@@ -4,22 +4,27 @@ Each process puts the files that it sends one after the other into rows of bytes
 all processes to all. The rows say whether more follow, so all processes enter the same number of collectives. A process whose
 disk fails goes on with rows that are empty, and raises its error afterwards.
 
-Notes: all bytes pass through every process. Memory holds a row of each process twice, within the byte budget of the restore and
-at most 256 MiB together, and the files in flight. A row has at least 64 KiB.
+Notes: all bytes pass through every process. Half of the byte budget of the restore, and at most 256 MiB, is for the rows: memory
+holds those of all processes twice, and that of this process twice more. The other half is for files: the one that this process
+sends, and the one that it receives from each sender. Therefore only as many processes send at once as the budget has room for
+files. A row has at least 64 KiB, and one process always sends.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from t5ckpt.format.file_checksums import FileEntry
 
-# The rows of all processes: on the devices, and on the host.
-_BYTES_OF_ROWS, _COPIES_OF_ROWS = 256 * 2**20, 2
+# The rows of all processes are on the devices and on the host; the own row is filled and sent in addition.
+_BYTES_OF_ROWS, _COPIES_OF_ROWS, _OWN_ROWS = 256 * 2**20, 2, 2
 _MOST_BYTES, _LEAST_BYTES = 8 * 2**20, 2**16
 # Of a row: the bytes that it has, and whether more rows follow.
 _HEAD = 16
@@ -30,32 +35,57 @@ File = tuple[str, FileEntry, bytes]
 """The name of a file, its entry, and its bytes."""
 
 
-def exchange(
-    files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], budget_bytes: int
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What all processes know about the memory of an exchange.
+
+    Attributes:
+      budget_bytes: for rows and files.
+      largest_bytes: the size of the largest file that is sent.
+    """
+
+    budget_bytes: int
+    largest_bytes: int
+
+    def row_bytes(self, processes: int) -> int:
+        """The size of a row."""
+        together = min(_BYTES_OF_ROWS, self.budget_bytes // 2)
+        return max(_LEAST_BYTES, min(_MOST_BYTES, together // (_COPIES_OF_ROWS * processes + _OWN_ROWS)))
+
+    def senders(self) -> int:
+        """How many processes send at once; a process may send a file while it receives one from each of them."""
+        return max(1, self.budget_bytes // 2 // max(1, self.largest_bytes) - 1)
+
+
+def exchange(files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], memory: Memory) -> None:
     """Sends files to all processes; every process calls it.
 
     Args:
       files: what this process sends.
       wanted: the names of the files that this process takes.
       receive: called with each of them.
-      budget_bytes: of memory for the rows; the same in all processes.
+      memory: the same in all processes.
 
     Raises:
       Exception: an error of ``files`` or ``receive``, after all processes have sent everything.
     """
-    gather = _Gather(budget_bytes)
+    gather = _Gather(memory)
     stream, errors = _Stream(files), list[Exception]()
     parsers = [_Parser(wanted) for _ in range(gather.count)]
-    more = True
-    while more:
-        payload, has_more = _tried(lambda: stream.take(gather.row_bytes - _HEAD), (b'', False), errors)
-        more = False
-        for parser, row in zip(parsers, gather(payload, has_more), strict=True):
-            used, follows = np.frombuffer(row[:_HEAD].tobytes(), np.int64)
-            more = more or bool(follows)
-            for file in parser.feed(row[_HEAD : _HEAD + int(used)].tobytes()):
-                _tried(lambda file=file: receive(file), None, errors)
+    left = list(range(gather.count))
+    while left:
+        row, sending = np.zeros((1, gather.row_bytes), np.uint8), left[: memory.senders()]
+        used, follows = 0, gather.index in left
+        if gather.index in sending:
+            used, follows = _tried(functools.partial(stream.fill, memoryview(row[0])[_HEAD:]), (0, False), errors)
+        row[0, :_HEAD] = np.frombuffer(np.array([used, follows], np.int64).tobytes(), np.uint8)
+        for process, (parser, found) in enumerate(zip(parsers, gather(row), strict=True)):
+            used, follows = np.frombuffer(found[:_HEAD].tobytes(), np.int64)
+            if not follows and process in left:
+                left.remove(process)
+            for file in parser.feed(memoryview(found)[_HEAD : _HEAD + int(used)]):
+                _tried(functools.partial(receive, file), None, errors)
+                del file
     if errors:
         raise errors[0]
 
@@ -74,26 +104,22 @@ def _tried(action: Callable[[], Any], otherwise: Any, errors: list[Exception]) -
 class _Gather:
     """All-gathers one row of bytes of each process, over one device of each."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, memory: Memory) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         first: dict[int, Any] = {}
         for device in jax.devices():
             first.setdefault(device.process_index, device)
-        self.count = len(first)
-        together = min(_BYTES_OF_ROWS, budget_bytes // _COPIES_OF_ROWS)
-        self.row_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, together // self.count))
+        self.count, self.index = len(first), sorted(first).index(jax.process_index())
+        self.row_bytes = memory.row_bytes(self.count)
         mesh = Mesh(np.array([first[process] for process in sorted(first)]), ('process',))
         self._sharding = NamedSharding(mesh, PartitionSpec('process'))
         self._collect = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._make = jax.make_array_from_process_local_data
 
-    def __call__(self, payload: bytes, has_more: bool) -> np.ndarray:
+    def __call__(self, row: np.ndarray) -> np.ndarray:
         """The rows of all processes, in their order."""
-        row = np.zeros((1, self.row_bytes), np.uint8)
-        row[0, :_HEAD] = np.frombuffer(np.array([len(payload), has_more], np.int64).tobytes(), np.uint8)
-        row[0, _HEAD : _HEAD + len(payload)] = np.frombuffer(payload, np.uint8)
         rows = self._make(self._sharding, row, (self.count, self.row_bytes))
         return np.asarray(self._collect(rows).addressable_data(0))
 
@@ -103,27 +129,30 @@ class _Stream:
 
     def __init__(self, files: Iterator[File]):
         self._files = files
-        self._left = memoryview(b'')
+        self._left = deque[memoryview]()
         self._ended = False
 
-    def take(self, nbytes: int) -> tuple[bytes, bool]:
-        """The next bytes, and whether more may follow."""
-        taken = bytearray()
-        while len(taken) < nbytes and self._fill():
-            part = self._left[: nbytes - len(taken)]
-            taken += part
-            self._left = self._left[len(part) :]
-        return bytes(taken), bool(self._left) or not self._ended
+    def fill(self, row: memoryview) -> tuple[int, bool]:
+        """Fills a row; returns the number of bytes, and whether more may follow."""
+        used = 0
+        while used < len(row) and self._has_bytes():
+            part = self._left[0][: len(row) - used]
+            row[used : used + len(part)] = part
+            used += len(part)
+            self._left[0] = self._left[0][len(part) :]
+        return used, bool(self._left) or not self._ended
 
-    def _fill(self) -> bool:
+    def _has_bytes(self) -> bool:
+        """Whether there are bytes to send; reads the next file if the previous one is sent."""
+        while self._left and not self._left[0]:
+            self._left.popleft()
         if not self._left and not self._ended:
             file = next(self._files, None)
-            if file is None:
-                self._ended = True
-            else:
+            self._ended = file is None
+            if file is not None:
                 name, entry, data = file
                 head = json.dumps([name, *entry]).encode()
-                self._left = memoryview(len(head).to_bytes(_LENGTH) + head + data)
+                self._left.extend([memoryview(len(head).to_bytes(_LENGTH) + head), memoryview(data)])
         return bool(self._left)
 
 
@@ -132,39 +161,40 @@ class _Parser:
 
     def __init__(self, wanted: Collection[str]):
         self._wanted = wanted
-        self._held = bytearray()
+        self._head = bytearray()
         self._file: tuple[str, FileEntry] | None = None
-        self._skips = 0
+        # Of the file: its bytes so far if it is wanted, and how many follow.
+        self._data: bytearray | None = None
+        self._left = 0
 
-    def feed(self, data: bytes) -> Iterator[File]:
+    def feed(self, data: memoryview) -> Iterator[File]:
         """Takes the next bytes; yields the wanted files that they complete."""
-        self._held += data
-        while self._step():
+        while data:
             if self._file is None:
-                continue
-            name, entry = self._file
-            if len(self._held) < entry[0]:
-                return
-            yield name, entry, bytes(self._held[: entry[0]])
-            del self._held[: entry[0]]
-            self._file = None
+                data = self._read_head(data)
+            else:
+                part = data[: self._left]
+                if self._data is not None:
+                    start = len(self._data) - self._left
+                    self._data[start : start + len(part)] = part
+                self._left -= len(part)
+                data = data[len(part) :]
+            if self._file is not None and self._left == 0:
+                (name, entry), complete = self._file, self._data
+                self._file = self._data = None
+                if complete is not None:
+                    # A copy would take as much memory again.
+                    yield name, entry, cast('bytes', complete)
+                del complete
 
-    def _step(self) -> bool:
-        """Skips, or reads the description of the next file; returns whether there may be more to do."""
-        if self._file is not None:
-            return True
-        skipped = min(self._skips, len(self._held))
-        del self._held[:skipped]
-        self._skips -= skipped
-        if self._skips or len(self._held) < _LENGTH:
-            return False
-        end = _LENGTH + int.from_bytes(self._held[:_LENGTH])
-        if len(self._held) < end:
-            return False
-        name, size, checksum = json.loads(self._held[_LENGTH:end])
-        del self._held[:end]
-        if name in self._wanted:
-            self._file = name, (size, checksum)
-        else:
-            self._skips = size
-        return True
+    def _read_head(self, data: memoryview) -> memoryview:
+        """Reads the description of the next file, as far as it is there; returns the bytes after it."""
+        end = _LENGTH if len(self._head) < _LENGTH else _LENGTH + int.from_bytes(self._head[:_LENGTH])
+        taken = end - len(self._head)
+        self._head += data[:taken]
+        if len(self._head) == end and end > _LENGTH:
+            name, size, checksum = json.loads(self._head[_LENGTH:])
+            self._head.clear()
+            self._file, self._left = (name, (size, checksum)), size
+            self._data = bytearray(size) if name in self._wanted else None
+        return data[taken:]

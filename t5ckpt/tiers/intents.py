@@ -9,19 +9,25 @@ file whose step is uploaded by the next start; without the step, the next start 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import newest, waiting_steps
+from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, SIDECAR, TO_PERSIST, step_dir, to_persist_file
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
 
 _TAKEN = f'{INDEX}/taken.json'
+_log = logging.getLogger('t5ckpt')
 
 
 class Intents:
@@ -30,6 +36,8 @@ class Intents:
     def __init__(self, local: Storage):
         """Takes the local directory."""
         self._local = local
+        self._guard = threading.RLock()
+        self._committing: int | None = None
 
     def steps(self) -> list[int]:
         """The steps, ascending."""
@@ -57,9 +65,44 @@ class Intents:
                 if entry.name.endswith(PARTIAL_SUFFIX):
                     self._local.delete_file(f'{directory}/{entry.name}')
 
-    def drop(self, step: int) -> None:
-        """Removes the record of a step."""
-        self._local.delete_file(to_persist_file(step))
+    @contextlib.contextmanager
+    def committing(self, step: int) -> Generator[None]:
+        """Surrounds the commit of a step: until its end, the end of an upload of the step removes no record."""
+        with self._guard:
+            self._committing = step
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._committing = None
+
+    def save_of(self, step: int) -> str:
+        """Identifies the save that the local directory has of a step; '' if it has none."""
+        try:
+            return digest(self._local.read(join(step_dir(step), SIDECAR)))
+        except T5CkptError:
+            return ''
+
+    def is_of(self, step: int, save: str) -> bool:
+        """Whether the local directory has no other save of a step, and is getting none."""
+        with self._guard:
+            return step != self._committing and self.save_of(step) in ('', save)
+
+    def drop(self, step: int, save: str | None = None) -> bool:
+        """Removes the record of a step.
+
+        Args:
+          step: the step.
+          save: that was uploaded. The record stays if the directory has another save of the step, or is getting one.
+
+        Returns:
+          Whether there is no record anymore.
+        """
+        with self._guard:
+            if save is not None and not self.is_of(step, save):
+                return False
+            self._local.delete_file(to_persist_file(step))
+            return True
 
 
 class PersistSchedule:
@@ -76,6 +119,7 @@ class PersistSchedule:
         self._began = clock()
         self._previous: int | None = None
         self._taken: dict[str, Any] | None = None
+        self._owed = ''
         self.upload_seconds: float | None = None
         """How long the latest upload took."""
 
@@ -90,17 +134,22 @@ class PersistSchedule:
         """
         if self._policy is None:
             return 'every save'
+        if self._owed:
+            return self._owed
         if self._previous is None and (found := newest(self._local)) is not None:
             # The previous save may be one of an earlier process.
             self._previous = found.step
         previous, self._previous = self._previous, step
-        taken = self._last()
+        now, taken = self._clock(), self._last()
+        # A clock that was set back does not stop the uploads until it has caught up.
+        self._began = min(self._began, now)
+        taken['unix'] = None if taken['unix'] is None else min(taken['unix'], now)
         return self._policy.reason(
             Moment(
                 step=step,
                 previous_step=previous,
                 last_saved_step=taken['step'],
-                seconds_since_save=self._clock() - (self._began if taken['unix'] is None else taken['unix']),
+                seconds_since_save=now - (self._began if taken['unix'] is None else taken['unix']),
                 preempted=preempted,
                 metrics=metrics,
                 best={name: (low, high) for name, (low, high) in taken['best'].items()},
@@ -110,17 +159,26 @@ class PersistSchedule:
             )
         )
 
+    def owe(self, step: int) -> None:
+        """The next save is uploaded, in place of a step that could not be."""
+        self._owed = f'step {step} was not uploaded'
+
     def note_taken(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records that a step is uploaded."""
         if self._policy is None:
             return
+        self._owed = ''
         best = self._last()['best']
         for name, value in metrics.items():
             if not math.isnan(value):
                 low, high = best.get(name, (value, value))
                 best[name] = [min(low, value), max(high, value)]
         self._taken = {'step': step, 'unix': self._clock(), 'best': best}
-        self._local.write(_TAKEN, json.dumps(self._taken).encode())
+        try:
+            self._local.write(_TAKEN, json.dumps(self._taken).encode())
+        except StorageError as error:
+            # The step is committed, and only the intervals of a later process depend on this file.
+            _log.warning('t5ckpt: %s could not be written: %s', self._local.url(_TAKEN), error)
 
     def _last(self) -> dict[str, Any]:
         if self._taken is None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import logging
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,7 @@ from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.storage import Storage, open_storage
 
 _RUN_ID = f'{INDEX}/run_id'
+_log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,11 @@ def open_local(path: str | os.PathLike[str], run: Storage) -> Storage:
 
 
 class LocalDir:
-    """The local directory of one checkpointer. Not thread-safe, except for :meth:`share_id`."""
+    """The local directory of one checkpointer.
+
+    Attributes:
+      guard: held while the directory is opened or gets its record, which a prefetch does in its thread.
+    """
 
     def __init__(self, local: Storage, run: Storage, keep: int, *, read_only: bool):
         """Reads and creates nothing."""
@@ -93,6 +100,7 @@ class LocalDir:
         self._keep = keep
         self.read_only = read_only
         self._record: TierRecord | None = None
+        self.guard = threading.RLock()
         self._lock: Any = None
         # The id that the run's storage has; '' if it has none, None before the first look.
         self._run_id: str | None = None
@@ -199,16 +207,19 @@ class LocalDir:
 
     def ensure_record(self) -> None:
         """Writes the record before the first local commit, with the run's id if its storage answers."""
-        if self._record is not None:
-            return
-        if self._run_id is None:
-            try:
-                self._run_id = self._read_run_id()
-            except StorageError:
-                # A run that cannot be reached gets the id later.
-                self._run_id = ''
-        self._write(TierRecord(self.run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep))
-        self._run_id = self._run_id or None
+        with self.guard:
+            if self._record is not None:
+                return
+            if self._run_id is None:
+                try:
+                    self._run_id = self._read_run_id()
+                except StorageError:
+                    # A run that cannot be reached gets the id later.
+                    self._run_id = ''
+            self._write(
+                TierRecord(self.run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep)
+            )
+            self._run_id = self._run_id or None
 
     def share_id(self) -> None:
         """Writes the id to the run's storage, if it has none; before the first upload of a process.
@@ -225,7 +236,13 @@ class LocalDir:
             is_written = self.run.replace(_RUN_ID, record.id.encode(), None) is not None
             self._run_id = record.id if is_written else self._read_run_id()
         self.check_id()
-        self._write(dataclasses.replace(self._record or record, is_shared=True))
+        try:
+            self._write(dataclasses.replace(self._record or record, is_shared=True))
+        except StorageError as error:
+            # On a full disk, uploads make room.
+            _log.warning(
+                't5ckpt: %s could not be written; the next upload repeats it: %s', self.storage.url(_RECORD), error
+            )
 
     def _write(self, record: TierRecord) -> None:
         self.storage.make_dir(INDEX)

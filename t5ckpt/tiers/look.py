@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import Phase
+from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union
 from t5ckpt.tiers.part import Part
 
 _log = logging.getLogger('t5ckpt')
-_ACTION = 'the look at the local directories'
+ACTION = 'the look at the local directories'
 # The processes report the chunks on their disks before it is known whether a step can be restored.
 _UNKNOWN = 'unknown'
 
@@ -51,6 +51,7 @@ class Found:
 
 
 def look(
+    first: CoordinationRound,
     coordinator: Coordinator,
     parts: Mapping[int, Part],
     of_run: Callable[[bool], OfRun],
@@ -61,16 +62,15 @@ def look(
     """Chooses the step; every process calls it.
 
     Args:
-      coordinator: of the checkpointer.
+      first: a round of all processes.
+      coordinator: of the checkpointer, for further rounds.
       parts: what the disk of this process has.
       of_run: asks the run's storage, in process 0; called with whether any disk has a part.
       step: the requested step, or None.
       needs_positions: whether the positions of data iterators are restored, too.
     """
     votes = [part.as_vote().vote(at) for at, part in parts.items() if step in (None, at)]
-    decided = coordinator.round(_ACTION).reduce_on_leader(
-        Phase.LOOK, votes, lambda votes: _listed(votes, of_run, needs_positions)
-    )
+    decided = first.reduce_on_leader(Phase.LOOK, votes, lambda votes: _listed(votes, of_run, needs_positions))
     run_step, refused = decided['run'], dict[int, str]()
     for at, save, sender, known, in_run in decided['candidates']:
         if run_step is not None and at < run_step:
@@ -116,7 +116,7 @@ def _missing_chunks(coordinator: Coordinator, part: Part | None) -> str:
         missing = count - num_bits(union((text for _, text in having), count))
         return f'{missing} of {count} chunks are on no disk' if missing else ''
 
-    return coordinator.round(_ACTION).reduce_on_leader(Phase.LOOK, vote, decide)
+    return coordinator.round(ACTION).reduce_on_leader(Phase.LOOK, vote, decide)
 
 
 def log_choice(found: Found, steps: Collection[int]) -> None:

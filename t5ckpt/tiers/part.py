@@ -14,7 +14,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, step_dir
+from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.contents import RawFiles, read_contents
 from t5ckpt.storage import Storage
@@ -90,6 +90,15 @@ class Part:
             for name, entries in self.lists.items()
             if self.there.issuperset(entries) and (match := _LIST.fullmatch(name)) is not None
         ]
+
+    def listed(self) -> list[str]:
+        """The files of these lists."""
+        return [name for index in self.complete_lists() for name in self.lists[file_checksums_name(index)]]
+
+    def positions_of(self, index: int) -> list[str]:
+        """The files that are there of the position of the data iterator of a process of the save."""
+        found = {name: match for name in sorted(self.there) if (match := _POSITION.match(name)) is not None}
+        return [name for name, match in found.items() if int(match[1]) == index]
 
     def as_vote(self) -> DiskStep:
         """What this process reports of it."""

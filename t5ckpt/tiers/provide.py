@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
+from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.core.keys import join
@@ -26,7 +28,7 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
-from t5ckpt.tiers.exchange import File, exchange
+from t5ckpt.tiers.exchange import File, Memory, exchange
 from t5ckpt.tiers.part import Part
 
 _log = logging.getLogger('t5ckpt')
@@ -121,7 +123,9 @@ class Provider:
         """
         chunks = decode_bits(missing['chunks'], numbers.count)
         positions = [name for prefix in missing['prefixes'] for name in self._positions(prefix)]
-        vote = [encode_bits(numbers.bits(self._there) & chunks), positions, self._budget_bytes]
+        bits = numbers.bits(self._there) & chunks
+        largest = max((self._entries[name][0] for name in [*positions, *numbers.chosen(self._there, bits)]), default=0)
+        vote = [encode_bits(bits), positions, self._budget_bytes, largest]
         at = self._coordinator.round(_ACTION)
         answer = at.reduce_on_leader(
             Phase.SEND,
@@ -138,7 +142,7 @@ class Provider:
         wanted = {*lacking, *(name for name in answer['positions'] if wants is not None and name.startswith(wants))}
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
-            exchange(self._sent(names), wanted - self._there, self._receive, answer['budget'])
+            exchange(self._sent(names), wanted - self._there, self._receive, Memory(*answer['memory']))
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
             if wants is not None and not self._positions(wants):
                 from_run += self._positions_of_run(wants)
@@ -157,6 +161,7 @@ class Provider:
                 data = b''
             if entry_of(data) == entry:
                 yield name, entry, data
+                del data  # before the next one is read
             else:
                 _log.warning('t5ckpt: %s is damaged and was deleted', self._storage.url(key))
                 self._drop(name)
@@ -217,17 +222,45 @@ def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: i
     for process, text in enumerate(plan.sends):
         at.share(f'sends/{process}', text.encode())
     positions: dict[str, int] = {}
-    for process, (_, names, _) in enumerate(votes):
+    for process, (_, names, *_) in enumerate(votes):
         for name in names:
             positions.setdefault(name, process)
     missing = num_bits(plan.nowhere)
     lost = '' if has_run or not missing else f'{missing} of {count} chunks are on no disk.'
-    budget = min(bytes_held for *_, bytes_held in votes)
-    return {'nowhere': encode_bits(plan.nowhere), 'positions': positions, 'lost': lost, 'budget': budget}
+    memory = min(budget for *_, budget, _ in votes), max(largest for *_, largest in votes)
+    return {'nowhere': encode_bits(plan.nowhere), 'positions': positions, 'lost': lost, 'memory': memory}
 
 
-def begin_part(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
-    """Makes a part without chunks on a disk that has none of a step."""
+def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: int, sender: int, clock: Clock) -> Part:
+    """The part that this process has of a step; every process calls it.
+
+    Args:
+      at: a round of all processes.
+      part: what the disk of this process has. None makes a part without chunks, with the manifest of a process that has one.
+      storage: the local directory.
+      step: the step.
+      sender: a process whose disk has a part.
+      clock: unix seconds.
+    """
+    some_lack = at.reduce_on_leader(Phase.LOOK, part is None, any)
+    if some_lack:
+        with at.failing_together(Phase.SEND):
+            if at.processes.index == sender and part is not None:
+                at.share('manifest', part.manifest)
+                at.share('sidecar', part.sidecar)
+            if part is None:
+                part = _begun(storage, step, at.receive('manifest'), at.receive('sidecar'), clock)
+        at.reduce_on_leader(Phase.SEND, None, lambda _: None)
+    if part is None:
+        raise AssertionError('every process has a part now')
+    return part
+
+
+def _begun(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
+    """Makes a part without chunks. Renames what the disk has of another save of the step, or a part that cannot be read."""
+    if has_step(storage, step):
+        aside = rename_damaged(storage, step, clock)
+        _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
     with begin(storage, step, clock, writer_facts()) as work:
         storage.write(join(work.directory, COPIES), FileChecksums().encode())
         work.commit(manifest, sidecar, [])

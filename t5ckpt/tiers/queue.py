@@ -28,6 +28,10 @@ class UploadStopped(Exception):  # noqa: N818 - not an error
     """The running upload is to end; its files stay for the next one."""
 
 
+class UploadOutdated(UploadStopped):
+    """The step is being overwritten; its upload begins again."""
+
+
 class UploadQueue:
     """Uploads steps in a thread. Its methods are called from any thread."""
 
@@ -109,6 +113,8 @@ class UploadQueue:
         error: Exception | None = None
         try:
             self._upload(step)
+        except UploadOutdated:
+            return _FIRST_PAUSE_SECONDS
         except UploadStopped:
             return 0.0
         except NotUploadableError as caught:

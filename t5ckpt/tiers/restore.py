@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
@@ -151,6 +152,7 @@ class Prefetch:
         self._is_shared = is_shared
         self._tiers = tiers
         self._begin_fetch = begin_fetch
+        self._is_stopped = False
         self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
 
     def wait(self) -> None:
@@ -158,9 +160,22 @@ class Prefetch:
         if self._thread is not None:
             self._thread.join()
 
+    def stop(self) -> None:
+        """Ends it, after the files that are on their way."""
+        self._is_stopped = True
+        self.wait()
+
+    def _pace(self, nbytes: int) -> None:
+        del nbytes
+        if self._is_stopped:
+            raise CancelledError
+
     def _run(self) -> None:
         try:
             self._fetch()
+        except CancelledError:
+            # The checkpointer is closed. The next fetch goes on with the files.
+            return
         except Exception as error:  # noqa: BLE001 - the restore reads the step itself, and raises its errors
             _log.warning('t5ckpt: the prefetch ended, and restore reads what is left: %s', error)
 
@@ -179,7 +194,8 @@ class Prefetch:
             self._begin_fetch()
             source = Identity.now(located)
             with source.checked_on_failure('fetched'):
-                done = Transfer(source, tiers.local, choice.step, TransferOptions()).run(tiers.clock)
+                options = TransferOptions(pace=self._pace)
+                done = Transfer(source, tiers.local, choice.step, options).run(tiers.clock)
             _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, tiers.local.url(), done.nbytes)
             return
         directory = step_dir(choice.step)

@@ -34,9 +34,9 @@ from t5ckpt.format.names import SIDECAR, step_dir
 from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.request import LocalSource, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.look import Found, OfRun, log_choice, look
+from t5ckpt.tiers.look import ACTION as LOOK_ACTION, Found, OfRun, log_choice, look
 from t5ckpt.tiers.part import Part, parts_in
-from t5ckpt.tiers.provide import Provider, begin_part
+from t5ckpt.tiers.provide import Provider, completed
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a restore from local directories'
@@ -72,8 +72,10 @@ class SharedRestore:
         wanted = request.call.step
         of_run = functools.partial(self._of_run, wanted)
         for attempt in range(_ATTEMPTS):
-            parts = parts_in(self._local)
-            found = look(self._coordinator, parts, of_run, wanted, needs_positions=positions)
+            at = self._coordinator.round(LOOK_ACTION)
+            with at.failing_together(Phase.LOOK):
+                parts = parts_in(self._local)
+            found = look(at, self._coordinator, parts, of_run, wanted, needs_positions=positions)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found, parts)
@@ -130,7 +132,8 @@ class SharedRestore:
         last: bool,
     ) -> tuple[Any] | None:
         """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
-        part = self._completed(found, step, part if part is not None and part.save == found.save else None)
+        own = part if part is not None and part.save == found.save else None
+        part = completed(self._coordinator.round(_ACTION), own, self._local, step, found.sender, self._catalog.clock)
         provider = Provider(self._coordinator, part, self._run if found.in_run else None, request.reading.budget_bytes)
         call = dataclasses.replace(request.call, step=step)
         source = LocalSource(part.located, part.manifest, part.sidecar, provider)
@@ -152,30 +155,6 @@ class SharedRestore:
             found.step, nbytes.own, self._local.url(), nbytes.peers, nbytes.run, self._run.url(),
         )  # fmt: skip
         return (restored,)
-
-    def _completed(self, found: Found, step: int, part: Part | None) -> Part:
-        """The part of this process; an empty one is made, with the manifest of a process that has one."""
-        at = self._coordinator.round(_ACTION)
-        some_lack = at.reduce_on_leader(Phase.LOOK, part is None, any)
-        if some_lack:
-            with at.failing_together(Phase.SEND):
-                if at.processes.index == found.sender and part is not None:
-                    at.share('manifest', part.manifest)
-                    at.share('sidecar', part.sidecar)
-                if part is None:
-                    self._remove(step)
-                    files = at.receive('manifest'), at.receive('sidecar')
-                    part = begin_part(self._local, step, *files, self._catalog.clock)
-            at.reduce_on_leader(Phase.SEND, None, lambda _: None)
-        if part is None:
-            raise AssertionError('every process has a part now')
-        return part
-
-    def _remove(self, step: int) -> None:
-        """Renames what the disk has of another save of a step, or a part of it that cannot be read."""
-        if has_step(self._local, step):
-            aside = rename_damaged(self._local, step, self._catalog.clock)
-            _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
 
     def _is_mended(self, error: Exception, provider: Provider, *, last: bool) -> bool:
         """Whether a damaged file was deleted anywhere, so that the processes choose again."""

@@ -4,6 +4,9 @@ Process 0 decides which step is uploaded, and sends orders to the others: number
 channel of their own. The other processes wait for orders in a thread, without a barrier and without a time-out, since an upload
 may take hours. An order is answered when the files are in the run's storage. The last order is the end, from ``close`` in
 process 0.
+
+If the disk of one process of the save is lost, the others upload the files of its list, see ``tiers/lost_files.py``, and process
+0 writes the list, whose checksum is in the sidecar.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.commit.strategy import resume
@@ -25,9 +28,11 @@ from t5ckpt.core.thread_pool import Pool, start_thread
 from t5ckpt.distributed.processes import Processes, ServiceError
 from t5ckpt.errors import LocalDirError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileEntry, entry_of
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
+from t5ckpt.tiers.lost_files import LostFiles, pack, unpack
 from t5ckpt.tiers.part import Part
 from t5ckpt.tiers.queue import UploadStopped
 from t5ckpt.tiers.upload import NotUploadableError
@@ -40,11 +45,17 @@ _CALL_SECONDS = 60.0
 
 
 class Orders:
-    """The messages of process 0 to the others about uploads. Safe from any thread."""
+    """The messages of process 0 to the others about uploads. Safe from any thread.
 
-    def __init__(self, processes: Processes, prefix: str):
-        """Takes the processes, and a prefix of keys that nothing else uses."""
+    Attributes:
+      processes: of the job.
+      lost: what this process uploads in place of a lost disk.
+    """
+
+    def __init__(self, processes: Processes, prefix: str, lost: LostFiles):
+        """Takes a prefix of keys that nothing else uses."""
         self.processes = processes
+        self.lost = lost
         self._prefix = f'{prefix}/uploads'
         self._guard = threading.Lock()
         self._next = self._removed = 0
@@ -89,13 +100,22 @@ class Orders:
         return bool(self.processes.get_all(f'{self._prefix}/stop/{number}', _CALL_SECONDS))
 
 
-def send_lists(part: Part, run: Storage, directory: str, pace: Callable[[int], None], *, again: bool) -> int:
+def send_lists(
+    part: Part,
+    run: Storage,
+    directory: str,
+    pace: Callable[[int], None],
+    lost: Mapping[str, FileEntry] | None,
+    *,
+    again: bool,
+) -> int:
     """Sends the files of the lists of a part; returns their bytes.
 
     Args:
       part: of this process.
       run: the run's storage.
       directory: of the upload.
+      lost: further files, of the list of a lost disk; None if no disk is lost.
       pace: called with the size of each file before it is read; may raise.
       again: whether an earlier attempt may have sent some of them.
 
@@ -103,9 +123,10 @@ def send_lists(part: Part, run: Storage, directory: str, pace: Callable[[int], N
       NotUploadableError: a file is damaged or gone.
       StorageError: the run's storage failed.
     """
-    files: dict[str, FileEntry | None] = {}
+    files: dict[str, FileEntry | None] = dict(lost or {})
     for name, entries in part.lists.items():
-        files |= {**entries, name: None}
+        if lost is None or part.there.issuperset(entries):
+            files |= {**entries, name: None}
     for parent in parents_of(files):
         run.make_dir(join(directory, parent))
     sent: dict[str, int | None] = dict(run.walk(directory)) if again else {}
@@ -161,13 +182,18 @@ class Leader:
             order = {'upload': step, 'save': part.save, 'directory': work.directory, 'again': again}
             number = self.orders.send(order)
             try:
-                nbytes = send_lists(part, run, work.directory, pace, again=again)
+                lost = self.orders.lost.of(part)
+                nbytes = send_lists(part, run, work.directory, pace, lost, again=again)
                 answers = self._answers(number, pace)
             except BaseException:
                 self.orders.stop(number)
                 self._answers(number, lambda _: None)
                 raise
             self._check(answers, part)
+            if lost is not None:
+                nbytes += self._write_lost_list(
+                    work.directory, part, [lost, *(unpack(each['lost']) for each in answers)]
+                )
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
             work.commit(part.manifest, part.sidecar, sorted({*grids, *parents_of(names)}))
@@ -183,16 +209,27 @@ class Leader:
             pause = min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
         return answers
 
-    @staticmethod
-    def _check(answers: list[dict[str, Any]], part: Part) -> None:
+    def _write_lost_list(self, directory: str, part: Part, found: Sequence[Mapping[str, FileEntry]]) -> int:
+        """Writes the list of the lost disk, whose files the processes have sent; returns its size."""
+        name = file_checksums_name(self.orders.lost.index)
+        data = FileChecksums({key: entry for entries in found for key, entry in entries.items()}).encode()
+        recorded = FileChecksums.recorded_by(decode_sidecar(part.sidecar, SIDECAR), SIDECAR)
+        if recorded.get(name) != entry_of(data):
+            raise NotUploadableError(f'{name} is on no disk, and cannot be made from the other disks')
+        self._run.write(join(directory, name), data)
+        return len(data)
+
+    def _check(self, answers: list[dict[str, Any]], part: Part) -> None:
         """Raises for an answer that is an error, or if a list was on no disk."""
         for answer in answers:
             if 'fatal' in answer:
                 raise NotUploadableError(answer['fatal'])
             if 'error' in answer:
                 raise StorageError(0, answer['error'])
-        there = {index for answer in answers for index in answer['lists']} | set(part.complete_lists())
-        missing = sorted(set(range(part.count)) - there)
+        there = {index for answer in answers for index in answer['lists']} | {*part.complete_lists()}
+        missing = sorted(
+            set(range(part.count)) - there - {self.orders.lost.index if self.orders.lost.save == part.save else -1}
+        )
         if missing:
             raise NotUploadableError(
                 f'the files that the processes {missing} of the save were to upload are on no disk'
@@ -210,7 +247,7 @@ class Follower:
         local: Storage,
         run: Storage,
         pace: Callable[[int, Callable[[], None]], None],
-        end: Callable[[int], None],
+        end: Callable[[int, str | None], None],
         waiting: Callable[[], list[int]],
     ):
         """Starts the thread.
@@ -220,7 +257,7 @@ class Follower:
           local: the local directory.
           run: the run's storage.
           pace: waits until a file of a size may be sent; calls a function meanwhile.
-          end: forgets that a step waits.
+          end: forgets that a step waits; with the save that was uploaded, unless the disk has another one.
           waiting: the steps that wait.
         """
         self._orders = orders
@@ -232,7 +269,7 @@ class Follower:
         self._failed_attempts = 0
         self._error = ''
         self._dropped: dict[int, str] = {}
-        self._is_uploading = False
+        self._is_uploading = self._has_left = False
         self._process = os.getpid()
         self._ended = threading.Event()
         self._looked = 0.0
@@ -256,7 +293,9 @@ class Follower:
         """As :meth:`UploadQueue.wait`."""
         with self._condition:
             failed = self._failed_attempts
-            while not self._ended.is_set() and (self._waiting() if step is None else step in self._waiting()):
+            while not (self._ended.is_set() or self._has_left) and (
+                self._waiting() if step is None else step in self._waiting()
+            ):
                 if self._failed_attempts > failed:
                     raise NotPersistedError(f'{self._error} The upload is repeated.')
                 self._condition.wait(0.5)
@@ -264,9 +303,16 @@ class Follower:
         if reason is not None:
             raise NotPersistedError(f'step {step} was not uploaded to {self._run.url()}: {reason}.')
 
+    def leave(self) -> None:
+        """Answers all orders with an error from now on, and waits for nothing.
+
+        An error ends this program, and process 0 may wait for it elsewhere, such as in a collective of the training.
+        """
+        self._has_left = True
+
     def stop(self) -> None:
         """Waits until process 0 ends the uploads."""
-        while os.getpid() == self._process and not self._ended.wait(0.5):
+        while not self._has_left and os.getpid() == self._process and not self._ended.wait(0.5):
             pass
 
     def _follow(self) -> None:
@@ -301,29 +347,36 @@ class Follower:
                 if why:
                     self._dropped[step] = why
                 try:
-                    self._end(step)
+                    self._end(step, order.get('save'))
                 except Exception:  # noqa: BLE001 - the next start drops it
                     _log.exception('t5ckpt: step %d could not be forgotten', step)
             self._condition.notify_all()
 
     def _upload(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
         def check() -> None:
+            if self._has_left:
+                raise UploadStopped
             if time.monotonic() - self._looked > _LONGEST_LOOK_SECONDS:
                 self._looked = time.monotonic()
                 if self._orders.is_stopped(number):
                     raise UploadStopped
 
         try:
+            check()
             part = Part.read(self._local, order['upload'])
             if part.save != order['save']:
-                return {'lists': [], 'nbytes': 0}
+                return {'lists': [], 'nbytes': 0, 'lost': pack({})}
+            lost, again = self._orders.lost.of(part), order['again']
             nbytes = send_lists(
-                part, self._run, order['directory'], lambda size: self._pace(size, check), again=order['again']
+                part, self._run, order['directory'], lambda size: self._pace(size, check), lost, again=again
             )
+            text = pack(lost or {})
         except NotUploadableError as error:
             return {'fatal': str(error)}
+        except UploadStopped:
+            return {'error': f'process {self._orders.processes.index} has stopped the upload'}
         except ServiceError:
             raise
         except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
             return {'error': f'process {self._orders.processes.index}: {type(error).__name__}: {error}'}
-        return {'lists': part.complete_lists(), 'nbytes': nbytes}
+        return {'lists': part.complete_lists(), 'nbytes': nbytes, 'lost': text}

@@ -22,6 +22,8 @@ from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep, candidates
 from t5ckpt.tiers.local_dir import LocalDir, open_local
+from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
+from t5ckpt.tiers.provide import completed
 from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
 from t5ckpt.tiers.several import SharedRestore
 from t5ckpt.tiers.shared_upload import Orders
@@ -80,11 +82,12 @@ class Tiers:
         Raises:
           LocalDirError: the directory is in use, or of another run.
         """
-        if not self._dir.open(create=create):
-            return False
-        if self._is_single and not self._read_only:
-            self._uploads.resume()
-        return True
+        with self._dir.guard:
+            if not self._dir.open(create=create):
+                return False
+            if self._is_single and not self._read_only:
+                self._uploads.resume()
+            return True
 
     def _join(self) -> None:
         """Agrees on the run's id with the other processes, and begins the uploads; the first call does, in all processes.
@@ -108,21 +111,41 @@ class Tiers:
         with at.failing_together(Phase.COMMIT):
             self._dir.adopt(decided['id'])
         at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+        waiting, dropped, lost = decided['waiting'], decided['dropped'], None
+        for step, save, index, sender in decided['incomplete']:
+            lost = self._find_lost_files(step, save, index, sender)
+            (dropped if lost is None else waiting).append(step)
         channel = self._coordinator.new_channel()
-        self._uploads.join(Orders(channel.processes, channel.prefix), decided['waiting'], decided['dropped'])
+        self._uploads.join(Orders(channel.processes, channel.prefix, lost or LostFiles()), waiting, dropped)
         self._has_joined = True
 
     def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
         """On process 0: the id, and which of the waiting steps are uploaded: those of which the disks have all files.
 
-        Process 0 sends manifest and sidecar, so its disk must have a part. The job may have had another number of processes.
+        The job may have had another number of processes. For the newest step, one disk may be lost, whose files may be on
+        those of replicas.
         """
         agreed = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
         disks = [dict(DiskStep.of(each) for each in vote['waiting']) for vote in votes]
         own = {step: part.save for step, part in disks[0].items()}
-        waiting = {each.step for each in candidates(disks) if not each.missing and each.save == own.get(each.step)}
-        dropped = {step for disk in disks for step in disk} - waiting
-        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(dropped)}
+        found = [each for each in candidates(disks) if each.save]
+        waiting = {each.step for each in found if not each.missing and each.save == own.get(each.step)}
+        incomplete: list[Any] = []
+        for each in found[:1]:
+            if each.step not in waiting and len(each.missing) < 2:
+                parts = [disk.get(each.step) for disk in disks]
+                sender = next(
+                    process for process, part in enumerate(parts) if part is not None and part.save == each.save
+                )
+                incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
+        dropped = {step for disk in disks for step in disk} - waiting - {step for step, *_ in incomplete}
+        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(dropped), 'incomplete': incomplete}
+
+    def _find_lost_files(self, step: int, save: str, index: int, sender: int) -> LostFiles | None:
+        """Finds the files of a step of which one disk is lost, and makes a part on each disk that has none."""
+        part, rounds = self._uploads.part_of(step, save), functools.partial(self._coordinator.round, 'the uploads')
+        part = completed(rounds(), part, self.local, step, sender, self.catalog.clock)
+        return find_lost_files(rounds(), part, index)
 
     def begin_save(self) -> None:
         """Creates, locks and checks the local directory, in the caller's thread.
@@ -192,6 +215,8 @@ class Tiers:
     def close(self) -> None:
         """Waits for the uploads, unless the run's storage fails; the next start uploads what is left. Releases the lock."""
         try:
+            if self._prefetch is not None:
+                self._prefetch.stop()
             self._uploads.close()
         finally:
             self.retention.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -21,10 +22,10 @@ from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.part import Part
-from t5ckpt.tiers.queue import UploadQueue
+from t5ckpt.tiers.queue import UploadOutdated, UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
 from t5ckpt.tiers.shared_upload import Follower, Leader, Orders
-from t5ckpt.tiers.upload import copy_alone, upload
+from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
 
 _log = logging.getLogger('t5ckpt')
 
@@ -64,6 +65,7 @@ class Uploads:
         for step in sorted(set(waiting) - existing):
             _log.warning('t5ckpt: step %d was to be uploaded, and is not in %s anymore', step, self.local.url())
             self._intents.drop(step)
+            self._schedule.owe(step)
         found = sorted(existing & set(waiting))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
@@ -82,6 +84,14 @@ class Uploads:
                 found.append(part.as_vote().vote(step))
         return found
 
+    def part_of(self, step: int, save: str) -> Part | None:
+        """The part of a save of a step in the local directory; None if there is none that can be read."""
+        try:
+            part = Part.read(self.local, step)
+        except T5CkptError:
+            return None
+        return part if part.save == save else None
+
     def join(self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int]) -> None:
         """Begins the uploads of a job of several processes.
 
@@ -96,6 +106,7 @@ class Uploads:
             if is_leader:
                 _log.warning('t5ckpt: step %d was to be uploaded, and is not on the local disks anymore', step)
             self._intents.drop(step)
+            self._schedule.owe(step)
         for step in set(waiting).difference(self._intents.steps()):
             # The disk of this process is new.
             self._intents.add(step, overwrite=False)
@@ -119,13 +130,14 @@ class Uploads:
         if reason is None:
             yield
             return
-        is_new = self._intents.add(step, overwrite=call.overwrite)
-        try:
-            yield
-        except BaseException:
-            if is_new:
-                self._intents.drop(step)
-            raise
+        with self._intents.committing(step):
+            is_new = self._intents.add(step, overwrite=call.overwrite)
+            try:
+                yield
+            except BaseException:
+                if is_new:
+                    self._intents.drop(step)
+                raise
         self._schedule.note_taken(step, call.metrics)
         _log.info('t5ckpt: step %d is uploaded to %s: %s', step, self.run.url(), reason)
         self._queue.add([step])
@@ -134,7 +146,7 @@ class Uploads:
         """Uploads a step, and runs the retention of the run; in the thread of the queue."""
         started = time.monotonic()
         self._dir.share_id()
-        overwrite = self._intents.overwrites(step)
+        overwrite, save = self._intents.overwrites(step), self._intents.save_of(step)
 
         def pace(nbytes: int) -> None:
             self._limit.wait(nbytes, self._queue.check)
@@ -150,9 +162,15 @@ class Uploads:
             if leader is not None:
                 leader.orders.send({'failed': f'step {step} is not in {self.run.url()} yet: {error}'})
             raise
-        self._intents.drop(step)
+        except NotUploadableError as error:
+            if not self._intents.is_of(step, save):
+                raise UploadOutdated from error
+            self._schedule.owe(step)
+            raise
+        if not self._intents.drop(step, save):
+            raise UploadOutdated
         if leader is not None:
-            leader.orders.send({'step': step, 'dropped': ''})
+            leader.orders.send({'step': step, 'dropped': '', 'save': save})
         seconds = self._schedule.upload_seconds = time.monotonic() - started
         _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self.run.url(), nbytes, seconds)
         try:
@@ -171,9 +189,9 @@ class Uploads:
         if self._leader is not None:
             self._leader.orders.send({'step': step, 'dropped': why})
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int, save: str | None) -> None:
         """Forgets that a step waits, in the other processes."""
-        self._intents.drop(step)
+        self._intents.drop(step, save)
         self._retain(step)
 
     @contextlib.contextmanager
@@ -208,6 +226,8 @@ class Uploads:
 
     def close(self) -> None:
         """Waits for the uploads, unless the run's storage fails; the next start uploads what is left."""
+        if isinstance(self._queue, Follower) and sys.exception() is not None:
+            self._queue.leave()
         try:
             waiting = self._waiting()
             if waiting and self._queue.refusal is None:

@@ -297,11 +297,62 @@ def test_a_step_that_waits_is_uploaded_by_the_next_start(four, place, tmp_path):
     four.run('tiers_close')
     trouble.unlink()
     assert t5ckpt.all_steps(place.run) == [1]
-    place.begin(four, order=[3, 0, 1, 2], persist=[])
+    place.begin(four, order=[3, 0, 1, 2], persist=[], trouble=str(trouble))
     assert [answer['step'] for answer in four.run('tiers_restore')] == [2] * COUNT
     assert four.run('tiers_wait', 2) == [None] * COUNT
-    four.run('tiers_close')
     assert t5ckpt.verify(place.run / 'checkpoint_2', full=True).ok
+    four.run('tiers_close')
+
+
+@pytest.mark.parametrize('lost', [(0,), (2,), (0, 3)])
+def test_a_step_that_waits_is_uploaded_without_the_disk_of_one_process(four, place, tmp_path, lost):
+    """The replicas have its files. Without the disks of two, the next step is uploaded in its place, whatever the policy says."""
+    trouble = tmp_path / 'trouble'
+    trouble.write_text('away')
+    place.begin(four, persist=[1], trouble=str(trouble))
+    four.run('tiers_save', 1)
+    four.run('tiers_close')
+    trouble.unlink()
+    for disk in lost:
+        shutil.rmtree(place.disks[disk])
+    place.begin(four, persist=[])
+    answers = four.run('tiers_restore')
+    assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(1, 1, 0)] * COUNT
+    four.run('tiers_wait')
+    assert four.run('tiers_save', 2) == [2] * COUNT
+    assert four.run('tiers_save', 3) == [3] * COUNT
+    four.run('tiers_wait')
+    four.run('tiers_close')
+    uploaded = 1 if len(lost) == 1 else 2
+    assert t5ckpt.all_steps(place.run) == [uploaded]
+    t5x_rules.check(place.run / f'checkpoint_{uploaded}')
+    assert t5ckpt.verify(place.run / f'checkpoint_{uploaded}', full=True).ok
+
+
+def test_a_process_that_an_error_ends_does_not_wait_for_the_others(four, place, tmp_path):
+    """They may wait for it in a collective, and never end the uploads. The next start uploads the step."""
+    trouble = tmp_path / 'trouble'
+    trouble.write_text('slow')
+    place.begin(four, trouble=str(trouble))
+    four.run('tiers_save', 1)
+    assert four.run('tiers_leave', 2, timeout=60) == [False, False, True, False]
+    four.run('tiers_close')
+    trouble.unlink()
+    place.begin(four)
+    assert [answer['step'] for answer in four.run('tiers_restore')] == [1] * COUNT
+    assert four.run('tiers_wait', 1) == [None] * COUNT
+    four.run('tiers_close')
+
+
+def test_a_disk_that_fails_while_it_is_listed_fails_the_restore_of_all(four, place):
+    """And loses nothing: the next start restores the step."""
+    saved(four, place, [1], persist=[])
+    place.begin(four, local_hook=[2, 'broken_links', '', 'eio'])
+    errors = four.errors('tiers_restore', timeout=50)
+    assert errors[2][0] == 'StorageError', errors
+    assert all(kind == 'RemoteError' and 'process 2' in text for kind, text in errors[:2] + errors[3:]), errors
+    four.run('tiers_close')
+    assert [answer['step'] for answer in restored(four, place, persist=[])] == [1] * COUNT
 
 
 def test_one_directory_for_two_processes_is_refused_by_all(four, place):

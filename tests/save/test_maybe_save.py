@@ -89,6 +89,17 @@ def test_time_counts_from_the_last_save(tmp_path):
     assert saved == [6, 11, 16, 21, 26]
 
 
+def test_a_clock_that_is_set_back_does_not_stop_the_saves(tmp_path):
+    clock = FakeClock()
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+        saved = []
+        for step in range(1, 9):
+            clock.advance(-9000 if step == 4 else 31)
+            if ck.maybe_save(step, state()) is not None:
+                saved.append(step)
+    assert saved == [3, 6, 8]
+
+
 def test_young_daly_is_fed_with_what_was_measured(tmp_path):
     clock = FakeClock()
     with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=YoungDaly(2000), clock=clock) as ck:

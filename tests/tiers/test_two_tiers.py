@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -148,6 +150,64 @@ def test_overwriting_replaces_the_step_in_both_tiers(bucket, local):
     assert np.array_equal(t5ckpt.load_t5x_checkpoint(run, 1)['w'], state(2)['w'])
 
 
+def test_a_step_that_is_overwritten_during_its_upload_is_uploaded_again(gs, local):
+    """Whatever is overwritten last is in the bucket, and waits for its upload until it is."""
+    run = gs.url()
+    reached, released = threading.Event(), threading.Event()
+
+    def choose(kind, key):
+        if kind == 'write' and key.endswith('checkpoint_1/checkpoint') and not released.is_set():
+            reached.set()
+            released.wait(60)
+
+    gs.proxy.choose = choose
+    with checkpointer(run, local) as ck:
+        ck.save(state(1))
+        assert reached.wait(60)
+        ck.save(state(2) | {'step': np.int32(1)}, overwrite=True)
+        released.set()
+        ck.wait_until_persisted(1)
+        assert np.array_equal(t5ckpt.load_t5x_checkpoint(run, 1)['w'], state(2)['w'])
+    assert os.listdir(local / '.t5ckpt/to_persist') == []
+
+
+@pytest.mark.parametrize(('file', 'written'), [('taken.json', 0), ('tier.json', 1)])
+def test_a_small_file_that_finds_no_space_stops_neither_save_nor_upload(run_dir, local, caplog, file, written):
+    """The one is written after the commit, the other before the first upload, which makes room."""
+    with checkpointer(run_dir, Full(open_storage(local), file, written), persist_policy=t5ckpt.SaveAt([1, 2])) as ck:
+        for step in (1, 2):
+            assert ck.save(state(step)).step == step
+            ck.wait_until_persisted(step)
+    assert said(caplog, f'{file} could not be written', logging.WARNING)
+    assert steps_in(run_dir) == steps_in(local) == [1, 2]
+
+
+class Full(FaultyStorage):
+    """A disk that is full when a file is written that it has so many times before."""
+
+    def __init__(self, inner, file, written):
+        super().__init__(inner)
+        self._file, self._written = file, written
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'write' and key.endswith(self._file):
+            self._written -= 1
+            if self._written < 0:
+                raise NoSpaceError(28, 'injected: no space left on device')
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_uploads(run_dir, local):
+    now = [10_000.0]
+    options = {'persist_policy': t5ckpt.SaveEverySeconds(60), 'clock': lambda: now[0]}
+    for times in [(10_061, 2000, 2061), (1000, 1061)]:
+        with checkpointer(run_dir, local, **options) as ck:
+            for now[0] in times:
+                ck.save(state((ck.latest_step() or 0) + 1))
+                ck.wait_until_persisted()
+    assert steps_in(run_dir) == [1, 3, 5]
+
+
 def test_a_step_of_another_save_is_not_replaced(run_dir, local, caplog):
     t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
     with checkpointer(run_dir, local) as ck:
@@ -237,12 +297,14 @@ def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):
     ck.close()
     damage(chunk(local, 1))
     works_again(gs)
-    with checkpointer(run, local) as ck:
+    # In its place, the next step is uploaded, whatever the policy says of that one.
+    with checkpointer(run, local, persist_policy=t5ckpt.SaveAt([1])) as ck:
         with pytest.raises(CorruptCheckpointError):
             ck.restore()
         with pytest.raises(NotPersistedError, match='damaged'):
             ck.wait_until_persisted(1)
         ck.save(state(2))
+        ck.save(state(3))
     assert steps_in(run) == [2]
 
 
@@ -364,6 +426,26 @@ def test_prefetching(run_dir, local, caplog, lost):
         ck.prefetch()
     assert said(caplog, f'bytes of arrays from {local}, 0 from')
     assert bool(said(caplog, 'fetched step 1')) == lost
+
+
+class SlowLock(FaultyStorage):
+    """A disk that takes a while for its lock."""
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'try_lock':
+            time.sleep(0.2)
+
+
+def test_a_program_goes_on_during_a_prefetch(run_dir, tmp_path):
+    """Both open the local directory, and give it a record."""
+    t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
+    for number, action in enumerate([lambda ck: ck.latest_step(), lambda ck: ck.save(state(2)), lambda ck: ck.close()]):
+        with checkpointer(run_dir, SlowLock(open_storage(tmp_path / f'{number}'))) as ck:
+            ck.prefetch()
+            action(ck)
+            same(ck.restore(1), 1)
+        assert not [each for each in threading.enumerate() if each.name == 't5ckpt-prefetch']
 
 
 def test_metrics_and_deletions_know_both_tiers(run_dir, local):

@@ -35,7 +35,7 @@ from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.chunk_file import Blocks, Limits
-from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
+from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
 from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import flatten_nested, unflatten
@@ -104,8 +104,8 @@ def file_checksums(data: bytes) -> None:
 
 def zarray(data: bytes) -> None:
     """A ``.zarray``, up to the blocks that a chunk is read in."""
-    assert has_plain_chunks(_ARRAY)
-    chunks = plain_chunks_of(data, _ARRAY)
+    assert is_uncompressed(_ARRAY)
+    chunks = uncompressed_chunks(data, _ARRAY)
     if chunks is not None:
         blocks = Blocks(chunks, Limits().scratch)
         for index in (0, blocks.count // 2, max(0, blocks.count - 1)):
@@ -179,7 +179,7 @@ def checkpoint(data: bytes) -> None:
 def orbax(data: bytes) -> None:
     """Orbax's metadata."""
     with _ORBAX.replaced(data):
-        read_orbax(CheckpointFiles(open_storage(_ORBAX.path), ''), logs_items=True)
+        read_orbax(CheckpointFiles.at(open_storage(_ORBAX.path), ''), logs_items=True)
 
 
 def _record(data: bytes) -> bytes:

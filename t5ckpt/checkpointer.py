@@ -38,8 +38,8 @@ from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import ClosedError, DisagreementError, ReadOnlyError
-from t5ckpt.format.dtypes import Cast
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions

@@ -10,7 +10,7 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_path, check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
-from t5ckpt.format.dtypes import Cast, check_cast
+from t5ckpt.planning.casts import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage

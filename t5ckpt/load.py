@@ -18,8 +18,8 @@ from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
-from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.planning.casts import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of

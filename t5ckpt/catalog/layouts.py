@@ -42,14 +42,12 @@ from t5ckpt.format.names import (
     parse_step_name,
     step_dir,
 )
-from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
+from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, PLACEHOLDER, STEP_METADATA, TREE_METADATA
 from t5ckpt.storage import Storage, open_storage, split_path
 
 T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
 # Larger manifests count as complete without being read, because a listing must not read gigabytes.
 _WALKED_BYTES = 64 * 2**20
-# In Orbax's older layout, this text replaces each array in Flax msgpack.
-_PLACEHOLDER = b'PLACEHOLDER://'
 # The usual names of the item that holds the tree.
 _ITEMS = ('state', 'default')
 _ORBAX_MARKERS = (TREE_METADATA, STEP_METADATA, OCDBT_MANIFEST)
@@ -146,7 +144,7 @@ def other_layout(where: str, layout: str, refused: str, cure: str) -> Unsupporte
 
 
 def orbax_marks(directory: str) -> list[str]:
-    """Files of which each Orbax directory has at least one: those of a tree, or of the item with the tree."""
+    """Files of which each Orbax directory has at least one: files of a tree, or of the item with the tree."""
     marks = [*_ORBAX_MARKERS, *(f'{item}/{TREE_METADATA}' for item in _ITEMS)]
     return [join(directory, mark) for mark in marks]
 
@@ -158,7 +156,7 @@ def is_orbax(storage: Storage, directory: str) -> bool:
 
 def has_placeholder(manifest: bytes) -> bool:
     """Whether a complete manifest is in Orbax's older layout, in which a text replaces each array."""
-    return _PLACEHOLDER in manifest
+    return PLACEHOLDER.encode() in manifest
 
 
 def inspect_name(storage: Storage, name: str) -> ListedStep | None:

@@ -139,7 +139,7 @@ def open_run_storage(
 
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raises CheckpointNotFoundError if a run's directory is that of a step or lies in one."""
+    """Raises CheckpointNotFoundError if a run's directory is a step's directory or lies in one."""
     found = step_around(storage, storage_options)
     if found is not None:
         here, (directory, step) = storage.url().rstrip('/'), found
@@ -243,6 +243,12 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         # On an object store, steps with a prefix in their names are found only by a listing.
         return Located(storage, found.directory, found.manifest, found.step)
     raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
+
+
+def refuse_step_path(path: str | os.PathLike[str] | Storage) -> None:
+    """Raises ValueError if the path of a run to write to is named like the directory of a step."""
+    if not isinstance(path, Storage) and parse_step_dir(split_path(path)[1]) is not None:
+        raise ValueError(f'{os.fspath(path)} is the directory of a step. Pass the directory of the run, its parent.')
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:

@@ -120,7 +120,7 @@ def mark_step(storage: Storage, step: int, version: Any = None) -> None:
 
 
 def unmark_step(storage: Storage, step: int, version: Any = None) -> None:
-    """Deletes the marker of a step whose manifest had a version; a late request does not delete that of a later save."""
+    """Deletes the marker of a step whose manifest had a version; a late request does not delete the marker of a later save."""
     key = step_marker(step)
     if storage.seeks:
         # A step without a marker is listed, too.

@@ -47,7 +47,7 @@ def command() -> None:
 
 @command.command('hf', cls=Verb)
 @_common
-@click.option('--config', help='Entries that override those of config.json: JSON text or a file.')
+@click.option('--config', help='Entries that override config.json: JSON text or a file.')
 @click.option(
     '--scanned/--unscanned',
     default=None,

@@ -43,7 +43,7 @@ _F = TypeVar('_F', bound=Callable[..., Any])
 step_option = click.option('--step', type=int, help='Step of the run; default: the latest.')
 steps_option = click.option('--step', 'steps', type=int, multiple=True, help='Step of the run; may be repeated.')
 as_step_option = click.option(
-    '--as-step', type=click.IntRange(0), metavar='STEP', help='Step to write; default: that of the source.'
+    '--as-step', type=click.IntRange(0), metavar='STEP', help='Step to write; default: the step of the source.'
 )
 cast_leaves_option = click.option(
     '--cast-leaves', metavar='REGEX', help='Leaves that --save-dtype casts; default: target/.* and params/.*'
@@ -264,7 +264,7 @@ def run_at(path: str) -> Storage:
 
     Raises:
       click.UsageError: the path is empty, for instance from an unset variable of the shell.
-      CheckpointNotFoundError: the directory does not exist, or is that of a step.
+      CheckpointNotFoundError: the directory does not exist, or is a step's directory.
     """
     if not path:
         raise click.UsageError("PATH is empty. Write '.' for the current directory.")

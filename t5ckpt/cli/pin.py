@@ -20,7 +20,7 @@ from t5ckpt.storage import open_storage
     default=NO_REASON,
     show_default=False,
     metavar='TEXT',
-    help='The reason, which ls shows; default: that of an earlier pin.',
+    help='The reason, which ls shows; default: the reason of an earlier pin.',
 )
 @json_option
 def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: bool) -> None:

@@ -73,7 +73,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     Steps in the layouts of Orbax and Flax are kept and not counted. With --other-layouts, on file systems, they are counted
     and deleted like the others, unless they contain a file of another program. A trainer with the same policy deletes the
     same steps. Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the
-    tag loss in PATH/train). --mode defaults to that of the keep policy of the latest save.
+    tag loss in PATH/train). --mode defaults to the mode of the keep policy of the latest save.
 
     Exit codes: 0 done, or nothing to do; 1 a step got a pin or a read lease in the meantime; 2 wrong usage, such as a metric
     or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.

@@ -41,7 +41,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def shown_by(self, show: Callable[[str], object]) -> Generator[None]:
-        """Within the block, prints the line with another function, such as that of a progress bar."""
+        """Within the block, prints the line with another function, such as a progress bar's."""
         before, self._show = self._show, show
         try:
             yield

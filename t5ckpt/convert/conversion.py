@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import open_run_storage, refuse_step_path
 from t5ckpt.convert.export_options import ImportOptions
 from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_word, given_step
@@ -19,12 +19,12 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.codecs import CODECS
-from t5ckpt.format.dtypes import Cast
-from t5ckpt.format.names import parse_step_dir, step_dir
+from t5ckpt.format.names import step_dir
 from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.stream_writer import STREAM_BYTES, StreamRequest, rehearse, write_stream
-from t5ckpt.storage import Storage, split_path
+from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP
 
@@ -165,8 +165,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     step = found.step if options.step is None else options.step
     if step is None:
         raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
-    if not isinstance(directory, Storage) and parse_step_dir(split_path(directory)[1]) is not None:
-        raise ValueError(f'{os.fspath(directory)} is the directory of a step. Pass that of the run, its parent.')
+    refuse_step_path(directory)
     storage = open_run_storage(directory)
     request = StreamRequest(
         storage,
@@ -202,7 +201,7 @@ def write_import(
 
     Raises:
       CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
-      CheckpointNotFoundError: the directory is that of a step.
+      CheckpointNotFoundError: the directory is the directory of a step.
     """
     storage = open_run_storage(directory)
     request = StreamRequest(

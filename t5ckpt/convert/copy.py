@@ -8,16 +8,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.locate import Located, locate, open_run_storage, refuse_within, with_links
+from t5ckpt.catalog.locate import locate, open_run_storage, refuse_step_path, refuse_within, with_links
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError
-from t5ckpt.format.names import parse_step_dir, step_dir
+from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import split_path
 
 
 @checks_options
@@ -53,7 +52,7 @@ class CopyReport:
       step: of the checkpoint.
       path: the directory of the copy, as a path or URL.
       files: the number of files in the copy.
-      nbytes: the bytes that this call copied, without those of an earlier attempt.
+      nbytes: the bytes that this call copied, without the bytes of an earlier attempt.
       resumed_files: the number of files that an earlier attempt copied.
       checked_files: the number of files that were compared with their checksums.
       seconds: the duration.
@@ -103,7 +102,8 @@ def copy_checkpoint(
             f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it (t5ckpt convert '
             f'orbax {located.url} {os.fspath(target)}), or copy its directory with another tool.'
         )
-    number = _step_of(located, target)
+    refuse_step_path(target)
+    number = located.step_to_write()
     storage = open_run_storage(target, options.target_options)
     refuse_within(storage, located)
     strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
@@ -116,10 +116,3 @@ def copy_checkpoint(
         raise CheckpointExistsError(f'{error}. Copy to another run, or replace it (overwrite=True).') from error
     path, seconds = storage.url(step_dir(number)), time.monotonic() - started
     return CopyReport(number, path, seconds=seconds, **vars(done))
-
-
-def _step_of(located: Located, target: str | os.PathLike[str]) -> int:
-    _, name = split_path(target)
-    if parse_step_dir(name) is not None:
-        raise ValueError(f'{os.fspath(target)} is a directory of a step. Pass that of the run, its parent.')
-    return located.step_to_write()

@@ -13,7 +13,7 @@ from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.errors import OutputExistsError
-from t5ckpt.format.dtypes import Cast
+from t5ckpt.planning.casts import Cast
 from t5ckpt.storage import foreign_errors
 
 LAYOUT_KEY = 't5ckpt'

@@ -32,8 +32,8 @@ from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.dtypes import cast_dtype, check_cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.casts import cast_dtype, check_cast
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.npz import BITS, NpzArray, extended_dtype, is_extended, npz_arrays, npz_errors
@@ -58,7 +58,7 @@ def export_safetensors(
     Args:
       checkpoint: a run's directory, a step's directory, or the manifest file.
       file: on a local file system.
-      options: see :class:`ExportOptions`; ``select`` chooses the arrays, ``dtype`` casts those of ``target``.
+      options: see :class:`ExportOptions`; ``select`` chooses the arrays, ``dtype`` casts the arrays under ``target``.
 
     Raises:
       UnsupportedLeafError: safetensors does not have the dtype, or a cast would make a finite value infinite.

@@ -21,7 +21,7 @@ from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
+from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
@@ -35,7 +35,9 @@ from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested
 
-_PARAMETERS = ('target', 'params')
+_UNLIKE = (
+    'All checkpoints of an average need the same parameters. To average only some of the leaves, pass parameters=.'
+)
 
 
 @checks_options
@@ -45,7 +47,7 @@ class Changes:
 
     Attributes:
       ema: the location of moving averages of the parameters: a scope, ``'opt_state/0/ema'``, or a name in which ``{}`` stands
-        for the parameter's, ``'state/param_states/{}/ema'``. They replace the parameters.
+        for the parameter's name without its first key, ``'state/param_states/{}/ema'``. They replace the parameters.
       drop: patterns; leaves are left out if one of them matches the whole name.
       rename: (pattern, replacement) pairs; the first pattern that matches a leaf's whole name determines its new name, with
         ``\1`` for groups.
@@ -80,7 +82,7 @@ def rewrite_checkpoint(
 
     Args:
       sources: a checkpoint, or several, whose floating parameters (``Changes.parameters``) are averaged in float64; all other
-        leaves are those of the last one. Each is a run's directory (its latest step), a step's, or a manifest file.
+        leaves come from the last one. Each is a run's directory (its latest step), a step's, or a manifest file.
       directory: of the run to write to; the copy is ``checkpoint_<step>`` in it, with the step of the last source.
       changes: see :class:`Changes`.
       options: ``save_dtype`` casts, ``optimizer=False`` drops; see :class:`ConvertOptions`.
@@ -169,9 +171,8 @@ def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | 
     for each, table in zip(contents[:-1], tables[:-1], strict=True):
         problems += _differences(table, last, each.located.url, parameters)
     if problems:
-        raise mismatch_error(
-            problems, f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
-        )
+        where = f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
+        raise mismatch_error(problems, where, dict.fromkeys({problem.kind for problem in problems}, _UNLIKE))
     if len(tables) == 1:
         return last
     averaged = [path for path, leaf in last.items() if _is_averaged(path, leaf, parameters)]
@@ -183,7 +184,7 @@ def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | 
 
 def _is_averaged(path: Path, leaf: Any, parameters: str | re.Pattern[str] | None) -> bool:
     named = (
-        path[0] in _PARAMETERS
+        path[0] in PARAMETER_ROOTS
         if parameters is None
         else leaf_pattern(parameters).fullmatch(leaf_name(path)) is not None
     )
@@ -206,7 +207,7 @@ def _differences(
     """The differences between the parameters of two checkpoints to average."""
     held, wanted = (
         {
-            leaf_name(path): f'{leaf.dtype.name} {tuple(leaf.shape)}'
+            leaf_name(path): (leaf.dtype.name, tuple(leaf.shape))
             for path, leaf in each.items()
             if _is_averaged(path, leaf, parameters)
         }
@@ -214,9 +215,12 @@ def _differences(
     )
     problems: list[LeafProblem] = []
     for name in sorted(held.keys() | wanted.keys()):
-        if held.get(name) != wanted.get(name):
-            what = 'missing' if name not in held else 'unexpected' if name not in wanted else 'shape'
-            problems.append(LeafProblem(name, what, held.get(name, ''), wanted.get(name, ''), f'({where})'))
+        one, other = held.get(name), wanted.get(name)
+        if one != other:
+            texts = ['' if facts is None else f'{facts[0]} {facts[1]}' for facts in (one, other)]
+            unlike = 'dtype' if one and other and one[1] == other[1] else 'shape'
+            cause = 'missing' if one is None else 'unexpected' if other is None else unlike
+            problems.append(LeafProblem(name, cause, texts[0], texts[1], f'({where})'))
     return problems
 
 
@@ -313,8 +317,7 @@ def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]
         if new in owners or not new:
             other = f'{leaf_name(owners[new])} and ' if new in owners else ''
             clashes.append(f'{other}{name} would become {leaf_name(new)!r}')
-        names[path] = owners[new] = new
-        owners[new] = path
+        names[path], owners[new] = new, path
     for new, old in owners.items():
         above = next((owners[new[:length]] for length in range(1, len(new)) if new[:length] in owners), None)
         if above is not None:

@@ -84,7 +84,7 @@ def _is_done(storage: Storage, directory: str) -> bool:
     if storage.kind(join(directory, '.zattrs')) != 'file':
         return False
     try:
-        attributes = json.loads(CheckpointFiles(storage, directory).read('.zattrs', _METADATA_BYTES))
+        attributes = json.loads(CheckpointFiles.at(storage, directory).read('.zattrs', _METADATA_BYTES))
     except (FormatError, ValueError, RecursionError):
         return False
     return isinstance(attributes, dict) and _DONE in attributes
@@ -162,7 +162,7 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
 
 def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
     where = storage.url(join(directory, name))
-    data = CheckpointFiles(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
+    data = CheckpointFiles.at(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
     try:
         metadata = json.loads(data)
         shape = tuple(int(size) for size in metadata['shape'])

@@ -1,6 +1,6 @@
 """Writes a checkpoint in Orbax's layout with Orbax itself (extra ``orbax``), one array after another.
 
-The result is that of ``orbax.checkpoint.PyTreeCheckpointer`` or, as a step of a run, of ``CheckpointManager``; both restore it.
+Writes what ``orbax.checkpoint.PyTreeCheckpointer`` or, as a step of a run, ``CheckpointManager`` writes; both restore it.
 Orbax takes all arrays at once. A handler for LazyArrays reads each array and waits until it is written, so that one is in memory
 at a time. Orbax makes the directory visible in one step.
 """
@@ -23,11 +23,11 @@ from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
-from t5ckpt.format.dtypes import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.casts import Cast, array_dtype, cast_dtype, check_cast
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
@@ -168,7 +168,7 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
         (LazyArray, LazyHandler(deepcopy_host_arrays=False)),
         *((kind, handlers.ScalarHandler()) for kind in (int, float)),
         (str, handlers.StringHandler()),
-        # For no leaf: without a handler of jax.Array, Orbax logs a warning for each step.
+        # No leaf is a jax.Array, but without this handler Orbax logs a warning for each step.
         (jax.Array, handlers.ArrayHandler(array_metadata_store=None)),
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

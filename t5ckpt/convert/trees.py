@@ -144,7 +144,7 @@ def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
         contents = read_contents(located, logs_items=False)
-        if contents.sidecar.format or _is_t5x(contents):
+        if contents.sidecar.format or contents.manifest.version > 0:
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
     if located.step is None:
@@ -153,10 +153,6 @@ def _open_orbax(source: str) -> Contents:
         number = name if name.isdecimal() else split_path(parent)[1]
         located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
     return read_contents(located, logs_items=False)
-
-
-def _is_t5x(contents: Contents) -> bool:
-    return contents.manifest.version > 0
 
 
 def _open_flax(source: str) -> Contents | LargeFile:
@@ -172,7 +168,7 @@ def _open_flax(source: str) -> Contents | LargeFile:
             )
         located = locate(f'{source.rstrip("/")}/{found[max(found)]}')
     step = _number(split_path(located.url)[1])
-    located = Located(located.storage, located.directory, located.manifest, step)
+    located = dataclasses.replace(located, step=step)
     path = located.storage.local_path(join(located.directory, located.manifest))
     return read_contents(located) if path is None or os.path.getsize(path) < LARGE_BYTES else read_large(located, path)
 
@@ -201,7 +197,7 @@ def _open_jax(source: str) -> Contents:
     table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    found = array_leaves(CheckpointFiles(storage, _JAX_ARRAYS), '', names, zarr3=True)
+    found = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, zarr3=True)
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
     return Contents(located, Manifest(3, unflatten(table | found)), NO_SIDECAR)
 

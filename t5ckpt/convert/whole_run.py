@@ -21,7 +21,7 @@ from t5ckpt.convert.trees import log_left_out, open_tree
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import some_of
+from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
@@ -62,7 +62,7 @@ def convert_run(
 
     Args:
       kind: 'orbax' or 'flax' write T5X's format; 'to-orbax' reads it and writes a run of Orbax's ``CheckpointManager``, whose
-        steps have an item ``default`` and their metrics. Orbax records no other time than that of the conversion.
+        steps have an item ``default`` and their metrics. Orbax records no other time than the time of the conversion.
       source: the run's directory. Its steps in other layouts are left out.
       directory: the new run's.
       options: see :class:`ConvertOptions`; without ``step``. ``overwrite`` converts every step anew.
@@ -107,7 +107,8 @@ def _wanted(run: Storage, kind: str, steps: Collection[int] | None) -> list[List
     if missing or not found:
         asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
         others = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
-        of_others = f' Of {", ".join(others)} there are {len(numbers) - len(found)}.' if others else ''
+        count = counted(len(numbers) - len(found), 'step')
+        of_others = f' In other layouts ({", ".join(others)}) the run has {count}.' if others else ''
         there = some_of([str(each.step) for each in found], 10) if found else 'none'
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {there}.{of_others}'

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
+PARAMETER_ROOTS = ('target', 'params')
+"""The first keys of the paths of parameters, in states of T5X and of Flax."""
 _KEY_END = re.compile(r'\\([/\\])|/')
 # Roots that rarely hold weights.
 _STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)

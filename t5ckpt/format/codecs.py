@@ -63,7 +63,7 @@ def is_native(compressor: Any) -> bool:
 def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
     """Encodes an array in C order, of a native codec (:func:`is_native`)."""
     flat = values.reshape(-1)
-    # The codec shuffles by the size of an element, which it takes from the buffer; those of extension dtypes have none.
+    # The codec shuffles by the size of an element, which it takes from the buffer; elements of extension dtypes have none.
     flat = flat.view(_WORDS.get(flat.dtype.itemsize, flat.dtype))
     if compressor['id'] == 'zstd':
         return _library('zstd').compress(flat, compressor.get('level', 1))

@@ -42,7 +42,7 @@ class FileChecksums(Mapping[str, FileEntry]):
     def __init__(self, entries: dict[str, FileEntry] | None = None):
         """Takes ownership of the entries; the dict is not copied and must not change afterwards."""
         self._entries: dict[str, FileEntry] = {} if entries is None else entries
-        # Called for each chunk that is read, and the method of a dict is faster than that of Mapping.
+        # Called for each chunk that is read, and a dict's method is faster than Mapping's.
         self.get = self._entries.get
 
     @classmethod
@@ -67,7 +67,7 @@ class FileChecksums(Mapping[str, FileEntry]):
 
     @classmethod
     def recorded_by(cls, sidecar: Sidecar, where: str) -> FileChecksums:
-        """The checksums in a sidecar: those of the manifest and of the processes' lists.
+        """The checksums in a sidecar: of the manifest and of the processes' lists.
 
         Raises:
           CorruptCheckpointError: as :meth:`from_json`.

@@ -260,7 +260,7 @@ def is_file_checksums(name: str) -> bool:
 
 
 def generation_dir(nonce: str) -> str:
-    """The directory, in that of a step, of one save on an object store; ``nonce`` is 16 hexadecimal digits of no other save."""
+    """The directory, below the step's, of one save on an object store; ``nonce`` is 16 hexadecimal digits of no other save."""
     return f't5ckpt-{nonce}'
 
 
@@ -276,12 +276,12 @@ def sidecar_of(manifest_checksum: str) -> str:
 
 
 def is_swap_sidecar(name: str) -> bool:
-    """Whether a name is that of :func:`sidecar_of` for any manifest."""
+    """Whether :func:`sidecar_of` returns a name for some manifest."""
     return _SIDECAR_OF.fullmatch(name) is not None
 
 
 def is_sidecar(name: str) -> bool:
-    """Whether a name is that of a sidecar."""
+    """Whether a name is a sidecar's."""
     return name == SIDECAR or is_swap_sidecar(name)
 
 

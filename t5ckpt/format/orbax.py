@@ -19,20 +19,22 @@ from typing import Any
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.sidecar import Sidecar, as_number
 
-# Of a step. The last is written at the end where a store cannot rename.
+# Files of a step. The last is written at the end where a store cannot rename.
 STEP_METADATA = '_CHECKPOINT_METADATA'
 METRICS = 'metrics/metrics'
 COMMITTED = 'commit_success.txt'
-# Of a run.
+# Files of a run.
 RUN_METADATA = 'metadata/_ROOT_METADATA'
 LEGACY_RUN_METADATA = 'metadata/metadata'
-# Of a tree: in the directory of an item, or in the step's.
+# Files of a tree: in the directory of an item, or in the step's directory.
 TREE_METADATA = '_METADATA'
 STRINGS = '_strings.json'
 OCDBT_MANIFEST = 'manifest.ocdbt'
 OCDBT_OF_PROCESS = 'ocdbt.process_'
-# Not of Orbax, which ignores it: the source and the options of a conversion by t5ckpt.
+# A file that Orbax ignores: the source and the options of a conversion by t5ckpt.
 CONVERTED_FROM = 't5ckpt_converted_from.json'
+PLACEHOLDER = 'PLACEHOLDER://'
+"""In Orbax's older layout, this text and a name replace each array in Flax msgpack."""
 # The last two are items of a step.
 _ENTRIES = frozenset(
     {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, 'array_metadatas', COMMITTED, 'd', 'default', 'metrics'}
@@ -105,8 +107,8 @@ def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: 
 
     Args:
       metadata: of the step.
-      metrics: those of the item; numbers in nested objects are named ``outer/inner``.
-      run: the custom metadata of the run, which that of the step overrides key by key.
+      metrics: of the item; numbers in nested objects are named ``outer/inner``.
+      run: the custom metadata of the run, which the step's metadata overrides key by key.
     """
     nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
     times = [each / 10**9 for each in nanoseconds if isinstance(each, int) and 0 < each < _LATEST_UNIX * 10**9]

@@ -67,12 +67,12 @@ class Header:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Whether a file name is that of a safetensors file, of an index of several, or of an npz file."""
+    """Whether a file is a safetensors file, an index of several, or an npz file, by its name."""
     return name.endswith(('.safetensors', INDEX_SUFFIX)) or is_npz(name)
 
 
 def is_npz(name: str) -> bool:
-    """Whether a file name is that of an npz file."""
+    """Whether a file is an npz file, by its name."""
     return name.endswith('.npz')
 
 

@@ -145,7 +145,7 @@ class Sidecar:
 
 
 NO_SIDECAR = Sidecar(format=0)
-"""Of a checkpoint without a sidecar."""
+"""The sidecar of a checkpoint that has none."""
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:

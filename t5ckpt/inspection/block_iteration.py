@@ -105,10 +105,10 @@ def _indices(info: LeafInfo, limit: int | None) -> Iterator[tuple[slice, ...]]:
         block = _block_shape(info.shape, itemsize, info.chunks, _Sizes(_CHUNK_BYTES, BLOCK_BYTES))
     grid = ChunkGrid(info.shape, tuple(block))
     count = min(grid.num_chunks, max(1, limit // max(1, itemsize * math.prod(block))))
-    places = np.random.default_rng(0)
+    random = np.random.default_rng(0)
     for part in range(count):
         first, end = part * grid.num_chunks // count, (part + 1) * grid.num_chunks // count
-        yield grid.box(grid.index_at(int(places.integers(first, end)))).slices
+        yield grid.box(grid.index_at(int(random.integers(first, end)))).slices
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[slice, ...]]:

@@ -42,7 +42,7 @@ class LeafDiff:
       what: ``'added'`` (only in b), ``'removed'`` (only in a), ``'shape'``, ``'dtype'`` (the values are compared, too),
         ``'kind'`` (an array on one side only, or another text) or ``'values'``.
       a, b: dtype and shape on each side, or ''.
-      relative: ||b - a|| / ||a||, with Euclidean norms, that of a over its finite values; infinite if a is all zeros; NaN if
+      relative: ||b - a|| / ||a||, with Euclidean norms, of a over its finite values; infinite if a is all zeros; NaN if
         the values were not compared, or a value is NaN on one side only.
       largest: the largest |b - a|.
       size: the number of values; 0 if they were not compared.
@@ -283,11 +283,11 @@ def _compare_values(
     sums = {info.name: _Sums() for info in infos}
     meter = Meter(progress, bytes_in(infos, sample_bytes))
 
-    def compare(block: Block) -> _Sums:
+    def sums_of(block: Block) -> _Sums:
         first, second = (pieces_of(np.asarray(view[block.leaf.name][block.index])) for view in (a, b))
         return functools.reduce(_Sums.merged, map(_compare_piece, first, second), _Sums())
 
-    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), compare):
+    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), sums_of):
         sums[block.leaf.name] = sums[block.leaf.name].merged(part)
         meter.add(block.nbytes)
     return sums

@@ -42,7 +42,7 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
       storage_options: see docs/storage.md.
 
     Raises:
-      CheckpointNotFoundError: there is no such directory, or it is that of a step.
+      CheckpointNotFoundError: there is no such directory, or it is a step's directory.
       UnsupportedFormatError: it is a file of another format; the message names the format.
     """
     storage = open_run_storage(path, storage_options)
@@ -125,7 +125,7 @@ class Run(Mapping[int, CheckpointView]):
         """The step that is best by a metric, as ``Checkpointer.best_step`` returns it.
 
         Args:
-          metric: its name; None takes that of the keep policy of the latest step.
+          metric: its name; None takes the metric of the latest step's keep policy.
           mode: 'max' or 'min'; None takes the policy's.
 
         Returns:

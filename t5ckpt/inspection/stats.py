@@ -224,7 +224,7 @@ def checkpoint_stats(
       bins: of a histogram between the smallest and the largest finite value of each leaf; 0 for no histogram.
       progress: called with (bytes read, bytes in all).
       threads: the number of threads; by default one per core.
-      sample_bytes: about how many bytes to read instead of all, see ``blocks_in``. The statistics are those of the sample.
+      sample_bytes: about how many bytes to read instead of all, see ``blocks_in``. The statistics describe the sample.
     """
     if bins < 0:
         raise ValueError(f'bins must be 0 or more, got {bins}.')

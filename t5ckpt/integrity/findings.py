@@ -6,7 +6,7 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, Un
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
-from t5ckpt.integrity.implied_files import placed
+from t5ckpt.integrity.implied_files import located_in_leaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
@@ -58,7 +58,7 @@ class Findings:
 
         Raises:
           StorageError: an object store failed or refused the request, so the state of the file is unknown. On a disk, the
-            error may be that of a bad sector, and the other files are still verified.
+            error may come from a bad sector, and the other files are still verified.
         """
         if isinstance(error, StorageError) and self._files.storage.local_path('') is None:
             raise error
@@ -84,5 +84,5 @@ class Findings:
             location = '/'.join(parts[:length])
             if location in self.leaves:
                 name, leaf = self.leaves[location]
-                return placed(damage, name, leaf, '/'.join(parts[length:]))
+                return located_in_leaf(damage, name, leaf, '/'.join(parts[length:]))
         return damage

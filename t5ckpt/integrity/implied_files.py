@@ -18,7 +18,7 @@ from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.orbax import is_database_file
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.local.uncompressed import has_plain_chunks, plain_chunks_of
+from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
 from t5ckpt.reading.open_array import TensorStoreArrays
 from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.storage import Storage, foreign_errors
@@ -33,62 +33,42 @@ class ArrayFiles:
 
     Attributes:
       leaf: its name.
+      stored: the leaf.
+      store: the opened array.
+      grid: of its chunks.
+      file_bytes: size of the file of each chunk; None if it does not follow from the metadata.
       damages: files that are missing or have the wrong size.
       sizes: of the existing files, by name relative to the checkpoint's directory; in an OCDBT database, of its files.
       chunks: the indices of the chunks that exist in the right size.
-      chunk_bytes: of a decoded chunk.
     """
-
-    leaf: str
-    damages: list[Damage]
-    sizes: dict[str, int]
-    chunks: list[ChunkIndex]
-    chunk_bytes: int
-    _owner: Implied
-    _array: _Array
-
-    def file(self, chunk_index: ChunkIndex) -> str:
-        """The file of a chunk; in an OCDBT database its key."""
-        return self._array.file(chunk_index)
-
-    def decode(self, chunk_index: ChunkIndex) -> None:
-        """Reads a chunk and decodes it, if it has a codec.
-
-        Raises:
-          CorruptCheckpointError: it does not decode.
-          StorageError: it cannot be read.
-        """
-        is_in_database = self._array.stored.array.layout.is_in_database
-        size = sum(self.sizes.values()) if is_in_database else self.sizes.get(self.file(chunk_index))
-        self._owner.decode(self._array, chunk_index, size)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """An opened array."""
 
     leaf: str
     stored: StoredLeaf
     store: Any
     grid: ChunkGrid
     file_bytes: int | None
+    damages: list[Damage] = dataclasses.field(default_factory=list[Damage])
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    chunks: list[ChunkIndex] = dataclasses.field(default_factory=list[ChunkIndex])
 
     @property
     def chunk_bytes(self) -> int:
+        """Bytes of a decoded chunk."""
         return math.prod(self.grid.chunk_shape) * self.stored.array.dtype.itemsize
 
     def file(self, chunk_index: ChunkIndex) -> str:
+        """The file of a chunk; in an OCDBT database its key."""
         return f'{self.stored.array.location}/{self.grid.key(chunk_index)}'
 
 
-class Implied:
-    """Checks the arrays of one checkpoint. Safe from any thread."""
+class ImpliedFiles:
+    """Lists and decodes the files of arrays of one checkpoint. Safe from any thread."""
 
     def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
         """Takes the checkpoint's directory."""
         self._storage = storage
         self._directory = directory
-        self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
+        self._files = CheckpointFiles.at(storage, directory, follow_links=follow_links)
         self._arrays = TensorStoreArrays(self._files)
         self._budget = ByteBudget(_DECODED_BYTES)
         self._databases: dict[str, dict[str, int]] = {}
@@ -103,61 +83,70 @@ class Implied:
         array = self._open(leaf, stored)
         location = stored.array.location
         present = self._present(array)
-        damages: list[Damage] = []
-        sizes = self._database(location) if stored.array.layout.is_in_database else {}
-        chunks: list[ChunkIndex] = []
+        if stored.array.layout.is_in_database:
+            array.sizes.update(self._database(location))
         metadata = stored.array.layout.metadata_file
         if stored.array.layout.has_chunk_files and metadata not in present:
             text = 'only t5ckpt can open the array without it'
-            damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
+            array.damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
         for chunk_index in array.grid:
             key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
             if key not in present:
-                if len(damages) >= _MAX_NAMED:
-                    left = array.grid.num_chunks - len(chunks) - _MAX_NAMED
-                    damages.append(Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf))
+                if len(array.damages) >= _MAX_NAMED:
+                    left = array.grid.num_chunks - len(array.chunks) - _MAX_NAMED
+                    array.damages.append(
+                        Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf)
+                    )
                     break
-                damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, chunk_index, box))
+                array.damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, chunk_index, box))
                 continue
             size = present[key]
             if size is None:
                 # The listing has no sizes; decoding the chunk detects a wrong one.
-                chunks.append(chunk_index)
+                array.chunks.append(chunk_index)
                 continue
-            sizes[file] = size
+            array.sizes[file] = size
             if array.file_bytes is not None and size != array.file_bytes:
                 text = f'has {size:,} bytes, its chunk {array.file_bytes:,}'
                 ends = (min(size, array.file_bytes), max(size, array.file_bytes))
-                damages.append(Damage('size', file, text, leaf, chunk_index, box, ends))
+                array.damages.append(Damage('size', file, text, leaf, chunk_index, box, ends))
             else:
-                chunks.append(chunk_index)
-        return ArrayFiles(leaf, damages, sizes, chunks, array.chunk_bytes, self, array)
+                array.chunks.append(chunk_index)
+        return array
 
-    def decode(self, array: _Array, chunk_index: ChunkIndex, file_bytes: int | None) -> None:
-        """See ``ArrayFiles.decode``."""
+    def decode(self, array: ArrayFiles, chunk_index: ChunkIndex) -> None:
+        """Reads a chunk and decodes it, if it has a codec.
+
+        Raises:
+          CorruptCheckpointError: it does not decode.
+          StorageError: it cannot be read.
+        """
+        file = array.file(chunk_index)
         if array.file_bytes is not None:
-            self._files.digest(array.file(chunk_index))
+            self._files.digest(file)
             return
+        is_in_database = array.stored.array.layout.is_in_database
+        file_bytes = sum(array.sizes.values()) if is_in_database else array.sizes.get(file)
         if file_bytes is not None:
-            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({array.file(chunk_index)})')
+            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({file})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, array.file(chunk_index)))})'):
+            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, file))})'):
                 array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
             self._budget.release(array.chunk_bytes)
 
-    def _open(self, leaf: str, stored: StoredLeaf) -> _Array:
+    def _open(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
         store = self._arrays.open(stored.array, leaf)
         metadata = store.spec().to_json()['metadata']
         file_bytes = None
-        if has_plain_chunks(stored.array):
-            plain = plain_chunks_of(json.dumps(metadata).encode(), stored.array)
+        if is_uncompressed(stored.array):
+            plain = uncompressed_chunks(json.dumps(metadata).encode(), stored.array)
             file_bytes = None if plain is None else plain.file_bytes
         chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
-        return _Array(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
+        return ArrayFiles(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
 
-    def _present(self, array: _Array) -> dict[str, int | None]:
+    def _present(self, array: ArrayFiles) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
         if array.stored.array.layout.is_in_database:
             with foreign_errors(self._arrays.url(array.stored.array)):
@@ -175,7 +164,7 @@ class Implied:
         return dict(self._databases[base])
 
 
-def placed(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
+def located_in_leaf(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
     """Adds the leaf's name and, for the file of a chunk, its position and elements."""
     chunks = leaf.array.metadata.get('chunks')
     grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))

@@ -39,7 +39,7 @@ _LOST_FACTS = (
 )
 
 Source = tuple[bytes, bytes, float]
-"""The bytes of the manifest, those of the sidecar, and the manifest's modification time, if the storage has it."""
+"""The bytes of the manifest and of the sidecar, and the manifest's modification time, if the storage has it."""
 
 
 def source_of(located: Located) -> Source:
@@ -48,7 +48,7 @@ def source_of(located: Located) -> Source:
     Raises:
       CheckpointNotFoundError: the manifest does not exist.
     """
-    files = CheckpointFiles(located.storage, located.directory)
+    files = CheckpointFiles.at(located.storage, located.directory)
     there = {entry.name: entry for entry in located.storage.entries(located.directory)}
     written = there[located.manifest].mtime if located.manifest in there else 0.0
     manifest = files.read(located.manifest)
@@ -64,7 +64,8 @@ class RecoveryRecords:
       sidecar: None if it is missing or damaged.
       had_checksums: whether t5ckpt wrote file checksums.
       unusable_lists: files with file checksums (``integrity.*.json``) that are missing or damaged.
-      checksums: those of the other lists; after :meth:`reconstruct` has returned True, those of all files.
+      intact: the checksums of the other lists.
+      checksums: these; the checksums of all files after :meth:`reconstruct` has returned True.
       rebuilt: the sidecar and the lists to rebuild.
     """
 
@@ -75,7 +76,7 @@ class RecoveryRecords:
           CorruptCheckpointError: a damage cannot be repaired.
         """
         self._located = located
-        self._files = CheckpointFiles(located.storage, located.directory)
+        self._files = CheckpointFiles.at(located.storage, located.directory)
         wrong = {damage.file for damage in report.damages}
         _refuse(located, [damage for damage in report.damages if _is_unrecoverable(damage, located.manifest)])
         self.source = source_of(located)
@@ -91,9 +92,10 @@ class RecoveryRecords:
         self.unusable_lists = lists & wrong
         is_lost = self.had_checksums and self.sidecar is None
         self.rebuilt = self.unusable_lists | ({SIDECAR} if is_lost else set[str]())
-        self.checksums = FileChecksums()
+        self.intact = FileChecksums()
         for name in sorted(lists - self.unusable_lists):
-            self.checksums = self.checksums.merged(FileChecksums.decode(self._files.read(name), name))
+            self.intact = self.intact.merged(FileChecksums.decode(self._files.read(name), name))
+        self.checksums = self.intact
 
     def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
         """The damaged ``.zarray`` files that can be rebuilt from the manifest: their new bytes, by name."""
@@ -163,7 +165,7 @@ class RecoveryRecords:
             if data and not _is_standard(_json(data)):
                 raise CorruptCheckpointError(
                     f'{name} was written by another program than T5X, and no other file describes the layout of '
-                    f'{", ".join(sorted(zarrays)[:3])} are laid out. Copy the checkpoint again. Nothing was written.'
+                    f'{", ".join(sorted(zarrays)[:3])}. Copy the checkpoint again. Nothing was written.'
                 )
 
     def notes(self, unverified: Sequence[str], zarrays: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from t5ckpt.catalog.locate import Located, open_run_storage, refuse_within
+from t5ckpt.catalog.locate import Located, open_run_storage, refuse_step_path, refuse_within
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.strategy import begin, strategy_of
@@ -30,16 +30,16 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, file_checksums_name, parse_step_dir, step_dir
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import FORMAT, encode_sidecar
-from t5ckpt.integrity.implied_files import ArrayFiles, Implied
+from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
 from t5ckpt.integrity.report import Damage
 from t5ckpt.integrity.verify import locate_or_broken, verify_located
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import Storage, split_path
+from t5ckpt.storage import Storage
 
 __all__ = ['RepairOptions', 'RepairReport', 'repair']
 
@@ -49,7 +49,7 @@ class RepairReport:
     """The result of a repair or, with ``dry_run``, its description.
 
     Attributes:
-      path: the directory of the repaired checkpoint, as a path or URL; that of the original if nothing was to be repaired.
+      path: the directory of the repaired checkpoint, as a path or URL; the original's if nothing was to be repaired.
       step: of the checkpoint.
       rebuilt: files that were rebuilt.
       dropped: leaves, and files of data iterators, that were left out.
@@ -111,7 +111,8 @@ def repair(
         if in_place:
             _check_in_place(located, number)
         elif output is not None:
-            _check_output(target, output, number)
+            refuse_step_path(output)
+            strategy_of(target).check_room(target, number)
         refuse_within(target if output is not None else None, located)
         if not options.dry_run:
             files = _RepairWriter(located, plan, target, number, options.clock).run(in_place)
@@ -145,12 +146,6 @@ def _check_in_place(located: Located, step: int) -> None:
     strategy_of(storage).check_renames(refusal)
 
 
-def _check_output(target: Storage, output: str | os.PathLike[str], step: int) -> None:
-    if parse_step_dir(split_path(output)[1]) is not None:
-        raise ValueError(f'{os.fspath(output)} is a directory of a step. Pass that of the run, its parent.')
-    strategy_of(target).check_room(target, step)
-
-
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +158,7 @@ class _RepairWriter:
         self._target = target
         self._step = step
         self._clock = clock
-        self._files = CheckpointFiles(located.storage, located.directory)
+        self._files = CheckpointFiles.at(located.storage, located.directory)
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
@@ -270,7 +265,7 @@ class _RepairWriter:
         Raises:
           CorruptCheckpointError: an array is damaged.
         """
-        implied = Implied(work.storage, work.directory)
+        implied = ImpliedFiles(work.storage, work.directory)
         damages: list[Damage] = []
         chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
         for name, leaf in self._plan.leaves.items():
@@ -278,7 +273,7 @@ class _RepairWriter:
                 found = implied.files(name, leaf)
                 damages += found.damages
                 chunks += [(found, chunk_index) for chunk_index in found.chunks]
-        for (array, chunk_index), error in in_threads(chunks, lambda item: item[0].decode(item[1])):
+        for (array, chunk_index), error in in_threads(chunks, lambda item: implied.decode(*item)):
             if isinstance(error, T5CkptError):
                 damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.leaf, chunk_index))
         if damages:

@@ -116,40 +116,39 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
     damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
     zarrays = records.zarrays(leaves, damages)
-    usable = records.checksums
     is_verified = records.reconstruct(zarrays)
     lost = [damage for damage in damages if not _is_repaired(damage, leaves, zarrays, records.checksums, options.drop)]
     if is_verified and records.unusable_lists:
         # The rebuilt list verifies its files, so a difference from the damaged list is not a damage.
-        lost = [damage for damage in lost if damage.file in usable]
+        lost = [damage for damage in lost if damage.file in records.intact]
     unverified = records.unverified(leaves, is_verified)
     if records.had_checksums and not options.trust_files and (unverified or not is_verified):
         raise _unverified_error(lost, sorted(records.rebuilt) or unverified)
     records.check_rebuilt_metadata(zarrays, leaves)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
-    left_out = {*(leaves[name].array.location for name in dropped if name in leaves), *iterators}
-    zarrays = {name: data for name, data in zarrays.items() if name.removesuffix(f'/{ZARRAY}') not in left_out}
     manifest, facts = records.source[0], contents.sidecar.tree
     if dropped:
         manifest, facts = _without(located, records.manifest, facts, dropped)
+    left_out = frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators})
+    zarrays = {name: data for name, data in zarrays.items() if name.removesuffix(f'/{ZARRAY}') not in left_out}
+    unverified = [name for name in unverified if name not in dropped | iterators]
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
     has_checksums = records.had_checksums or options.add_checksums
-    added = {SIDECAR, file_checksums_name(0)} if has_checksums and not records.had_checksums else set[str]()
-    taken = [name for name in unverified if name not in dropped | iterators]
-    known = {*records.checksums, *zarrays, *taken}
+    added = (SIDECAR, file_checksums_name(0)) if has_checksums and not records.had_checksums else ()
+    known = {*records.checksums, *zarrays, *unverified}
     return RepairPlan(
-        records.source,
-        manifest,
-        dataclasses.replace(contents.sidecar, tree=facts),
-        zarrays,
-        tuple(sorted({*zarrays, *records.rebuilt, *added})),
-        tuple(sorted({*dropped, *iterators})),
-        frozenset(left_out),
-        _foreign(located, kept, known, records.checksums) - below(files_of(located), left_out),
-        has_checksums,
-        (*(() if records.unusable_lists else report.notes), *records.notes(taken, zarrays)),
-        records.checksums,
-        kept,
+        source=records.source,
+        manifest=manifest,
+        sidecar=dataclasses.replace(contents.sidecar, tree=facts),
+        zarrays=zarrays,
+        rebuilt=tuple(sorted({*zarrays, *records.rebuilt, *added})),
+        dropped=tuple(sorted({*dropped, *iterators})),
+        left_out=left_out,
+        foreign=_foreign(located, kept, known, records.checksums) - below(files_of(located), left_out),
+        has_checksums=has_checksums,
+        notes=(*(() if records.unusable_lists else report.notes), *records.notes(unverified, zarrays)),
+        checksums=records.checksums,
+        leaves=kept,
     )
 
 

@@ -50,8 +50,8 @@ class VerifyReport:
       path: the manifest, or the directory of a checkpoint without one.
       step: from the directory's name, or None.
       full: whether every byte was read; otherwise only presence, sizes and the manifest were checked.
-      has_checksums: whether the checkpoint has file checksums, as those of t5ckpt do. In others, ``full`` decodes every chunk,
-        which detects missing, truncated and undecodable chunks, but not a flipped bit in uncompressed values.
+      has_checksums: whether the checkpoint has file checksums, as all checkpoints of t5ckpt do. In others, ``full`` decodes
+        every chunk, which detects missing, truncated and undecodable chunks, but not a flipped bit in uncompressed values.
       damages: all damages, by file.
       notes: observations that are not damages, such as unknown files.
       part: for the part of a step in the local directory of one of several processes: whose files it has, such as

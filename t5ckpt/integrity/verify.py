@@ -49,7 +49,7 @@ from t5ckpt.format.names import (
 from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.integrity.findings import Findings
-from t5ckpt.integrity.implied_files import ArrayFiles, Implied
+from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
@@ -89,7 +89,7 @@ def verify(
       StorageError: an object store failed or refused a request.
 
     Notes:
-      Any checkpoint that can be restored can be verified, including those of T5X and Orbax. With ``full``, the disk limits
+      Any checkpoint that can be restored can be verified, including checkpoints of T5X and Orbax. With ``full``, the disk limits
       the speed. In the local directory of one of several processes, its part of the step is verified.
     """
     located = with_links(locate_or_broken(path, step, storage_options), follow_links)
@@ -106,10 +106,11 @@ def verify_located(
     started = time.monotonic()
     files = CheckpointFiles.of(located)
     findings = Findings(files)
-    check = _Check(located, files, findings, accepts_part)
+    implied = ImpliedFiles(located.storage, located.directory, follow_links=located.follow_links)
+    check = _Check(located, files, findings, implied, accepts_part)
     identity = Identity.now(located)
     check.file_checksums()
-    check.arrays(located.follow_links)
+    check.arrays()
     check.presence()
     if full:
         check.contents(progress)
@@ -152,11 +153,12 @@ class _Check:
 
     Attributes:
       findings: the damages and the stored leaves so far.
+      implied: lists the files of arrays without file checksums.
       accepts_part: see :func:`verify_located`.
       part: of whom the files are, if they are a part.
       notes: so far.
       checksums: the file checksums of all processes.
-      implied: the files of arrays without file checksums.
+      unlisted: these files.
       sizes: of the existing files that were checked.
       read: files whose bytes have been compared already.
       dirs: the subdirectories.
@@ -166,11 +168,12 @@ class _Check:
     located: Located
     files: CheckpointFiles
     findings: Findings
+    implied: ImpliedFiles
     accepts_part: bool
     part: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
     checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
-    implied: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
+    unlisted: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     read: set[str] = dataclasses.field(default_factory=set[str])
     raw: RawFiles = dataclasses.field(default_factory=RawFiles)
@@ -264,7 +267,7 @@ class _Check:
 
     # --- arrays -------------------------------------------------------------------------------------------------------
 
-    def arrays(self, follow_links: bool) -> None:
+    def arrays(self) -> None:
         """Finds the stored leaves, and the files of leaves without file checksums."""
         if self.located.manifest and self.raw.manifest is None:
             return
@@ -286,13 +289,12 @@ class _Check:
             # The checksums of the other files are on other disks.
             return
         unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1].array)}
-        implied = Implied(self.located.storage, self.located.directory, follow_links=follow_links)
-        for location, found in in_threads(unlisted, lambda location: implied.files(*unlisted[location])):
+        for location, found in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
             name, _ = leaves[location]
             if isinstance(found, T5CkptError):
                 self.findings.failed(location, found, name)
             else:
-                self.implied.append(found)
+                self.unlisted.append(found)
 
     def _contents(self) -> Contents:
         try:
@@ -333,7 +335,7 @@ class _Check:
                 f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
                 '(keep_dataset_checkpoints)'
             )
-        for array in self.implied:
+        for array in self.unlisted:
             self.sizes |= array.sizes
             self.findings.damages += array.damages
         known = {*expected, *self.sizes, *_OWN}
@@ -365,7 +367,7 @@ class _Check:
         wrong = {damage.file for damage in self.findings.damages}
         listed = [name for name in self.checksums if name in self.sizes and name not in wrong and name not in self.read]
         listed.sort(key=lambda name: -self.sizes[name])
-        chunks = [(array, chunk_index) for array in self.implied for chunk_index in array.chunks]
+        chunks = [(array, chunk_index) for array in self.unlisted for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
         meter = Meter(progress, total)
         for name, result in in_threads(listed, self.files.digest):
@@ -374,7 +376,7 @@ class _Check:
             elif not self.checksums.matches(name, result):
                 self.findings.differs(name, self.checksums[name], result, self.checksums)
             meter.add(self.sizes[name])
-        for (array, chunk_index), result in in_threads(chunks, lambda item: item[0].decode(item[1])):
+        for (array, chunk_index), result in in_threads(chunks, lambda item: self.implied.decode(*item)):
             if isinstance(result, T5CkptError):
                 self.findings.failed(array.file(chunk_index), result, array.leaf, chunk_index)
             meter.add(array.chunk_bytes)

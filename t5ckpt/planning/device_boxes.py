@@ -16,26 +16,26 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.tree.leaves import LeafTemplate
 
 
-def boxes_wanted(target: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
-    """The distinct boxes that this process's devices hold, or the whole array for a host target."""
-    if not target.device or target.sharding is None:
+def boxes_wanted(template: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct boxes that this process's devices hold, or the whole array for a host template."""
+    if not template.device or template.sharding is None:
         return [Box.whole(shape)]
-    indices = target.sharding.addressable_devices_indices_map(shape)
+    indices = template.sharding.addressable_devices_indices_map(shape)
     return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
 
 
-def is_on_cpu(target: LeafTemplate) -> bool:
+def is_on_cpu(template: LeafTemplate) -> bool:
     """Whether the result can use a host buffer in place: a numpy array, or default memory of the CPU backend."""
-    if not target.device:
+    if not template.device:
         return True
     import jax
 
-    if target.sharding is None:
+    if template.sharding is None:
         return jax.default_backend() == 'cpu'
-    device = next(iter(target.sharding.addressable_devices), None)
+    device = next(iter(template.sharding.addressable_devices), None)
     if device is None or device.platform != 'cpu':
         return False
-    return target.sharding.memory_kind in (None, device.default_memory().kind)
+    return template.sharding.memory_kind in (None, device.default_memory().kind)
 
 
 class ShardingCheck:
@@ -45,12 +45,12 @@ class ShardingCheck:
         # A sharding lives as long as the template that holds it.
         self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
-    def problem(self, target: LeafTemplate) -> tuple[str, str]:
+    def problem(self, template: LeafTemplate) -> tuple[str, str]:
         """The kind and the description of the problem; both are empty if there is none."""
-        key = (id(target.sharding), target.shape)
+        key = (id(template.sharding), template.shape)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _problem(target.sharding, target.shape)
+            found = self._known[key] = _problem(template.sharding, template.shape)
         return found
 
 

@@ -1,4 +1,4 @@
-"""Compares leaves of a checkpoint with those of a template, and describes both for messages."""
+"""Compares leaves of a checkpoint with leaves of a template, and describes both for messages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def as_leaf(path: Path, found: Any) -> Any:
     )
 
 
-def both_python_ints(dtype: np.dtype, target: LeafTemplate) -> bool:
+def both_python_ints(dtype: np.dtype, template: LeafTemplate) -> bool:
     """Whether both are Python ints: one of 2^63 or more is stored as uint64 and restored as a Python int."""
-    is_int = target.kind == 'scalar' and target.python is not None and base_number(target.python) is int
+    is_int = template.kind == 'scalar' and template.python is not None and base_number(template.python) is int
     return is_int and kind(dtype) in ('int', 'uint')
 
 
@@ -50,11 +50,11 @@ def held(found: Any) -> str:
     )
 
 
-def describe(target: LeafTemplate) -> str:
+def describe(template: LeafTemplate) -> str:
     """Describes a leaf of the template, for a message."""
-    if target.kind == 'scalar' and target.python is not None:
-        return f'Python {target.python.__name__}'
-    return f'{"" if target.dtype is None else target.dtype.name} {target.shape}'.strip()
+    if template.kind == 'scalar' and template.python is not None:
+        return f'Python {template.python.__name__}'
+    return f'{"" if template.dtype is None else template.dtype.name} {template.shape}'.strip()
 
 
 def is_empty(leaf: Any) -> bool:
@@ -62,6 +62,6 @@ def is_empty(leaf: Any) -> bool:
     return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
 
 
-def first_in(path: Path, places: Collection[Path]) -> Path | None:
+def first_in(path: Path, paths: Collection[Path]) -> Path | None:
     """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
-    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in places), None)
+    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in paths), None)

@@ -1,4 +1,4 @@
-"""Plans a restore: matches the leaves of a checkpoint with those of a template, before anything is read.
+"""Plans a restore: matches the leaves of a checkpoint with the leaves of a template, before anything is read.
 
 ``plan_restore`` matches the leaves that ``format/array_spec.py`` parsed with the template. It either returns a plan or raises
 one error that lists all differences.
@@ -28,7 +28,8 @@ from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import Cast, cast_dtype, check_cast, kind
+from t5ckpt.format.dtypes import kind
+from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, is_on_cpu
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
@@ -40,13 +41,13 @@ from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
 _STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # The kinds of template leaves that leave out the checkpoint's leaf.
 _LEFT_OUT = ('skip', 'unread')
-_NO_PLACE = ('none', 'empty', *_LEFT_OUT)
+_NO_ARRAY = ('none', 'empty', *_LEFT_OUT)
 # Number of leaves for which close names are searched, which takes milliseconds each.
 _HINTED = 20
 
 
 def strictness(strict: str | None, *, is_t5x: bool) -> str:
-    """The strictness of a call; None takes T5X's default if the state or the partitioner is that of T5X."""
+    """The strictness of a call; None takes T5X's default for a state or a partitioner of T5X."""
     if strict is None:
         return 'contains' if is_t5x else 'up_to_dtype'
     check_word('strict', strict, _STRICTNESS)
@@ -60,23 +61,23 @@ class StoredRead:
     path: Path
     name: str
     leaf: StoredLeaf
-    target: LeafTemplate
+    template: LeafTemplate
     dtype: np.dtype
 
     @functools.cached_property
     def boxes(self) -> list[Box]:
         """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.target, self.target.shape)
+        return boxes_wanted(self.template, self.template.shape)
 
     @functools.cached_property
     def is_on_cpu(self) -> bool:
         """Whether the restored leaf can use a host buffer in place."""
-        return is_on_cpu(self.target)
+        return is_on_cpu(self.template)
 
     @property
     def resizes(self) -> bool:
         """Whether the values are padded or truncated."""
-        return self.target.shape != self.leaf.shape
+        return self.template.shape != self.leaf.shape
 
     @property
     def converts(self) -> bool:
@@ -96,14 +97,14 @@ class InlineRead:
     path: Path
     name: str
     value: Any
-    target: LeafTemplate
+    template: LeafTemplate
     dtype: np.dtype
     resizes: bool = False
 
     @property
     def boxes(self) -> list[Box]:
         """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.target, self.target.shape)
+        return boxes_wanted(self.template, self.template.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class RestoreOptions:
       lenient_keys: accept an array that is not in ``keys`` as keys, because a transform may have made it.
       strict: see :func:`strictness`.
       resize: leaves that may be padded or truncated to the template's shape.
-      places: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
+      on_devices: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
     """
 
     cast: Cast | None = None
@@ -126,7 +127,7 @@ class RestoreOptions:
     keys: Mapping[Path, str] | None = None
     lenient_keys: bool = False
     strict: str = 'up_to_dtype'
-    places: bool = True
+    on_devices: bool = True
     resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
 
 
@@ -157,7 +158,7 @@ class RestorePlan:
 
 def plan_restore(
     leaves: LeafTable,
-    targets: Mapping[Path, LeafTemplate],
+    templates: Mapping[Path, LeafTemplate],
     options: RestoreOptions,
     where: str,
 ) -> RestorePlan:
@@ -165,7 +166,7 @@ def plan_restore(
 
     Args:
       leaves: from :func:`checkpoint_leaves`.
-      targets: the template of each leaf.
+      templates: the template of each leaf.
       options: fallback values, casts, and facts of the sidecar.
       where: the checkpoint, for messages.
 
@@ -174,11 +175,11 @@ def plan_restore(
       UnsupportedLeafError: a transform returned something that cannot be a leaf.
       UnmatchedPattern: the cast selects no leaf of the template.
     """
-    check_cast(options.cast, {path: target.dtype for path, target in targets.items()})
-    options.resize.check(targets)
-    matcher = _Matcher(leaves, targets, options)
-    for path, target in targets.items():
-        matcher.match(path, target)
+    check_cast(options.cast, {path: template.dtype for path, template in templates.items()})
+    options.resize.check(templates)
+    matcher = _Matcher(leaves, templates, options)
+    for path, template in templates.items():
+        matcher.match(path, template)
     matcher.leftovers()
     if matcher.problems:
         raise mismatch_error(matcher.problems, where)
@@ -199,7 +200,7 @@ class _Pair(NamedTuple):
 
     path: Path
     name: str
-    target: LeafTemplate
+    template: LeafTemplate
     found: Any
     source: str = ''
 
@@ -207,18 +208,18 @@ class _Pair(NamedTuple):
 class _Matcher:
     """Collects the plan and the differences, leaf by leaf."""
 
-    def __init__(self, leaves: LeafTable, targets: Mapping[Path, LeafTemplate], options: RestoreOptions):
+    def __init__(self, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions):
         self._leaves = leaves
-        self._targets = targets
+        self._templates = templates
         self._fallback = options.fallback
         # Misspelt, perhaps.
-        self._strays = [leaf_name(path) for path in options.fallback if path not in targets]
+        self._strays = [leaf_name(path) for path in options.fallback if path not in templates]
         self._cast = options.cast
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
         self._strict = options.strict
         self._resize = options.resize
-        self._shardings = ShardingCheck() if options.places else None
+        self._shardings = ShardingCheck() if options.on_devices else None
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
@@ -229,36 +230,36 @@ class _Matcher:
         self.resized: list[str] = []
         self.problems: list[LeafProblem] = []
 
-    def match(self, path: Path, target: LeafTemplate) -> None:
-        pair = _Pair(path, leaf_name(path), target, as_leaf(path, self._leaves.get(path)))
-        if target.sharding is not None and self._shardings is not None:
-            cause, wrong = self._shardings.problem(target)
+    def match(self, path: Path, template: LeafTemplate) -> None:
+        pair = _Pair(path, leaf_name(path), template, as_leaf(path, self._leaves.get(path)))
+        if template.sharding is not None and self._shardings is not None:
+            cause, wrong = self._shardings.problem(template)
             if wrong:
                 self.problems.append(LeafProblem(pair.name, cause, '', wrong))
         found = pair.found
-        if target.kind in ('none', *_LEFT_OUT):
-            self.kept[path] = None if target.kind == 'none' else ...
-        elif target.kind in ('empty', 'text'):
+        if template.kind in ('none', *_LEFT_OUT):
+            self.kept[path] = None if template.kind == 'none' else ...
+        elif template.kind in ('empty', 'text'):
             self._keep(pair)
         elif found is None or isinstance(found, (Empty, str)):
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
             if isinstance(found, StoredLeaf):
-                self.stored.append(StoredRead(path, pair.name, found, target, dtype))
+                self.stored.append(StoredRead(path, pair.name, found, template, dtype))
             else:
                 self.inline.append(
-                    InlineRead(path, pair.name, found, target, dtype, tuple(found.shape) != target.shape)
+                    InlineRead(path, pair.name, found, template, dtype, tuple(found.shape) != template.shape)
                 )
 
     def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""
-        target, found = pair.target, pair.found
-        if hasattr(found, 'dtype') and target.kind == 'text':
+        template, found = pair.template, pair.found
+        if hasattr(found, 'dtype') and template.kind == 'text':
             self.problems.append(LeafProblem(pair.name, 'unexpected', held(found), 'text'))
-        elif target.kind == 'text' and not isinstance(found, str):
+        elif template.kind == 'text' and not isinstance(found, str):
             self.notes.append(f"{pair.name}: no text in the checkpoint, the template's stays")
-        is_text = isinstance(found, str) and target.kind == 'text'
-        self.kept[pair.path] = as_instance(type(target.example), found) if is_text else target.example
+        is_text = isinstance(found, str) and template.kind == 'text'
+        self.kept[pair.path] = as_instance(type(template.example), found) if is_text else template.example
 
     def _absent(self, pair: _Pair) -> None:
         """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
@@ -267,20 +268,20 @@ class _Matcher:
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
             hint = f'The checkpoint holds {held(pair.found)} there.'
-            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint))
+            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.template), hint))
         else:
-            near = self._near((pair.name, pair.target), self._leaves, self._targets)
+            near = self._near((pair.name, pair.template), self._leaves, self._templates)
             hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
-            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.target), hint, near))
+            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.template), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
         value = value if hasattr(value, 'dtype') else np.asarray(value)
         dtype: Any = value.dtype
-        if pair.target.kind != 'key' or isinstance(dtype, np.dtype):
+        if pair.template.kind != 'key' or isinstance(dtype, np.dtype):
             dtype = self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state '))
         if dtype is not None:
-            self.taken.append(InlineRead(pair.path, pair.name, value, pair.target, dtype))
+            self.taken.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
 
     def _near(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.
@@ -296,7 +297,7 @@ class _Matcher:
             for path, other in there.items()
             if path not in here
             and not is_empty(other)
-            and getattr(other, 'kind', '') not in _NO_PLACE
+            and getattr(other, 'kind', '') not in _NO_ARRAY
             and _values_of(other) == _values_of(leaf)
         )
         return tuple(
@@ -305,18 +306,23 @@ class _Matcher:
 
     def _dtype_if_it_fits(self, pair: _Pair) -> np.dtype | None:
         """The dtype of the restored leaf, after the cast. None if the leaf does not fit, which is added to the problems."""
-        target, shape, dtype = pair.target, tuple(pair.found.shape), np.dtype(pair.found.dtype)
-        wanted = np.dtype(np.void) if target.dtype is None else target.dtype
+        template, shape, dtype = pair.template, tuple(pair.found.shape), np.dtype(pair.found.dtype)
+        wanted = np.dtype(np.void) if template.dtype is None else template.dtype
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.
         casts = self._cast is not None and (pair.source == '' or self._cast.dtype is None)
         cast = cast_dtype(pair.path, dtype, self._cast, wanted) if casts else dtype
-        resizes = shape != target.shape and self._may_resize(pair)
+        resizes = shape != template.shape and self._may_resize(pair)
         problem = self._wrong_keys(pair)
-        if problem is None and shape != target.shape and not resizes:
-            problem = LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(target.shape))
-        if problem is None and dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, target):
+        if problem is None and shape != template.shape and not resizes:
+            problem = LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(template.shape))
+        if (
+            problem is None
+            and dtype != wanted
+            and kind(dtype) != kind(wanted)
+            and not both_python_ints(dtype, template)
+        ):
             problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{dtype.name}', wanted.name)
-        differs = cast != wanted and target.kind == 'array'
+        differs = cast != wanted and template.kind == 'array'
         if problem is None and self._strict == 'exact' and differs:
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
             problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{cast.name}', wanted.name, hint)
@@ -324,15 +330,15 @@ class _Matcher:
             self.problems.append(problem)
             return None
         if resizes:
-            self.resized.append(f'{pair.name}: {shape} to {target.shape}')
+            self.resized.append(f'{pair.name}: {shape} to {template.shape}')
         # A cast that the caller asked for is not worth a note.
-        if differs and cast == dtype and not (target.device and canonical_dtype(cast) == wanted):
+        if differs and cast == dtype and not (template.device and canonical_dtype(cast) == wanted):
             self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {wanted.name}')
         return cast
 
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
-        has_axes = pair.target.kind == 'array' and len(pair.found.shape) == len(pair.target.shape)
+        has_axes = pair.template.kind == 'array' and len(pair.found.shape) == len(pair.template.shape)
         return pair.source == '' and has_axes and self._resize.covers(pair.name)
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
@@ -340,21 +346,23 @@ class _Matcher:
         if self._keys is None or pair.source != '':
             return None
         written = self._keys.get(pair.path, None if self._lenient_keys else '')
-        target = pair.target
-        if written is None or written == target.impl or target.dtype is None:
+        template = pair.template
+        if written is None or written == template.impl or template.dtype is None:
             return None
         found = f'PRNG keys of {written}' if written else np.dtype(pair.found.dtype).name
         return LeafProblem(
-            pair.name, 'dtype', found, f'PRNG keys of {target.impl}' if target.impl else target.dtype.name
+            pair.name, 'dtype', found, f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
         )
 
     def leftovers(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""
-        places = {path: target.kind for path, target in self._targets.items() if target.kind in _NO_PLACE}
-        skips = {path for path, kind in places.items() if kind in _LEFT_OUT}
+        without_array = {
+            path: template.kind for path, template in self._templates.items() if template.kind in _NO_ARRAY
+        }
+        skips = {path for path, kind in without_array.items() if kind in _LEFT_OUT}
         used = set[Path]()
         for path, found in self._leaves.items():
-            if (path in self._targets and path not in places) or found is None or isinstance(found, Empty):
+            if (path in self._templates and path not in without_array) or found is None or isinstance(found, Empty):
                 continue
             above = first_in(path, skips) if skips else None
             if above is not None:
@@ -365,17 +373,17 @@ class _Matcher:
             elif self._strict == 'contains':
                 self.ignored.append(path)
             else:
-                self._excess(path, found, places)
+                self._excess(path, found, without_array)
         self.notes += [
             f'{leaf_name(path)}: ... in the template, and nothing in the checkpoint'
             for path in skips - used
-            if places[path] == 'skip'
+            if without_array[path] == 'skip'
         ]
 
-    def _excess(self, path: Path, found: Any, places: Mapping[Path, str]) -> None:
-        name, above = leaf_name(path), first_in(path, places)
-        near = self._near((name, found), self._targets, self._leaves)
-        what = '' if above is None else 'None' if places[above] == 'none' else 'an empty container'
+    def _excess(self, path: Path, found: Any, without_array: Mapping[Path, str]) -> None:
+        name, above = leaf_name(path), first_in(path, without_array)
+        near = self._near((name, found), self._templates, self._leaves)
+        what = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
         hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''
         self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))

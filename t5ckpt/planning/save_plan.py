@@ -33,8 +33,9 @@ from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS
-from t5ckpt.format.dtypes import Cast, cast_leaves, stored_dtype
+from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.planning.casts import Cast, cast_leaves
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
 from t5ckpt.tree.leaves import LeafToSave, is_jax_array
@@ -104,7 +105,7 @@ class ArrayWrite:
 
     @property
     def copied_files(self) -> list[str]:
-        """Those of ``chunk_files`` that are assigned to other processes."""
+        """The ``chunk_files`` that are assigned to other processes."""
         return [file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.copied]
 
 
@@ -129,11 +130,12 @@ class SavePlan:
     facts: TreeFacts
 
 
-class _Leaf(NamedTuple):
-    """A leaf and its place in the plan."""
+class _Array(NamedTuple):
+    """A leaf with a dtype; ``array_name`` is the name of its directory if it is stored."""
 
     path: Path
-    given: LeafToSave
+    leaf: LeafToSave
+    dtype: np.dtype
     array_name: str
     nbytes: int
 
@@ -162,34 +164,31 @@ def plan_save(
     if assignment.count > 1:
         _refuse_local(given, assignment.count)
     given = cast_leaves(given, options.cast)
-    leaves = [_sized(leaf, infos.get(leaf.path)) for leaf in given]
-    if assignment.count > 1:
-        # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
-        leaves.sort(key=lambda leaf: leaf.path)
-    stored = _stored_paths(leaves, options, assignment, {} if rule is None else rule)
-    directories = _directories([leaf for leaf in leaves if leaf.path in stored])
+    # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
+    leaves = sorted(given, key=operator.attrgetter('path')) if assignment.count > 1 else given
+    arrays = [_sized(leaf, leaf.dtype, infos.get(leaf.path)) for leaf in leaves if leaf.dtype is not None]
+    stored = _stored_paths(arrays, options, assignment, {} if rule is None else rule)
+    directories = _directories([array for array in arrays if array.path in stored])
     writes = tuple(
-        _plan_array(leaf, directories[leaf.path], options, assignment) for leaf in leaves if leaf.path in stored
+        _plan_array(array, directories[array.path], options, assignment) for array in arrays if array.path in stored
     )
     inline = tuple(
-        InlineWrite(leaf.path, leaf.given.name, leaf.given.value, leaf.given.dtype)
+        InlineWrite(leaf.path, leaf.name, leaf.value, leaf.dtype)
         for leaf in leaves
-        if leaf.path not in stored and leaf.given.kind not in ('empty', 'text')
+        if leaf.path not in stored and leaf.kind not in ('empty', 'text')
     )
     return SavePlan(writes, inline, _facts(given, writes))
 
 
-def _sized(leaf: LeafToSave, info: ParameterInfo | None) -> _Leaf:
-    if leaf.dtype is None:
-        return _Leaf(leaf.path, leaf, leaf.name, 0)
+def _sized(leaf: LeafToSave, dtype: np.dtype, info: ParameterInfo | None) -> _Array:
     array_name = info.array_name if info is not None and info.name else leaf.name
-    return _Leaf(leaf.path, leaf, array_name, math.prod(leaf.shape) * leaf.dtype.itemsize)
+    return _Array(leaf.path, leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
 
 
 def _stored_paths(
-    leaves: Sequence[_Leaf], options: SaveOptions, assignment: WriteAssignment, rule: Mapping[Path, bool]
+    arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, rule: Mapping[Path, bool]
 ) -> set[Path]:
-    """The leaves that are stored as arrays: those that are too large, or that process 0 does not hold whole.
+    """The leaves that are stored as arrays: those that are too large, or of which process 0 has no shard.
 
     Empty arrays and scalars always go inline, since zarr has no chunk of size 0 and a scalar cannot be split. Leaves that T5X
     inlines by ``rule`` go inline whatever their size.
@@ -197,43 +196,42 @@ def _stored_paths(
     stored: set[Path] = set()
     total = 0
     is_single = assignment.count == 1
-    # Of equal size, the first of the table; in a job of several processes it is sorted by path.
-    for leaf in sorted(leaves, key=operator.attrgetter('nbytes')):
-        if leaf.given.dtype is None:
-            continue
+    # Leaves of equal size stay in the order of the table, which is sorted by path in a job of several processes.
+    for array in sorted(arrays, key=operator.attrgetter('nbytes')):
+        leaf, nbytes = array.leaf, array.nbytes
         # A job of one process holds every value.
-        at_hand = is_single or not is_jax_array(leaf.given.value) or assignment.on_leader(leaf.given.value)
-        is_global = leaf.given.is_global
-        t5x_inlines = rule.get(leaf.path)
-        must_inline = leaf.nbytes == 0 or (at_hand and (leaf.given.shape == () or (t5x_inlines is True and is_global)))
+        on_leader = is_single or not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
+        leader_has_all = on_leader and leaf.is_global
+        t5x_inlines = rule.get(array.path)
+        must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and t5x_inlines is True)
         limit = options.inline_bytes
-        if t5x_inlines is None and leaf.nbytes > limit and _is_optimizer_vector(leaf):
+        if t5x_inlines is None and nbytes > limit and _is_optimizer_vector(array):
             limit = max(limit, options.vector_bytes)
-        fits = is_global and at_hand and leaf.nbytes <= limit and total + leaf.nbytes <= options.inline_total_bytes
-        if must_inline or fits:
-            total += leaf.nbytes
+        fits = nbytes <= limit and total + nbytes <= options.inline_total_bytes
+        if must_inline or (leader_has_all and fits):
+            total += nbytes
         else:
-            stored.add(leaf.path)
+            stored.add(array.path)
     return stored
 
 
-def _is_optimizer_vector(leaf: _Leaf) -> bool:
+def _is_optimizer_vector(array: _Array) -> bool:
     """Whether T5X's partitioners probably give a leaf no axes, as for the factors of Adafactor's second moments."""
-    is_vector = len(leaf.given.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
-    return is_vector and leaf.path[:2] == _OPTIMIZER_STATE
+    is_vector = len(array.leaf.shape) <= 1 or not _FACTORS.isdisjoint(array.path)
+    return is_vector and array.path[:2] == _OPTIMIZER_STATE
 
 
-def _directories(leaves: Sequence[_Leaf]) -> dict[Path, str]:
+def _directories(arrays: Sequence[_Array]) -> dict[Path, str]:
     """The directory of each stored leaf. If a transform gives two leaves one name, the first gets it."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
-    for leaf in leaves:
-        candidates = [leaf.array_name, leaf.given.name]
+    for array in arrays:
+        candidates = [array.array_name, array.leaf.name]
         name = next((text for text in candidates if text not in taken), None)
         while name is None or name in taken:
             name = f'{candidates[-1]}~{len(taken)}'
             candidates.append(name)
-        names[leaf.path] = name
+        names[array.path] = name
         taken.add(name)
     by_name = array_dirs(names.values())
     return {path: by_name[name] for path, name in names.items()}
@@ -254,13 +252,12 @@ def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
         raise UnsupportedLeafError(lines(lines(head, *names, between='\n  '), cure))
 
 
-def _plan_array(leaf: _Leaf, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
-    dtype = np.dtype(np.void) if leaf.given.dtype is None else leaf.given.dtype
-    on_disk = stored_dtype(dtype)
-    chunk_shape, chunks, copied = assignment.chunks_of(leaf.given, on_disk.itemsize, options.chunk_bytes)
+def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
+    leaf, on_disk = array.leaf, stored_dtype(array.dtype)
+    chunk_shape, chunks, copied = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
-    array = StoredArray(directory, leaf.given.shape, on_disk, metadata=metadata)
-    return ArrayWrite(leaf.path, leaf.given.name, leaf.given.value, dtype, array, chunks, copied)
+    stored = StoredArray(directory, leaf.shape, on_disk, metadata=metadata)
+    return ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, copied)
 
 
 def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:
@@ -288,16 +285,16 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
         return 'None'
     sharding = getattr(leaf, 'sharding', None)
     if sharding is None:
-        place = 'host'
+        memory = 'host'
     else:
         # Many leaves share few shardings, and formatting one is slow.
         if id(sharding) not in shardings:
             shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
-        place = shardings[id(sharding)]
+        memory = shardings[id(sharding)]
     shape = tuple(getattr(leaf, 'shape', ()))
     chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
     dtype = '' if write.dtype is None else write.dtype.name
-    return f'{dtype} {shape} in {chunks}, {place}'
+    return f'{dtype} {shape} in {chunks}, {memory}'
 
 
 def _devices_text(sharding: Any) -> str:
@@ -309,7 +306,7 @@ def _devices_text(sharding: Any) -> str:
 
 
 def difference(first: str, other: str, process: int) -> DisagreementError:
-    """The error for a process whose plan differs from that of process 0."""
+    """The error for a process whose plan differs from process 0's."""
     changes = difflib.unified_diff(
         first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
     )

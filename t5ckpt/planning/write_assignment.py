@@ -1,7 +1,7 @@
 """Assigns each chunk of a replicated shard to one of the processes that hold it.
 
-A shard that a single process holds is written by that process, and a host array by process 0. A
-shard that is replicated over processes is cut into chunks. Each chunk is assigned to the holder with the fewest bytes so far,
+A shard that a single process holds is written by that process, and a host array by process 0. A shard that is replicated over
+processes is cut into chunks. Each chunk is assigned to the holder with the fewest bytes so far,
 so that all holders write about the same number of bytes. The holders of a shard compute the same assignment without
 communication, because they see the same shards of the same leaves in the same order. A process needs to know only the shards
 that it holds, so the work does not grow with the job.
@@ -71,10 +71,8 @@ class MeshLayout:
 
     def holders(self, position: Sequence[int], used: frozenset[str]) -> tuple[int, ...]:
         """The processes that hold the shard of the device at ``position``, if the axes ``used`` divide the array."""
-        where = tuple(
-            int(place) if name in used else slice(None) for name, place in zip(self.names, position, strict=True)
-        )
-        key = tuple(place if isinstance(place, int) else None for place in where)
+        where = tuple(int(at) if name in used else slice(None) for name, at in zip(self.names, position, strict=True))
+        key = tuple(at if isinstance(at, int) else None for at in where)
         if key not in self._holders:
             self._holders[key] = tuple(np.unique(self.processes[where]).tolist())
         return self._holders[key]
@@ -167,8 +165,6 @@ class WriteAssignment:
 
     def on_leader(self, array: Any) -> bool:
         """Whether process 0 holds any shard of a jax.Array."""
-        if self.count == 1:
-            return True
         if array.sharding not in self._at_first:
             self._at_first[array.sharding] = any(device.process_index == 0 for device in array.sharding.device_set)
         return self._at_first[array.sharding]

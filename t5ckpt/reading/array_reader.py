@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,8 +39,8 @@ from t5ckpt.reading.contents import Contents, read_contents, read_raw
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
-from t5ckpt.reading.local.uncompressed import chunk_of_file, has_chunks_to_decode
-from t5ckpt.reading.open_array import FileArray, OpenArray, RangeReader, TensorStoreArray, TensorStoreArrays
+from t5ckpt.reading.local.native_chunks import is_read_natively
+from t5ckpt.reading.open_array import OpenArray, RangeArray, TensorStoreArrays
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -77,14 +76,13 @@ class ArrayReader:
         self._identity = identity
         follow_links = located.follow_links
         root = storage.local_path(directory)
-        self._files = CheckpointFiles(storage, directory, follow_links=follow_links)
+        self._files = CheckpointFiles.of(located)
         self._checks = (
             None if checksums is None else ChecksumVerifier(checksums, self._files, only_whole_chunks=only_whole_chunks)
         )
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self._direct = None if root is None else DirectReader(root, checks=self._checks, follow_links=follow_links)
-        self._arrays = TensorStoreArrays(self._files)
-        self._ranges = RangeReader(storage, directory)
+        self._arrays = TensorStoreArrays(self._files, self._checks)
         self._cache = cache
 
     @property
@@ -118,30 +116,22 @@ class ArrayReader:
           pool: its threads run the reads. Without it, they run in the caller's thread or in TensorStore's.
 
         Returns:
-          A function that waits for the opened array, and raises as ``TensorStoreArrays.finish_open``.
+          A function that waits for the opened array; raises as the one that ``TensorStoreArrays.start_open`` returns.
         """
         array = leaf.array
-        at = self._storage, leaf, f'{name} ({self._arrays.url(array)})'
-        if array.is_byte_range and self._direct is None:
-            tasks = functools.partial(self._ranges.tasks, array)
-            return lambda: FileArray(*at, tasks)
-        if array.is_byte_range and self._direct is not None:
-            # A cast reads blocks into a scratch, which would read more of a file of many tensors than the boxes.
-            tasks = functools.partial(self._direct.tasks, leaf, name, chunk_of_file(array))
-            return lambda: FileArray(*at, tasks)
-        checks = functools.partial(self._check_tasks, array, name)
-        if self._direct is None or pool is None or not has_chunks_to_decode(array):
-            opening = self._arrays.start_open(array)
-            return lambda: TensorStoreArray(*at, self._arrays.finish_open(array, opening, name), checks)
-        direct, finding = self._direct, pool.submit(self._direct.plain_chunks, array, name)
-
-        def finish() -> OpenArray:
-            chunks = finding.result()
-            if chunks is None or not direct.can_read(chunks, boxes):
-                return TensorStoreArray(*at, self._arrays.open(array, name), checks)
-            return FileArray(*at, functools.partial(direct.tasks, leaf, name, chunks), converts=True)
-
-        return finish
+        where = f'{name} ({self._arrays.url(array)})'
+        direct = self._direct
+        if array.is_byte_range:
+            opened = (
+                RangeArray(leaf, where, self._storage, self._directory)
+                if direct is None
+                else direct.open_range(leaf, name, where)
+            )
+            return lambda: opened
+        if direct is None or pool is None or not is_read_natively(array):
+            return self._arrays.start_open(leaf, name, where)
+        opening = pool.submit(direct.open, leaf, name, where, boxes)
+        return lambda: opening.result() or self._arrays.start_open(leaf, name, where)()
 
     def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
         """Reads a numpy basic index of an array; only the chunks that it overlaps are read.
@@ -259,7 +249,7 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
       CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
     located = contents.located
-    _check_step(contents, strictly=reading.verify == 'full')
+    _check_step_of_directory(contents, strictly=reading.verify == 'full')
     cache = CachedChunks(contents) if located.storage.caches else None
     return ArrayReader(
         located,
@@ -271,7 +261,7 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     )
 
 
-def _check_step(contents: Contents, *, strictly: bool) -> None:
+def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     """Checks that the directory's name has the step that was saved; a renamed or copied directory may have another.
 
     Raises:

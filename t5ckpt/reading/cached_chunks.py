@@ -13,6 +13,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -30,7 +31,6 @@ from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 
 _THREADS = 16
-_Part = tuple[int, slice, slice]
 
 
 class CachedChunks:
@@ -68,8 +68,8 @@ class CachedChunks:
         check_memory(math.prod(shape) * leaf.array.dtype.itemsize, where)
         out = aligned_empty(shape, leaf.array.dtype)
 
-        def take(parts: tuple[_Part, ...]) -> None:
-            chunk_index = tuple(part[0] for part in parts)
+        def take(parts: tuple[_AxisPart, ...]) -> None:
+            chunk_index = tuple(part.chunk for part in parts)
             file = f'{leaf.array.location}/{array.grid.key(chunk_index)}'
             try:
                 data = self._file(file)
@@ -80,9 +80,8 @@ class CachedChunks:
                 ) from error
             check_chunk(array.chunk_bytes, lambda: len(data), where)
             with foreign_errors(where):
-                out[tuple(part[2] for part in parts)] = array.decode(chunk_index, data)[
-                    tuple(part[1] for part in parts)
-                ]
+                values = array.decode(chunk_index, data)
+                out[tuple(part.in_result for part in parts)] = values[tuple(part.in_chunk for part in parts)]
 
         if out.size:
             per_axis = [list(_parts(part, chunk)) for part, chunk in zip(slices, array.grid.chunk_shape, strict=True)]
@@ -136,8 +135,16 @@ class _InMemory:
             self._kvstore.write(key, None).result()
 
 
-def _parts(part: slice, chunk: int) -> Iterator[_Part]:
-    """For each chunk along an axis that a forward slice overlaps: its index, the slice in it, and the slice in the result."""
+class _AxisPart(NamedTuple):
+    """The part of a slice in one chunk along an axis."""
+
+    chunk: int
+    in_chunk: slice
+    in_result: slice
+
+
+def _parts(part: slice, chunk: int) -> Iterator[_AxisPart]:
+    """The parts of a forward slice, one for each chunk along the axis that it overlaps."""
     step = part.step or 1
     chosen = range(part.start, part.stop, step)
     taken = 0
@@ -145,5 +152,6 @@ def _parts(part: slice, chunk: int) -> Iterator[_Part]:
         at = chosen[taken] // chunk
         first = chosen[taken] - at * chunk
         count = min(len(chosen) - taken, ceil_div(chunk - first, step))
-        yield at, slice(first, first + (count - 1) * step + 1, step), slice(taken, taken + count)
+        in_chunk = slice(first, first + (count - 1) * step + 1, step)
+        yield _AxisPart(at, in_chunk, slice(taken, taken + count))
         taken += count

@@ -14,6 +14,7 @@ system, and the size of the largest file on other storage.
 
 from __future__ import annotations
 
+import abc
 import collections
 import concurrent.futures
 import contextlib
@@ -43,7 +44,7 @@ from t5ckpt.storage.memory_limit import check_whole_read
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64
-# That of an array with 32 dimensions has less than a kilobyte.
+# The .zarray of an array with 32 dimensions has less than a kilobyte.
 _MAX_ZARRAY_BYTES = 2**20
 _BLOCK = 2**20
 _PAGE = 4096
@@ -225,22 +226,28 @@ class ContainedDirectory:
         return real
 
 
-class CheckpointFiles:
+class CheckpointFiles(abc.ABC):
     """Reads files of one checkpoint. Safe from any thread."""
 
-    def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
-        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
+    def __init__(self, storage: Storage, directory: str):
+        """Takes the checkpoint's directory; see :meth:`at`."""
         self.storage = storage
         self.directory = directory
+
+    @staticmethod
+    def at(storage: Storage, directory: str, *, follow_links: bool = False) -> CheckpointFiles:
+        """The files of a directory; with ``follow_links`` symbolic links may lead out of it."""
         root = storage.local_path(directory)
-        self._contained = None if root is None else ContainedDirectory(root, follow_links=follow_links)
-        self._local = threading.local()
+        if root is None:
+            return _RemoteFiles(storage, directory)
+        return _LocalFiles(storage, directory, ContainedDirectory(root, follow_links=follow_links))
 
-    @classmethod
-    def of(cls, located: Located) -> CheckpointFiles:
+    @staticmethod
+    def of(located: Located) -> CheckpointFiles:
         """The files of a located checkpoint."""
-        return cls(located.storage, located.directory, follow_links=located.follow_links)
+        return CheckpointFiles.at(located.storage, located.directory, follow_links=located.follow_links)
 
+    @abc.abstractmethod
     def check(self, name: str, leaf: str) -> None:
         """Checks a name and everything below it for links out and special files, before another library reads it.
 
@@ -248,10 +255,8 @@ class CheckpointFiles:
           FormatError: there is such a link or file.
           StorageError: a directory cannot be read.
         """
-        if self._contained is not None:
-            with foreign_errors(self.storage.url(join(self.directory, name))):
-                self._contained.check(name, leaf)
 
+    @abc.abstractmethod
     def read(self, file: str, limit: int | None = None) -> bytes:
         """All bytes of a small file.
 
@@ -260,32 +265,14 @@ class CheckpointFiles:
           CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
           NotEnoughMemoryError: it does not fit in memory.
         """
-        if self._contained is not None:
-            key = join(self.directory, file)
-            size = self.storage.size(key) or 0
-            if limit is not None:
-                check_size(size, limit, self.storage.url(key))
-            check_whole_read(size, self.storage.url(key))
-        return b''.join(bytes(block) for block in self._blocks(file))
 
+    @abc.abstractmethod
     def read_with_version(self, file: str) -> tuple[bytes, Any]:
         """All bytes of a small file, and its ``Storage.version``."""
-        key = join(self.directory, file)
-        if self._contained is None:
-            return self.storage.read_with_version(key)
-        version = self.storage.version(key)
-        return self.read(file), version
 
+    @abc.abstractmethod
     def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
         """As :meth:`read_with_version`; None if there is no such file."""
-        # In a bucket the read itself reports a missing file. In a directory it reports one that was deleted since.
-        if self._contained is not None:
-            is_there = self.storage.is_file(join(self.directory, file))
-            return self.read_with_version(file) if is_there else None
-        try:
-            return self.read_with_version(file)
-        except CheckpointNotFoundError:
-            return None
 
     def digest(self, file: str) -> tuple[int, str]:
         """A file's length and its xxh3-64."""
@@ -307,13 +294,66 @@ class CheckpointFiles:
             offset += len(block)
         return None if first is None or last is None else (first, last)
 
+    @abc.abstractmethod
+    def _blocks(self, file: str) -> Iterable[memoryview]:
+        """The blocks of a file; each block may be overwritten by the next."""
+
+    def _key(self, file: str) -> str:
+        return join(self.directory, file)
+
+
+class _RemoteFiles(CheckpointFiles):
+    """Files in memory or in a bucket, which has no links. A file is read in one request."""
+
+    def check(self, name: str, leaf: str) -> None:
+        pass
+
+    def read(self, file: str, limit: int | None = None) -> bytes:  # noqa: ARG002
+        return self.storage.read(self._key(file))
+
+    def read_with_version(self, file: str) -> tuple[bytes, Any]:
+        return self.storage.read_with_version(self._key(file))
+
+    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
+        # The read itself reports a missing file.
+        try:
+            return self.read_with_version(file)
+        except CheckpointNotFoundError:
+            return None
+
+    def _blocks(self, file: str) -> Iterable[memoryview]:
+        return (memoryview(self.read(file)),)
+
+
+class _LocalFiles(CheckpointFiles):
+    """Files in a directory of a local file system."""
+
+    def __init__(self, storage: Storage, directory: str, contained: ContainedDirectory):
+        super().__init__(storage, directory)
+        self._contained = contained
+        self._local = threading.local()
+
+    def check(self, name: str, leaf: str) -> None:
+        with foreign_errors(self.storage.url(self._key(name))):
+            self._contained.check(name, leaf)
+
+    def read(self, file: str, limit: int | None = None) -> bytes:
+        url, size = self.storage.url(self._key(file)), self.storage.size(self._key(file)) or 0
+        if limit is not None:
+            check_size(size, limit, url)
+        check_whole_read(size, url)
+        return b''.join(bytes(block) for block in self._blocks(file))
+
+    def read_with_version(self, file: str) -> tuple[bytes, Any]:
+        version = self.storage.version(self._key(file))
+        return self.read(file), version
+
+    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
+        # A file may be deleted between the check and the read, which is an error.
+        return self.read_with_version(file) if self.storage.is_file(self._key(file)) else None
+
     def _blocks(self, file: str) -> Iterator[memoryview]:
-        """Yields the blocks of a file; each block is overwritten by the next."""
-        key = join(self.directory, file)
-        if self._contained is None:
-            yield memoryview(self.storage.read(key))
-            return
-        with foreign_errors(self.storage.url(key)):
+        with foreign_errors(self.storage.url(self._key(file))):
             fd, _ = self._contained.open(file, file)
             try:
                 yield from self._file_blocks(fd)

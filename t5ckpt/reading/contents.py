@@ -144,7 +144,7 @@ def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None)
 
 
 def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
-    """The file with the sidecar of a manifest, among those of the step's directory.
+    """The file with the sidecar of a manifest, among the names in the step's directory.
 
     If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
     """
@@ -191,7 +191,7 @@ class Contents:
         return Identity(self.located, self.versions)
 
     def check_not_part(self) -> None:
-        """Checks that the directory has all files, and not only those of one of several processes, see ``save/parts.py``.
+        """Checks that the directory has all files, and not only the part of one of several processes, see ``save/parts.py``.
 
         Raises:
           CorruptCheckpointError: it is a part; the text says how to restore it.
@@ -281,7 +281,7 @@ def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: byte
 
 
 def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) -> FileChecksums | None:
-    """The checkpoint's file checksums; None if they were not read, or the checkpoint has none, as those of T5X."""
+    """The checkpoint's file checksums; None if they were not read, or if the checkpoint has none (T5X)."""
     lists = raw.checksum_lists
     if lists is None or (raw.sidecar is None and not lists):
         return None
@@ -332,7 +332,7 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
 
 
 def leaves_of(
-    contents: Contents, transforms: Sequence[RestoreStateTransformationFn], target: Mapping[str, Any]
+    contents: Contents, transforms: Sequence[RestoreStateTransformationFn], template: Mapping[str, Any]
 ) -> tuple[LeafTable, TreeFacts]:
     """A checkpoint's leaves after the restore transforms, and the sidecar's facts under their new paths.
 
@@ -349,7 +349,7 @@ def leaves_of(
         return checkpoint_leaves(before, manifest.version, facts), facts
     state: Any = unflatten(before)
     for fn in transforms:
-        state = fn(state, target)
+        state = fn(state, template)
         if not isinstance(state, Mapping):
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'

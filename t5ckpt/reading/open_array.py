@@ -1,12 +1,13 @@
-"""Opens arrays, with TensorStore or as files, and fills buffers with their boxes. ``ArrayReader.start_open`` chooses the class.
+"""Opened arrays, which fill buffers with their boxes: by TensorStore, from files, or as ranges of bytes of an object.
+
+``ArrayReader.start_open`` chooses among them. The arrays of local files are in ``reading/local/direct_reader.py``.
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.
 
-An array that is a range of bytes of a file, as in a tensor file, is read as ranges where the storage has no local files. Boxes
-that cover at least half of their bounding region are read as that region, each byte once; other boxes are read one by one. Within
-a region, rows with few bytes between them are read in one request, since a request takes as long as the transfer of a few hundred
-kilobytes.
+An array that is a range of bytes of an object, as in a tensor file, is read as ranges. Boxes that cover at least half of their
+bounding region are read as that region, each byte once; other boxes are read one by one. Within a region, rows with few bytes
+between them are read in one request, since a request takes as long as the transfer of a few hundred kilobytes.
 
 Notes: each thread holds one block of 16 MiB of ranges.
 """
@@ -32,10 +33,11 @@ from t5ckpt.format.dtypes import zarr_typestr
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
 from t5ckpt.storage import TENSORSTORE_ERRORS, Storage, foreign_errors
 
-# Of a database's compressed index; far above any real one.
+# The most chunks per byte of a database's compressed index; far above any real one.
 _CHUNKS_PER_BYTE = 64
 # The size of a file if its storage does not report sizes; no check uses it.
 _UNKNOWN = 2**62
@@ -46,11 +48,12 @@ _GAP_BYTES = 256 * 2**10
 
 
 class TensorStoreArrays:
-    """The zarr arrays of one checkpoint. Safe from any thread."""
+    """Opens zarr arrays of one checkpoint with TensorStore. Safe from any thread."""
 
-    def __init__(self, files: CheckpointFiles):
-        """Takes the checkpoint's files."""
+    def __init__(self, files: CheckpointFiles, checks: ChecksumVerifier | None = None):
+        """Takes the checkpoint's files; with ``checks`` the files of a box are verified when the box is read."""
         self._files = files
+        self._checks = checks
         self._storage = files.storage
         self._directory = files.directory
 
@@ -59,27 +62,34 @@ class TensorStoreArrays:
         return self._storage.url(join(self._directory, array.location))
 
     def open(self, array: StoredArray, leaf: str) -> Any:
-        """Opens an array and waits for it; raises as :meth:`start_open` and :meth:`finish_open`."""
-        return self.finish_open(array, self.start_open(array), leaf)
+        """The TensorStore of an array; raises as :meth:`start_open` and the function that it returns."""
+        return self._finish_open(array, self._start_open(array), leaf)
 
-    def start_open(self, array: StoredArray) -> Any:
-        """Starts to open an array; pass the future to :meth:`finish_open`.
+    def start_open(self, leaf: StoredLeaf, name: str, where: str) -> Callable[[], OpenArray]:
+        """Starts to open an array.
+
+        Returns:
+          A function that waits for the opened array. It raises CorruptCheckpointError if the array is missing, or its metadata
+          contradicts the manifest or the size of its files; NotEnoughMemoryError if a chunk is larger than this machine's memory.
 
         Raises:
           FormatError: a file of the array is a link out of the checkpoint.
         """
+        opening = self._start_open(leaf.array)
+
+        def finish() -> OpenArray:
+            store = self._finish_open(leaf.array, opening, name)
+            return _TensorStoreArray(leaf, name, where, store, self._storage, self._checks)
+
+        return finish
+
+    def _start_open(self, array: StoredArray) -> Any:
         # TensorStore follows every link and waits for every FIFO.
         self._files.check(array.root, self.url(array))
         with foreign_errors(self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
-    def finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
-        """The opened array.
-
-        Raises:
-          CorruptCheckpointError: the array is missing, or its metadata contradicts the manifest or the size of its files.
-          NotEnoughMemoryError: a chunk is larger than this machine's memory.
-        """
+    def _finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
         try:
             store = self._storage.wait(future)
         except TENSORSTORE_ERRORS as error:
@@ -133,29 +143,37 @@ class TensorStoreArrays:
 class Filling:
     """Reads in flight, of threads and of TensorStore. Their buffers must outlive them."""
 
-    def __init__(self, storage: Storage, where: str, futures: Sequence[Any]):
-        """Takes the futures; ``where`` is for errors."""
-        self._storage = storage
+    def __init__(self, where: str, reads: Sequence[Future[None] | _StoreRead]):
+        """Takes the reads; ``where`` is for errors."""
         self._where = where
-        self._futures = futures
+        self._reads = reads
 
     def wait(self) -> None:
         """Waits until all buffers are filled; raises the first error."""
         with foreign_errors(self._where):
-            for future in self._futures:
-                if isinstance(future, Future):
-                    future.result()
-                else:
-                    self._storage.wait(future)
+            for read in self._reads:
+                read.result()
 
     def abandon(self) -> None:
         """Cancels the reads of threads, and waits for those of TensorStore, which cannot be cancelled."""
-        for future in self._futures:
-            if isinstance(future, Future):
-                future.cancel()
-            else:
-                with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError):
-                    self._storage.wait(future)
+        for read in self._reads:
+            read.cancel()
+
+
+class _StoreRead:
+    """A read of TensorStore, with the methods that :class:`Filling` calls of a future of a thread."""
+
+    def __init__(self, storage: Storage, view: Any, out: np.ndarray):
+        """Starts to read a TensorStore into a numpy array of its shape and dtype."""
+        self._storage = storage
+        self._future = ts.array(out).write(view[ts.d[:].translate_to[0]] if view.rank else view)
+
+    def result(self) -> None:
+        self._storage.wait(self._future)
+
+    def cancel(self) -> None:
+        with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError):
+            self.result()
 
 
 class OpenArray(abc.ABC):
@@ -165,10 +183,9 @@ class OpenArray(abc.ABC):
       converts: whether buffers may have the dtype to convert to instead of the dtype on disk.
     """
 
-    def __init__(self, storage: Storage, leaf: StoredLeaf, where: str, *, converts: bool = False):
+    def __init__(self, leaf: StoredLeaf, where: str, *, converts: bool = False):
         """Takes the array; ``where`` has the names of the leaf and of the array, for errors."""
         self.converts = converts
-        self._storage = storage
         self._leaf = leaf
         self._where = where
 
@@ -186,79 +203,58 @@ class OpenArray(abc.ABC):
 
 
 class FileArray(OpenArray):
-    """An array whose uncompressed bytes are read from files, or from ranges of an object, by tasks for threads."""
+    """An array that tasks for threads read."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        leaf: StoredLeaf,
-        where: str,
-        tasks: Callable[[Mapping[Box, np.ndarray]], list[Task]],
-        *,
-        converts: bool = False,
-    ):
-        """``tasks`` returns the tasks that fill buffers."""
-        super().__init__(storage, leaf, where, converts=converts)
-        self._tasks = tasks
+    @abc.abstractmethod
+    def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
+        """The tasks that fill the buffers with their boxes of the array."""
 
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
-        """See ``OpenArray``."""
-        return Filling(self._storage, self._where, _started(self._tasks(buffers), pool))
+        """Starts the tasks."""
+        return Filling(self._where, _started(self.tasks(buffers), pool))
 
     def read(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """See ``OpenArray``."""
+        """Reads the box around the slices."""
         box = Box.from_slices(slices, self._leaf.shape)
         out = self._new_buffer(box.shape)
         self.fill({box: out})
         return out[relative_to_box(slices)]
 
 
-class TensorStoreArray(OpenArray):
+class _TensorStoreArray(OpenArray):
     """An array that TensorStore reads, in threads of its own."""
 
     def __init__(
-        self,
-        storage: Storage,
-        leaf: StoredLeaf,
-        where: str,
-        store: Any,
-        checks: Callable[[Iterable[Box]], list[Task]],
+        self, leaf: StoredLeaf, name: str, where: str, store: Any, storage: Storage, checks: ChecksumVerifier | None
     ):
-        """Takes the opened TensorStore, and the tasks that verify the files of boxes."""
-        super().__init__(storage, leaf, where)
+        super().__init__(leaf, where)
+        self._name = name
         self._store = store
+        self._storage = storage
         self._checks = checks
 
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
-        """See ``OpenArray``."""
         views = {box: self._store[box.slices] for box in buffers}
-        futures = _started(self._checks(buffers), pool)
-        futures += [_start_read(views[box], buffer) for box, buffer in buffers.items()]
-        return Filling(self._storage, self._where, futures)
+        checks = () if self._checks is None else self._checks.tasks(self._leaf.array, self._name, buffers)
+        verifying = _started(checks, pool)
+        reads = [_StoreRead(self._storage, views[box], buffer) for box, buffer in buffers.items()]
+        return Filling(self._where, [*verifying, *reads])
 
     def read(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """See ``OpenArray``."""
         view = self._store[slices] if slices else self._store
         out = self._new_buffer(tuple(view.shape))
         with foreign_errors(self._where):
-            self._storage.wait(_start_read(view, out))
+            _StoreRead(self._storage, view, out).result()
         return out
 
 
-def _started(tasks: Iterable[Task], pool: Executor | None) -> list[Any]:
+def _started(tasks: Iterable[Task], pool: Executor | None) -> list[Future[None]]:
     """The futures of tasks in a pool; without one, the tasks run now."""
     if pool is not None:
         return [pool.submit(task) for task in tasks]
     for task in tasks:
         task()
     return []
-
-
-def _start_read(view: Any, out: np.ndarray) -> Any:
-    """Starts to read a TensorStore array into a numpy array of its shape and dtype."""
-    if view.rank:
-        view = view[ts.d[:].translate_to[0]]
-    return ts.array(out).write(view)
 
 
 def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:
@@ -274,33 +270,36 @@ def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:
     return data
 
 
-class RangeReader:
-    """Reads arrays of one checkpoint. Safe from any thread."""
+class RangeArray(FileArray):
+    """An array that is a range of bytes of an object."""
 
-    def __init__(self, storage: Storage, directory: str):
-        """Takes the directory of the files."""
+    def __init__(self, leaf: StoredLeaf, where: str, storage: Storage, directory: str):
+        """Takes the array, and the checkpoint's directory."""
+        super().__init__(leaf, where)
         self._storage = storage
-        self._directory = directory
+        self._key = join(directory, leaf.array.location)
 
-    def tasks(self, array: StoredArray, buffers: Mapping[Box, np.ndarray]) -> list[Callable[[], None]]:
-        """The tasks for threads that fill the buffers with their boxes of the array."""
+    def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
+        """One task for each request."""
+        array = self._leaf.array
         boxes = [box for box in buffers if not box.is_empty]
         if not boxes:
             return []
         around = Box([(min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True)])
         regions = [around] if sum(box.size for box in boxes) * 2 >= around.size else boxes
         return [
-            functools.partial(self._read, array, block, {box: buffers[box] for box in boxes})
+            functools.partial(self._read_block, block, {box: buffers[box] for box in boxes})
             for region in regions
             for block in _blocks(array.shape, region, array.dtype.itemsize)
         ]
 
-    def _read(self, array: StoredArray, block: Box, buffers: Mapping[Box, np.ndarray]) -> None:
+    def _read_block(self, block: Box, buffers: Mapping[Box, np.ndarray]) -> None:
+        array = self._leaf.array
         steps = strides_of(array.shape, array.dtype.itemsize)
         first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(block, steps, strict=True)) + array.dtype.itemsize
         offset = array.metadata['offset']
-        data = read_range(self._storage, join(self._directory, array.location), offset + first, offset + last)
+        data = read_range(self._storage, self._key, offset + first, offset + last)
         values = np.ndarray(block.shape, array.dtype, data, strides=steps)
         for box, buffer in buffers.items():
             shared = box.intersect(block)

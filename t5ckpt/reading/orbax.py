@@ -28,14 +28,13 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax import METRICS, OCDBT_MANIFEST, STRINGS, TREE_METADATA
+from t5ckpt.format.orbax import METRICS, OCDBT_MANIFEST, PLACEHOLDER, STRINGS, TREE_METADATA
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
 
 _log = logging.getLogger('t5ckpt')
 
-_PLACEHOLDER = 'PLACEHOLDER://'
 # Also the default of an early v1 of Orbax.
 _ITEMS = ('', 'state', 'default', 'pytree')
 _STRINGS = ('str', 'string')
@@ -136,7 +135,7 @@ def _has_placeholders(state: Mapping[str, Any]) -> bool:
             # A spec is a leaf, and most manifests have thousands.
             if not isinstance(value, SpecDict) and _has_placeholders(value):
                 return True
-        elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
+        elif isinstance(value, str) and value.startswith(PLACEHOLDER):
             return True
     return False
 
@@ -147,14 +146,14 @@ def resolve_placeholders(files: CheckpointFiles, state: Mapping[str, Any]) -> di
         return None
     table = flatten_nested(state, is_spec)
     placeholders = {
-        path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)
+        path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
     }
-    names = {path: leaf.removeprefix(_PLACEHOLDER) for path, leaf in placeholders.items()}
+    names = {path: leaf.removeprefix(PLACEHOLDER) for path, leaf in placeholders.items()}
     return unflatten(table | array_leaves(files, '', names, zarr3=False))
 
 
 def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:
-    """Opens the metadata of all arrays of an item concurrently; ``names`` are those of the arrays, by path."""
+    """Opens the metadata of all arrays of an item concurrently; ``names`` has their names, by path."""
     storage, base = files.storage, join(files.directory, item)
     ocdbt = storage.is_file(join(base, OCDBT_MANIFEST))
     kvstore: dict[str, Any] = storage.array_kvstore(base)

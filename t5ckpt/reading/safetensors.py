@@ -113,16 +113,16 @@ def _check_places(names: Sequence[str], where: str) -> None:
     Raises:
       UnsupportedFormatError: naming two such tensors.
     """
-    places: dict[Path, str] = {}
+    paths: dict[Path, str] = {}
     for name in names:
-        other = places.setdefault(path_of(name), name)
+        other = paths.setdefault(path_of(name), name)
         if other is not name:
             raise UnsupportedFormatError(
                 f'{where}: the tensors {other!r:.80} and {name!r:.80} have the same place in a tree, where a backslash escapes. '
                 'Rename one of them in the file.'
             )
     try:
-        unflatten(places)
+        unflatten(paths)
     except UnsupportedLeafError as error:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 

@@ -19,7 +19,7 @@ _MIN_BYTES = 2**20
 _AXIS = 'part'
 
 
-def in_parts(reads: Sequence[StoredRead], processes: int) -> tuple[list[StoredRead], dict[Path, Any]]:
+def split_replicated(reads: Sequence[StoredRead], processes: int) -> tuple[list[StoredRead], dict[Path, Any]]:
     """Splits the reads that can be split.
 
     Args:
@@ -36,15 +36,15 @@ def in_parts(reads: Sequence[StoredRead], processes: int) -> tuple[list[StoredRe
         if sharding is None:
             split.append(read)
         else:
-            split.append(dataclasses.replace(read, target=dataclasses.replace(read.target, sharding=sharding)))
-            final_shardings[read.path] = read.target.sharding
+            split.append(dataclasses.replace(read, template=dataclasses.replace(read.template, sharding=sharding)))
+            final_shardings[read.path] = read.template.sharding
     return split, final_shardings
 
 
 def _sharding_in_parts(read: StoredRead) -> Any:
-    sharding, shape = read.target.sharding, read.target.shape
+    sharding, shape = read.template.sharding, read.template.shape
     mesh = getattr(sharding, 'mesh', None)
-    if mesh is None or read.target.kind != 'array' or read.leaf.array.nbytes < _MIN_BYTES:
+    if mesh is None or read.template.kind != 'array' or read.leaf.array.nbytes < _MIN_BYTES:
         return None
     if not sharding.is_fully_replicated or sharding.is_fully_addressable:
         return None
@@ -57,7 +57,7 @@ def _sharding_in_parts(read: StoredRead) -> Any:
     return NamedSharding(flat, PartitionSpec(*[None] * axis, _AXIS))
 
 
-def completed(values: Mapping[Path, Any], final_shardings: Mapping[Path, Any]) -> dict[Path, Any]:
+def gather(values: Mapping[Path, Any], final_shardings: Mapping[Path, Any]) -> dict[Path, Any]:
     """Gathers the split arrays into their final shardings. Every process calls it at the same point."""
     if not final_shardings:
         return {}
@@ -69,6 +69,6 @@ def completed(values: Mapping[Path, Any], final_shardings: Mapping[Path, Any]) -
         by_mesh.setdefault(sharding.mesh, []).append(path)
     found: dict[Path, Any] = {}
     for paths in by_mesh.values():
-        gather = jax.jit(lambda arrays: arrays, out_shardings=[final_shardings[path] for path in paths])
-        found |= zip(paths, gather([values[path] for path in paths]), strict=True)
+        identity = jax.jit(lambda arrays: arrays, out_shardings=[final_shardings[path] for path in paths])
+        found |= zip(paths, identity([values[path] for path in paths]), strict=True)
     return found

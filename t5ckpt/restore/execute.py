@@ -18,7 +18,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
 from t5ckpt.reading.contents import Contents, leaves_of, read_contents
-from t5ckpt.restore.all_gather import completed
+from t5ckpt.restore.all_gather import gather
 from t5ckpt.restore.fit import leaf_templates
 from t5ckpt.restore.make_leaf import make_fallback_leaf
 from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves, source_boxes
@@ -91,11 +91,11 @@ def _planned(request: RestoreRequest, state: Any, partitioner: Partitioner | Non
         facts.keys if has_facts else None,
         lenient_keys=bool(request.call.transforms),
         strict=request.call.strict,
-        places=not request.call.lazy,
+        on_devices=not request.call.lazy,
         resize=request.call.resize,
     )
-    targets = leaf_templates(view, state, partitioner, request.call.only)
-    plan = plan_restore(leaves, targets, options, located.url)
+    templates = leaf_templates(view, state, partitioner, request.call.only)
+    plan = plan_restore(leaves, templates, options, located.url)
     report_plan(plan, request, contents, view.table, fallback)
     return _Planned(view, contents, plan)
 
@@ -130,7 +130,7 @@ def _read(request: RestoreRequest, planned: _Planned, dataset: DatasetState | No
     if not request.call.leaves_iterator:
         _move_iterator(request, reader, contents.located, dataset)
     only = request.call.only
-    gathered = functools.partial(completed, values, final_shardings)
+    gathered = functools.partial(gather, values, final_shardings)
     if only is not None:
         return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}
     return lambda: view.rebuild(plan.kept | values | gathered())

@@ -33,7 +33,7 @@ def fit_leaves(
     return plan_restore(leaves, leaf_templates(flatten_state(state), state, partitioner), options, where)
 
 
-def place_leaves(plan: RestorePlan, state: Any) -> Any:
+def put_leaves(plan: RestorePlan, state: Any) -> Any:
     """Builds a state with the structure of ``state``; its leaves are read and put on devices one after another."""
     warn_if_narrowed(plan)
     return flatten_state(state).rebuild(plan.kept | {read.path: make_inline_leaf(read) for read in plan.inline})
@@ -49,19 +49,19 @@ def leaf_templates(
     Raises:
       UnmatchedPattern: the template lacks one of ``only``.
     """
-    targets = _targets(view, state, partitioner)
+    templates = _all_templates(view, state, partitioner)
     if only is None:
-        return targets
-    unknown = sorted(leaf_name(path) for path in only - targets.keys())
+        return templates
+    unknown = sorted(leaf_name(path) for path in only - templates.keys())
     if unknown:
         raise UnmatchedPattern(
             f'leaves: the template has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
-            f'{next(iter(targets), ())!r}.'
+            f'{next(iter(templates), ())!r}.'
         )
-    return {path: target if path in only else target.left_out() for path, target in targets.items()}
+    return {path: template if path in only else template.left_out() for path, template in templates.items()}
 
 
-def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
+def _all_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
     if partitioner is None:
         return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
     if not getattr(partitioner, 'params_on_devices', True):
@@ -69,9 +69,9 @@ def _targets(view: StateView, state: Any, partitioner: Partitioner | None) -> di
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes = axes_tree(partitioner, state)
-    targets: dict[Path, LeafTemplate] = {}
+    templates: dict[Path, LeafTemplate] = {}
     for path, leaf in view.table.items():
         spec = lookup(axes, path) if hasattr(leaf, 'shape') else None
         sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
-        targets[path] = leaf_template(path, leaf, sharding)
-    return targets
+        templates[path] = leaf_template(path, leaf, sharding)
+    return templates

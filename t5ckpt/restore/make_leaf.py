@@ -57,13 +57,13 @@ def _check_narrowed(values: np.ndarray, name: str) -> None:
 
 @makes_private
 def make_leaf(
-    hosts: Mapping[Box, np.ndarray], target: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
+    hosts: Mapping[Box, np.ndarray], template: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> Any:
     """Makes a leaf from its host buffers, as its template asks.
 
     Args:
       hosts: one buffer for each box of ``planning/device_boxes.py``; must not be written to afterwards.
-      target: the template of the leaf.
+      template: the template of the leaf.
       shape: of the whole leaf.
       dtype: of the result; needed also in a process that holds no part of it.
       name: the name of the leaf, for errors.
@@ -71,28 +71,28 @@ def make_leaf(
     Raises:
       DtypeMismatch: an integer does not fit the dtype that JAX would give it.
     """
-    for values in hosts.values() if target.device else ():
+    for values in hosts.values() if template.device else ():
         _check_narrowed(values, name)
-    if not target.device:
+    if not template.device:
         (whole,) = hosts.values()
-        if target.python is None:
+        if template.python is None:
             return whole
-        if target.python is np.generic:
+        if template.python is np.generic:
             return whole[()]
-        return as_instance(target.python, base_number(target.python)(whole[()]))
+        return as_instance(template.python, base_number(template.python)(whole[()]))
     import jax
 
-    if target.sharding is None:
+    if template.sharding is None:
         array = jax.device_put(next(iter(hosts.values())), may_alias=True)
     elif not hosts:
-        array = jax.make_array_from_single_device_arrays(shape, target.sharding, [], dtype=dtype)
+        array = jax.make_array_from_single_device_arrays(shape, template.sharding, [], dtype=dtype)
     else:
         array = jax.make_array_from_callback(
-            shape, target.sharding, lambda index: hosts[Box.from_slices(index or (), shape)]
+            shape, template.sharding, lambda index: hosts[Box.from_slices(index or (), shape)]
         )
-    if target.python not in (None, np.generic) and not shape and array.is_fully_addressable:
-        return _weakly_typed(array, target.python, target.sharding)
-    return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == 'key' else array
+    if template.python not in (None, np.generic) and not shape and array.is_fully_addressable:
+        return _weakly_typed(array, template.python, template.sharding)
+    return jax.random.wrap_key_data(array, impl=template.impl) if template.kind == 'key' else array
 
 
 def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
@@ -115,12 +115,12 @@ def make_inline_leaf(read: InlineRead) -> Any:
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
     if read.resizes:
-        value = resized(value, read.target.shape)
-    if value.shape != read.target.shape:
-        raise CorruptCheckpointError(f'{read.name}: holds {value.shape}, says {read.target.shape}.')
-    target = read.target
-    sharding = target.sharding
-    is_small = target.device and target.kind == 'array' and target.python is None and value.nbytes <= _SMALL_BYTES
+        value = resized(value, read.template.shape)
+    if value.shape != read.template.shape:
+        raise CorruptCheckpointError(f'{read.name}: holds {value.shape}, says {read.template.shape}.')
+    template = read.template
+    sharding = template.sharding
+    is_small = template.device and template.kind == 'array' and template.python is None and value.nbytes <= _SMALL_BYTES
     if is_small and sharding is not None and sharding.addressable_devices:
         # Most leaves of a very large tree take this branch. JAX cuts the part of each device.
         import jax
@@ -129,7 +129,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
     hosts = {box: _own_copy(value[box.slices]) for box in read.boxes}
-    return make_leaf(hosts, target, value.shape, value.dtype, read.name)
+    return make_leaf(hosts, template, value.shape, value.dtype, read.name)
 
 
 def make_fallback_leaf(read: InlineRead) -> Any:

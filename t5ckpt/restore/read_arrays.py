@@ -35,7 +35,7 @@ from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.open_array import Filling, OpenArray
 from t5ckpt.reading.size_limits import check_memory
-from t5ckpt.restore.all_gather import in_parts
+from t5ckpt.restore.all_gather import split_replicated
 from t5ckpt.restore.make_leaf import make_inline_leaf, make_leaf
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable
@@ -49,7 +49,7 @@ _THREADS_PER_CORE = 2
 def read_leaves(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest) -> tuple[LeafTable, dict[Path, Any]]:
     """Reads the leaves of a plan; returns their values, and the final shardings of those that remain to be gathered."""
     values: LeafTable = {read.path: make_inline_leaf(read) for read in plan.inline}
-    reads, final_shardings = in_parts(
+    reads, final_shardings = split_replicated(
         plan.stored, request.round.processes.count if request.reading.share_replicated else 1
     )
     budget = ByteBudget(request.reading.budget_bytes)
@@ -61,7 +61,7 @@ def read_leaves(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest)
 def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict[Path, Any]]:
     """The leaves of a plan as LazyArrays, except for Python numbers; returned as by :func:`read_leaves`."""
     values: LeafTable = {
-        read.path: make_inline_leaf(read) if read.target.kind == 'scalar' else _lazy(reader, read, read.value)
+        read.path: make_inline_leaf(read) if read.template.kind == 'scalar' else _lazy(reader, read, read.value)
         for read in plan.inline
     }
     return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}, {}
@@ -69,7 +69,7 @@ def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict
 
 def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
     found = lazy_leaf(reader, leaf, read.name, read.dtype)
-    shape = read.target.shape
+    shape = read.template.shape
     return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
 
 
@@ -94,7 +94,7 @@ def read_arrays(
         if hosts is None:
             rest.append(read)
         else:
-            values[read.path] = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
+            values[read.path] = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
     meter = Meter(progress, sum(read.leaf.array.nbytes for read in reads))
     meter.add(sum(read.leaf.array.nbytes for read in reads if read.path in values))
     here = [read for read in rest if read.is_on_cpu]
@@ -161,7 +161,7 @@ class _RestoreScheduler:
                     self._budget.release(size)
                     raise
             while self._reading:
-                self._place_next()
+                self._make_next_leaf()
             while self._moving:
                 self._release_next()
         finally:
@@ -181,7 +181,7 @@ class _RestoreScheduler:
             if self._moving:
                 self._release_next()
             elif self._reading:
-                self._place_next()
+                self._make_next_leaf()
             else:
                 self._budget.acquire(size)
                 return
@@ -191,14 +191,16 @@ class _RestoreScheduler:
         buffers = {box: _buffer(box, dtype) for box in boxes}
         return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
-    def _place_next(self) -> None:
+    def _make_next_leaf(self) -> None:
         item = self._reading[0]
         item.filling.wait()
         read = item.read
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
-        self._values[read.path] = on_devices = make_leaf(hosts, read.target, read.target.shape, read.dtype, read.name)
+        self._values[read.path] = on_devices = make_leaf(
+            hosts, read.template, read.template.shape, read.dtype, read.name
+        )
         self._reading.popleft()
         self._moving.append((None if read.is_on_cpu else on_devices, item.size))
         if self._moving[-1][0] is None:
@@ -230,7 +232,7 @@ def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
 
 
 def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-    """The buffers that the template asks for, from those of the boxes that the stored array has."""
+    """The buffers that the template asks for, from the buffers of the stored array's boxes."""
     padded: dict[Box, np.ndarray] = {}
     for box in read.boxes:
         part = clipped(box, read.leaf.shape)

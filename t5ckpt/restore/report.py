@@ -9,7 +9,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import Located, no_links_text
 from t5ckpt.core.call_site import Notices, warn_caller
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
@@ -21,7 +21,6 @@ from t5ckpt.tree.train_state import unsharded_warning
 
 _WIDE_BYTES = 8
 _SHOWN = 5
-_PARAMETERS = ('target', 'params')
 _log = logging.getLogger('t5ckpt')
 
 
@@ -35,7 +34,7 @@ def report_plan(
       request: what the caller asked for.
       contents: of the checkpoint.
       template: the template's leaves.
-      fallback: those of ``fallback_state``.
+      fallback: the leaves of ``fallback_state``.
     """
     _log_plan(plan, request)
     if request.round.is_leader:
@@ -63,8 +62,8 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
         _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
     if plan.ignored:
         # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
-        named = sorted(plan.ignored, key=lambda path: path[0] not in _PARAMETERS)
-        log = _log.warning if named[0][0] in _PARAMETERS else _log.info
+        named = sorted(plan.ignored, key=lambda path: path[0] not in PARAMETER_ROOTS)
+        log = _log.warning if named[0][0] in PARAMETER_ROOTS else _log.info
         log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
     if plan.skipped and request.call.only is None:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
@@ -100,7 +99,9 @@ def _unused_options(request: RestoreRequest, located: Located, template: LeafTab
 
 def warn_if_narrowed(plan: RestorePlan) -> None:
     """Warns of 64-bit leaves that JAX narrows to 32 bits on a device, which JAX itself does silently."""
-    wide = [read for read in (*plan.stored, *plan.inline) if read.target.device and read.dtype.itemsize >= _WIDE_BYTES]
+    wide = [
+        read for read in (*plan.stored, *plan.inline) if read.template.device and read.dtype.itemsize >= _WIDE_BYTES
+    ]
     if not wide:
         return
     names = [f'{r.name} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
@@ -123,8 +124,10 @@ def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
 
 def _warn_if_local(plan: RestorePlan) -> None:
     """Warns of leaves that each process of a job restores separately, since their sharding does not cover all processes."""
-    reads = [read for read in (*plan.stored, *plan.inline) if read.target.device]
-    local = [read.name for read in reads if read.target.sharding is None or read.target.sharding.is_fully_addressable]
+    reads = [read for read in (*plan.stored, *plan.inline) if read.template.device]
+    local = [
+        read.name for read in reads if read.template.sharding is None or read.template.sharding.is_fully_addressable
+    ]
     if local:
         warn_caller(
             UnshardedTemplateWarning(
@@ -152,9 +155,9 @@ def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int |
     names = [
         read.name
         for read in (*plan.stored, *plan.inline)
-        if read.target.device
-        and read.target.sharding is None
-        and read.target.shape
+        if read.template.device
+        and read.template.sharding is None
+        and read.template.shape
         and is_abstract(template[read.path])
     ]
     if names and _device_count() > 1:

@@ -14,8 +14,8 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import shown
 from t5ckpt.distributed.rounds import CoordinationRound
-from t5ckpt.format.dtypes import Cast
 from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.storage import Storage

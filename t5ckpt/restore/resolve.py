@@ -14,13 +14,13 @@ from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 
 
-def _located(request: RestoreRequest) -> Located:
+def _locate(request: RestoreRequest) -> Located:
     path = None if request.call.path is None else os.fspath(request.call.path)
-    found = locate_step(request.storage, request.call.step) if path is None else _elsewhere(request, path)
+    found = locate_step(request.storage, request.call.step) if path is None else _locate_path(request, path)
     return dataclasses.replace(found, follow_links=request.reading.follow_links)
 
 
-def _elsewhere(request: RestoreRequest, url: str) -> Located:
+def _locate_path(request: RestoreRequest, url: str) -> Located:
     options = request.storage_options if is_same_kind(url, request.storage) else None
     return locate(url, None, options, tensors=True)
 
@@ -38,8 +38,8 @@ def verifies_checksums(request: RestoreRequest, located: Located) -> bool:
     return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
 
 
-def _found(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    located = _located(request)
+def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
+    located = _locate(request)
     return located, read_raw(located, checksums=verifies_checksums(request, located))
 
 
@@ -48,17 +48,17 @@ def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFil
     if request.source is not None:
         return request.source.located, RawFiles(request.source.manifest, request.source.sidecar)
     if request.round.is_single_process:
-        return _found(request)
-    return _shared(request) if request.round.is_leader else _received(request)
+        return _find(request)
+    return _find_and_broadcast(request) if request.round.is_leader else _receive(request)
 
 
-def _shared(request: RestoreRequest) -> tuple[Located, RawFiles]:
+def _find_and_broadcast(request: RestoreRequest) -> tuple[Located, RawFiles]:
     try:
-        located, raw = _found(request)
+        located, raw = _find(request)
         files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
-        held = [[name, len(data)] for name, data in files.items() if data is not None]
-        place = [located.directory, located.manifest, located.step]
-        head = {'url': located.url, 'place': place, 'held': held, 'requested': _requested(request)}
+        sizes = [[name, len(data)] for name, data in files.items() if data is not None]
+        location = [located.directory, located.manifest, located.step]
+        head = {'url': located.url, 'location': location, 'sizes': sizes, 'requested': _requested(request)}
     except Exception as error:
         request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
         raise
@@ -67,7 +67,7 @@ def _shared(request: RestoreRequest) -> tuple[Located, RawFiles]:
     return located, raw
 
 
-def _received(request: RestoreRequest) -> tuple[Located, RawFiles]:
+def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
     head = json.loads(request.round.share('found', None))
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
@@ -78,10 +78,10 @@ def _received(request: RestoreRequest) -> tuple[Located, RawFiles]:
         )
     data = request.round.share('files', None)
     shared: dict[str, bytes] = {}
-    for name, size in head['held']:
+    for name, size in head['sizes']:
         shared[name], data = data[:size], data[size:]
     located = (
-        Located(request.storage, *head['place']) if request.call.path is None else _elsewhere(request, head['url'])
+        Located(request.storage, *head['location']) if request.call.path is None else _locate_path(request, head['url'])
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))

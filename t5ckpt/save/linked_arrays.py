@@ -50,7 +50,7 @@ class SourceCheckpoint:
         checksums = file_checksums_of(located) if contents.checksums is None else contents.checksums
         # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
-        files = CheckpointFiles(located.storage, located.directory)
+        files = CheckpointFiles.at(located.storage, located.directory)
         return cls(located.storage, located.directory, reader, files, checksums or FileChecksums(), contents.identity)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from t5ckpt.core.leaf_path import leaf_name
+from t5ckpt.core.leaf_path import PARAMETER_ROOTS, leaf_name
 from t5ckpt.core.text import counted
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.storage import open_storage
@@ -15,7 +15,6 @@ from t5ckpt.tree.train_state import flatten_state
 
 FILE = 'trainer_state_tree.txt'
 # The scope of the weights in T5X and in Flax; without either, all arrays count as parameters.
-_WEIGHTS = ('target', 'params')
 _HEADER = ('path', 'dtype', 'shape', 'bytes', 'sharding')
 
 
@@ -28,7 +27,7 @@ def state_summary(state: Any) -> str:
     table = flatten_state(state).table
     rows: list[tuple[str, ...]] = [_HEADER]
     parameters = on_device = in_all = 0
-    weights = next((name for name in _WEIGHTS if any(path[0] == name for path in table)), None)
+    weights = next((name for name in PARAMETER_ROOTS if any(path[0] == name for path in table)), None)
     for path, leaf in table.items():
         shape = getattr(leaf, 'shape', None)
         if shape is None:

@@ -18,7 +18,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 
-# The levels of a tree that is read, those of one that is saved, and the dimensions of an array; a file with more is damaged.
+# The most levels of a tree that is read, and that is saved, and the most dimensions of an array. A file with more is damaged.
 MAX_DEPTH = 250
 MAX_SAVED_DEPTH = 200
 MAX_RANK = 32
@@ -44,7 +44,7 @@ def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
     """Converts a table to nested dicts; an ``Empty`` becomes a new container.
 
     Raises:
-      UnsupportedLeafError: the path of a leaf continues that of another leaf.
+      UnsupportedLeafError: the path of a leaf goes through another leaf.
     """
     root: dict[str, Any] = {}
     owned: set[int] = {id(root)}

@@ -41,7 +41,7 @@ def is_jax_array(leaf: Any) -> bool:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of JAX's typed keys; does not import jax."""
+    """Whether a dtype is one of JAX's typed keys; does not import jax."""
     return not isinstance(dtype, np.dtype) and type(dtype).__name__ == 'KeyTy'
 
 
@@ -161,15 +161,13 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
     Args:
       path: of the leaf, for errors.
       leaf: jax.Array, ShapeDtypeStruct, numpy array or scalar, Python number, LazyArray, typed key, None, Empty, str.
-      sharding: from a partitioner; overrides that of the leaf.
+      sharding: from a partitioner; overrides the leaf's.
       host: whether the result is a numpy array in any case.
     """
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
         # First, because most leaves are jax.Arrays.
-        place = _own_sharding(leaf) if sharding is None else sharding
-        return LeafTemplate(
-            'array', leaf.shape, leaf.dtype, not host, *((None, None) if host else (place, _weak(leaf)))
-        )
+        sharding = None if host else _own_sharding(leaf) if sharding is None else sharding
+        return LeafTemplate('array', leaf.shape, leaf.dtype, not host, sharding, None if host else _weak(leaf))
     if leaf is None or leaf is ...:
         return LeafTemplate('none' if leaf is None else 'skip')
     if isinstance(leaf, (Empty, str)):
@@ -178,13 +176,14 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
         return LeafTemplate('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
     check_is_array(path, leaf)
     if is_key(leaf.dtype):
-        return _key_target(leaf, sharding)
+        return _key_template(leaf, sharding)
     on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
     if sharding is None and on_device:
         sharding = _own_sharding(leaf)
     number = np.generic if isinstance(leaf, np.generic) else None if host else _weak(leaf)
-    place = (on_device and not host, None if host else sharding, number)
-    return LeafTemplate('array', tuple(leaf.shape), native_dtype(leaf.dtype), *place)
+    if host:
+        on_device, sharding = False, None
+    return LeafTemplate('array', tuple(leaf.shape), native_dtype(leaf.dtype), on_device, sharding, number)
 
 
 def _weak(leaf: Any) -> type | None:
@@ -197,7 +196,7 @@ def _own_sharding(leaf: Any) -> Any:
     return sharding if getattr(leaf, 'committed', True) else None
 
 
-def _key_target(leaf: Any, sharding: Any) -> LeafTemplate:
+def _key_template(leaf: Any, sharding: Any) -> LeafTemplate:
     import jax
 
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))

@@ -153,9 +153,19 @@ def test_an_average_of_models_that_differ(run, tmp_path):
         rewrite([tmp_path / 'other', run], tmp_path / 'mean')
     for word in ('params/dense/kernel', '(3, 3)', '(300, 200)', 'params/dense/bias', 'params/dense/scale'):
         assert word in str(error.value)
+    assert str(error.value).count('pass parameters=') == 1
+    assert 'fallback_state' not in str(error.value)
     assert not (tmp_path / 'mean').exists()
     with pytest.raises(ValueError, match='at least one'):
         rewrite([], tmp_path / 'mean')
+
+
+def test_an_average_of_other_dtypes(run, tmp_path):
+    other = state_of(1, 9)
+    other['params']['dense']['bias'] = np.asarray(other['params']['dense']['bias'], np.float16)
+    t5ckpt.Checkpointer(other, checkpoints_dir=tmp_path / 'other').save(other)
+    with pytest.raises(errors.DtypeMismatch, match='float16'):
+        rewrite([tmp_path / 'other', run], tmp_path / 'mean')
 
 
 @pytest.mark.parametrize('scope', ['opt_state/0/ema', 'opt_state/0/ema/{}'])

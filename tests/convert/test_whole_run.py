@@ -162,7 +162,9 @@ def test_wrong_arguments(run, tmp_path):
         errors.CheckpointNotFoundError, match=r'has no step 7 in the layout of orbax; there are: 10.*30'
     ):
         convert_run('orbax', run, tmp_path / 'new', steps=[7, 10])
-    with pytest.raises(errors.CheckpointNotFoundError, match=r'flax; there are: none\. Of orbax there are 3'):
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'flax; there are: none\. In other layouts \(orbax\) the run has 3 steps'
+    ):
         convert_run('flax', run, tmp_path / 'new')
     with pytest.raises(errors.CheckpointNotFoundError):
         convert_run('orbax', tmp_path / 'nothing', tmp_path / 'new')

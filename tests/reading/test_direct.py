@@ -28,6 +28,7 @@ from t5ckpt.format.dtypes import zarr_typestr
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.chunk_file import ChunkFile, Limits, read_runs
 from t5ckpt.reading.local.direct_reader import DirectReader
+from t5ckpt.reading.local.native_chunks import is_read_natively
 
 DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
 
@@ -52,12 +53,11 @@ def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredA
 
 
 def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None) -> dict:
-    reader = DirectReader(str(root), limits)
     wanted = array.dtype if dtype is None else dtype
     buffers = {box: np.empty(box.shape, wanted) for box in boxes}
-    chunks = reader.plain_chunks(array, 'a')
-    assert chunks is not None
-    for task in reversed(reader.tasks(StoredLeaf(array, array.dtype), 'a', chunks, buffers)):
+    opened = DirectReader(str(root), limits).open(StoredLeaf(array, array.dtype), 'a', 'a', boxes)
+    assert opened is not None
+    for task in reversed(opened.tasks(buffers)):
         task()
     return buffers
 
@@ -123,10 +123,10 @@ def test_chunks_of_blosc_are_used_whatever_the_order_of_threads(tmp_path):
     """More chunks than cores, read by many threads, none twice."""
     values = np.arange(64 * 4096, dtype=np.int32).reshape(64, 4096)
     array = store(tmp_path, values, (1, 4096), compressor=LZ4)
-    reader = DirectReader(str(tmp_path), Limits(task=1))
-    chunks = reader.plain_chunks(array, 'a')
     buffers = {Box.whole((64, 4096)): np.zeros((64, 4096), np.int32)}
-    tasks = reader.tasks(StoredLeaf(array, array.dtype), 'a', chunks, buffers)
+    opened = DirectReader(str(tmp_path), Limits(task=1)).open(StoredLeaf(array, array.dtype), 'a', 'a', buffers)
+    assert opened is not None
+    tasks = opened.tasks(buffers)
     assert len(tasks) == 64
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for future in [pool.submit(task) for task in tasks]:
@@ -344,10 +344,7 @@ def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):
     (tmp_path / 'a').mkdir()
     text = {'zarr_format': 2, 'shape': [2**20, 4], 'chunks': [1, 4], 'dtype': '<f4', 'order': 'C', 'compressor': None}
     (tmp_path / 'a' / '.zarray').write_text(json.dumps(text | {'filters': None, 'fill_value': None}))
-    reader = DirectReader(str(tmp_path))
-    chunks = reader.plain_chunks(array, 'a')
-    box = Box(((0, 2**20), (0, 4)))
-    assert chunks is not None
-    assert not reader.can_read(chunks, [box])
-    assert reader.can_read(chunks, [Box(((0, 2**10), (0, 4)))])
-    assert reader.plain_chunks(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}), 'a') is None
+    reader, leaf = DirectReader(str(tmp_path)), StoredLeaf(array, array.dtype)
+    assert reader.open(leaf, 'a', 'a', [Box(((0, 2**20), (0, 4)))]) is None
+    assert reader.open(leaf, 'a', 'a', [Box(((0, 2**10), (0, 4)))]) is not None
+    assert not is_read_natively(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}))

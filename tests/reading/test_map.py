@@ -23,7 +23,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.reading.local.mmap_reader import ArrayMapper, Region, max_maps
+from t5ckpt.reading.local.mmap_reader import AddressRange, ArrayMapper, max_maps
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='looks into /proc')
 
@@ -360,7 +360,7 @@ def test_other_storages():
 
 def test_when_too_many_maps_are_taken(run_dir):
     save(run_dir, {'w': TALL}, chunk_bytes=64 * 1024)
-    taken = Region(1, max_maps() - 7)
+    taken = AddressRange(1, max_maps() - 7)
     restored = restore(run_dir, {'w': TALL * 0})['w']
     assert not is_mapped(restored)
     assert_same(restored, TALL)

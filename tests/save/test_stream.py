@@ -19,8 +19,8 @@ from support.leaf_by_leaf import ARRAYS, SMALL_CHUNKS, Source, request_for
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.catalog.locate import locate
-from t5ckpt.format.dtypes import Cast
 from t5ckpt.lazy import LazyThreadPoolArray
+from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.contents import read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves

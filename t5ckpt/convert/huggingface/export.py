@@ -79,14 +79,14 @@ class _Plan:
     def texts(self) -> dict[str, Any]:
         """The contents of the JSON files, by name."""
         total = sum(spec.nbytes for specs in self.shards.values() for spec in specs)
-        places = {spec.name: file for file, specs in self.shards.items() for spec in specs}
+        weight_map = {spec.name: file for file, specs in self.shards.items() for spec in specs}
         files: dict[str, Any] = {_CONFIG: dict(self.config)}
         if list(self.shards) != [_WEIGHTS]:
-            files[_INDEX] = {'metadata': {'total_size': total}, 'weight_map': places}
+            files[_INDEX] = {'metadata': {'total_size': total}, 'weight_map': weight_map}
         if self.second_norm:
             files[_CONFIG] |= {'configuration_files': [_CONFIG_5]}
             files[_CONFIG_5] = {**self.config, 'transformers_weights': _INDEX_5}
-            files[_INDEX_5] = {'metadata': {'total_size': total}, 'weight_map': {**places, _FINAL_NORM: _NORM_5}}
+            files[_INDEX_5] = {'metadata': {'total_size': total}, 'weight_map': {**weight_map, _FINAL_NORM: _NORM_5}}
         return files
 
     @property

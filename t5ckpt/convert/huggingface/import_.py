@@ -109,19 +109,19 @@ def _open(root: str) -> _Directory:
 
 def _open_shards(root: str) -> _Directory:
     index = read_config(os.path.join(root, 'model.safetensors.index.json'))
-    places = index.get('weight_map')
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    weight_map = index.get('weight_map')
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise FormatError(f'{root}/model.safetensors.index.json has no "weight_map" of names.')
-    files = sorted(set(places.values()))
+    files = sorted(set(weight_map.values()))
     if any(os.path.basename(name) != name or name in ('', '.', '..') for name in files):
         raise UnsupportedFormatError(f'{root}/model.safetensors.index.json names files outside its directory.')
     readers = {name: TensorReader(os.path.join(root, name)) for name in files}
-    absent = [f'{name} in {file}' for name, file in places.items() if name not in readers[file].tensors]
+    absent = [f'{name} in {file}' for name, file in weight_map.items() if name not in readers[file].tensors]
     if absent:
         raise CorruptCheckpointError(
             f'{root}: the index names tensors that the files lack: {", ".join(absent[:10])}. Copy the files again.'
         )
-    return _Directory({name: readers[file].tensors[name] for name, file in places.items()}, readers)
+    return _Directory({name: readers[file].tensors[name] for name, file in weight_map.items()}, readers)
 
 
 def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:

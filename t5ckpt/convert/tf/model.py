@@ -11,9 +11,9 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.convert.conversion import Found
 from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
-from t5ckpt.format.dtypes import Cast
+from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.restore_plan import RestoreOptions
-from t5ckpt.restore.fit import fit_leaves, place_leaves
+from t5ckpt.restore.fit import fit_leaves, put_leaves
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
@@ -33,7 +33,7 @@ def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partiti
       strict: a leaf that the template lacks is an error, and not left out.
     """
     held = found if strict else _held(found, state)
-    return place_leaves(fit_leaves(held.table, _where(held), state, partitioner, RestoreOptions(cast)), state)
+    return put_leaves(fit_leaves(held.table, _where(held), state, partitioner, RestoreOptions(cast)), state)
 
 
 def convert_tf_to_model(

@@ -1,6 +1,6 @@
 """Translates Mesh-TensorFlow's names of a T5 to T5X's.
 
-The result equals that of T5X (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT5 and decoders without encoder:
+The result equals T5X's (t5x/checkpoint_importer.py), for T5, T5 1.1, mT5, ByT5 and decoders without encoder:
 
     shared/embedding                                        token_embedder/embedding
     encoder/embedding                                       encoder/token_embedder/embedding

@@ -46,7 +46,7 @@ class Changed(Protocol):
 
     @property
     def relative(self) -> float:
-        """The norm of the change over that of the leaf before."""
+        """The norm of the change over the norm of the leaf before."""
         ...
 
     @property

@@ -35,7 +35,7 @@ class Listed:
         return self.view.path
 
     def infos(self) -> list[LeafInfo]:
-        """Those that are listed."""
+        """The ones that are listed."""
         return list(self.leaves)
 
     def __getitem__(self, name: str) -> Any:

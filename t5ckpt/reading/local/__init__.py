@@ -1,1 +1,1 @@
-"""Reads uncompressed chunk files of a local checkpoint without TensorStore."""
+"""Reads chunk files of a local checkpoint without TensorStore: uncompressed and blosc chunks."""

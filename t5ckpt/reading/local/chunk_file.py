@@ -1,4 +1,7 @@
-"""An open chunk file: readahead, the blocks that a chunk is read in, and reads of byte ranges into buffers.
+"""Opens the chunk files of an array, and reads byte ranges of them into buffers; the blocks that a chunk is read in.
+
+``reading/checkpoint_files.py`` opens each component of a path separately, so a symbolic link out of the checkpoint is followed
+only on request.
 
 A range of a file is read into many addresses with one system call (``preadv``). ``os.preadv`` takes a buffer object for each
 address, which costs more than the read of a row of a few KB, so an array of addresses is passed to libc.
@@ -13,15 +16,17 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
-from t5ckpt.reading.local.uncompressed import PlainChunks
+from t5ckpt.reading.checkpoint_files import ContainedDirectory
+from t5ckpt.reading.local.native_chunks import NativeChunks
 
-# IOV_MAX of Linux.
-_MAX_PLACES = 1024
+_IOV_MAX = 1024
+_MAX_ZARRAY_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Limits:
 class Blocks:
     """The blocks of a chunk: each is a contiguous range of bytes and a box of some rows of one axis, whole in all later axes."""
 
-    def __init__(self, chunks: PlainChunks, limit: int):
+    def __init__(self, chunks: NativeChunks, limit: int):
         self._is_scalar = not chunks.grid.chunk_shape
         shape = chunks.grid.chunk_shape or (1,)
         axis, row = len(shape) - 1, chunks.itemsize
@@ -118,9 +123,9 @@ def runs_in(shape: Sequence[int], strides: Sequence[int], itemsize: int, base: i
 
 
 def read_runs(
-    fd: int, offset: int, places: np.ndarray, lengths: np.ndarray, preadv: Callable[..., int] | None = None
+    fd: int, offset: int, addresses: np.ndarray, lengths: np.ndarray, preadv: Callable[..., int] | None = None
 ) -> None:
-    """Reads the bytes of a file at ``offset`` into the addresses ``places``, ``lengths`` bytes each.
+    """Reads the bytes of a file at ``offset`` into memory at ``addresses``, ``lengths`` bytes each.
 
     The caller must keep this memory allocated until the function returns.
 
@@ -129,13 +134,13 @@ def read_runs(
       OSError: it cannot be read.
     """
     call = _preadv() if preadv is None else preadv
-    vector = np.empty((len(places), 2), np.int64)
-    vector[:, 0] = places
+    vector = np.empty((len(addresses), 2), np.int64)
+    vector[:, 0] = addresses
     vector[:, 1] = lengths
     ends = np.cumsum(lengths)
     first, done = 0, 0
     while first < len(vector):
-        count = min(_MAX_PLACES, len(vector) - first)
+        count = min(_IOV_MAX, len(vector) - first)
         read = call(fd, vector[first:].ctypes.data, count, offset + done)
         if read < 0:
             code = ctypes.get_errno()
@@ -147,7 +152,7 @@ def read_runs(
         first = int(np.searchsorted(ends, done, side='right'))
         if first < len(vector):
             missing = int(ends[first]) - done
-            vector[first] = int(places[first]) + int(lengths[first]) - missing, missing
+            vector[first] = int(addresses[first]) + int(lengths[first]) - missing, missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +194,10 @@ class ChunkFile:
                 raise self._cut_off()
             offset, into = offset + count, into[count:]
 
-    def read_runs(self, offset: int, places: np.ndarray, lengths: np.ndarray) -> None:
+    def read_runs(self, offset: int, addresses: np.ndarray, lengths: np.ndarray) -> None:
         """Fills several buffers with consecutive bytes of the file; see :func:`read_runs`. Raises as ``read``."""
         try:
-            read_runs(self.fd, self.base + offset, places, lengths)
+            read_runs(self.fd, self.base + offset, addresses, lengths)
         except EOFError as error:
             raise self._cut_off() from error
 
@@ -204,3 +209,58 @@ class ChunkFile:
     def close(self) -> None:
         """Closes the descriptor; to be called once."""
         os.close(self.fd)
+
+
+class ChunkFiles:
+    """The files of one array, in its directory."""
+
+    def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
+        """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
+        self._contained = ContainedDirectory(root, follow_links=follow_links)
+        self._root = root
+        self._location = location
+        self.leaf = leaf
+        self._fd = self._contained.open_dir(location, leaf)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        os.close(self._fd)
+
+    def path(self, name: str) -> str:
+        """The path of a file, for messages."""
+        return os.path.join(self._root, self._location, name)
+
+    def metadata(self) -> bytes:
+        """The ``.zarray``; at most 1 MiB of it."""
+        fd, _ = self._open('.zarray')
+        try:
+            return os.read(fd, _MAX_ZARRAY_BYTES)
+        finally:
+            os.close(fd)
+
+    def open_chunk(self, name: str, size: int | None) -> int:
+        """A descriptor of a chunk file, which the caller closes.
+
+        Raises:
+          CorruptCheckpointError: it is not a regular file, or not of ``size`` bytes.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          OSError: it cannot be read.
+        """
+        try:
+            fd, found = self._open(name)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f'{self.leaf}: the chunk {self.path(name)} is missing. Restore an older step, or copy the checkpoint again.'
+            ) from error
+        if size is None or found == size:
+            return fd
+        os.close(fd)
+        raise CorruptCheckpointError(
+            f'{self.leaf}: {self.path(name)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
+            'an older step, or copy the checkpoint again.'
+        )
+
+    def _open(self, name: str) -> tuple[int, int]:
+        return self._contained.open_file(self._fd, self._location, name, self.leaf)

@@ -1,39 +1,97 @@
-"""Reads an open chunk file into the regions that overlap it, cast to their dtype, in one of three ways.
+"""Reads an open chunk file into the regions that overlap it, cast to their dtype, in one of four ways.
 
 :func:`chunk_reader` chooses among them:
 
+- ``_DecodingReader`` reads and decodes a whole chunk of blosc, into a buffer in which it is contiguous, or into memory from which
+  each region copies its elements.
 - ``_VerifyingReader`` reads a whole chunk block by block, hashes each block while it is in the processor's cache, and copies it
   to the regions that it was not read into.
 - ``_ScatteringReader`` reads many rows with one system call, each into its buffer (``reading/local/chunk_file.py``).
 - ``_CopyingReader`` reads block by block into a scratch of 1 MiB that fits the processor's cache, from which each region copies
   its elements.
 
-The last two read a region that is contiguous both in the file and in its buffer directly into the buffer.
+The last two read a region that is contiguous both in the file and in its buffer directly into the buffer. No memory except the
+buffers, the scratch and, for blosc, one chunk per core is used.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 import xxhash
 
+from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
+from t5ckpt.format.codecs import decode
 from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits, can_scatter, runs_in
+from t5ckpt.reading.local.native_chunks import NativeChunks
 from t5ckpt.reading.local.regions import ReadRequest, Region, shortest_run, takes_whole_chunks
-from t5ckpt.reading.local.uncompressed import PlainChunks
+from t5ckpt.reading.size_limits import check_chunk
 
 # Elements are copied as integers of the same size, since NumPy copies those faster than extension dtypes.
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
-# A buffer of the calling thread, which its next read overwrites.
-Scratch = Callable[[], np.ndarray]
+# Blosc adds 16 bytes to values that it cannot compress.
+_OVERHEAD = 4096
+
+
+class ChunkMemory:
+    """A scratch for each thread, and memory for as many chunks as there are cores.
+
+    Both are used again and again, because the first access to memory is slow.
+    """
+
+    def __init__(self, scratch_bytes: int) -> None:
+        self._free = threading.BoundedSemaphore(os.cpu_count() or 1)
+        self._spare: list[_Pair] = []
+        self._scratch_bytes = scratch_bytes
+        self._local = threading.local()
+
+    def scratch(self, size: int) -> memoryview:
+        """The first ``size`` bytes of a buffer of this thread, which its next read overwrites."""
+        if not hasattr(self._local, 'scratch'):
+            self._local.scratch = np.empty(self._scratch_bytes, np.uint8)
+        return self._local.scratch[:size].data
+
+    @contextlib.contextmanager
+    def reserved(self) -> Generator[_Pair]:
+        """Memory for one chunk; waits for another thread if all is in use."""
+        with self._free:
+            pair = self._spare.pop() if self._spare else _Pair()
+            try:
+                yield pair
+            finally:
+                self._spare.append(pair)
+
+
+class _Pair:
+    """Memory for the encoded and the decoded bytes of a chunk."""
+
+    def __init__(self) -> None:
+        self._encoded = self._decoded = np.empty(0, np.uint8)
+
+    def encoded(self, size: int) -> memoryview:
+        """The first ``size`` bytes of the memory for encoded bytes."""
+        if self._encoded.size < size:
+            self._encoded = np.empty(size, np.uint8)
+        return self._encoded[:size].data
+
+    def decoded(self, size: int) -> memoryview:
+        """The first ``size`` bytes of the memory for decoded bytes."""
+        if self._decoded.size < size:
+            self._decoded = np.empty(size, np.uint8)
+        return self._decoded[:size].data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +114,23 @@ class _Block:
 
 def chunk_reader(
     request: ReadRequest,
-    chunks: PlainChunks,
+    chunks: NativeChunks,
     regions: Mapping[ChunkIndex, Sequence[Region]],
     checks: ChecksumVerifier | None,
     limits: Limits,
-    scratch: Scratch,
+    memory: ChunkMemory,
 ) -> ChunkReader:
-    """The reader of the chunks of one array: verifies if it can, else scatters if the runs are long enough, else copies."""
+    """The reader of the chunks of one array.
+
+    Decodes encoded chunks. Otherwise verifies if it can, else scatters if the runs are long enough, else copies.
+    """
+    if chunks.file_bytes is None:
+        return _DecodingReader(request, chunks, limits, memory, checks)
     if checks is not None and (not checks.only_whole_chunks or takes_whole_chunks(regions, chunks)):
-        return _VerifyingReader(request, chunks, limits, scratch, checks)
+        return _VerifyingReader(request, chunks, limits, memory, checks)
     if can_scatter() and not request.converts and shortest_run(regions, chunks.itemsize) >= limits.min_run:
         return _ScatteringReader(request, chunks, Blocks(chunks, limits.scatter), limits)
-    return _CopyingReader(request, chunks, limits, scratch)
+    return _CopyingReader(request, chunks, limits, memory)
 
 
 class ChunkReader(abc.ABC):
@@ -75,7 +138,7 @@ class ChunkReader(abc.ABC):
 
     reads_whole_chunks: ClassVar[bool] = False
 
-    def __init__(self, request: ReadRequest, chunks: PlainChunks, blocks: Blocks, limits: Limits):
+    def __init__(self, request: ReadRequest, chunks: NativeChunks, blocks: Blocks, limits: Limits):
         self._array = request.array
         self._leaf = request.leaf
         self._chunks = chunks
@@ -110,11 +173,11 @@ class ChunkReader(abc.ABC):
             values = from_stored(values, self._converts_from)
         word = _WORDS.get(dtype.itemsize, dtype)
         for region, both in block.overlaps:
-            source, target = values[(..., *both.relative_to(box).slices)], region.part(both)
+            source, into = values[(..., *both.relative_to(box).slices)], region.part(both)
             if self._converts_from is not None:
-                np.copyto(target, source, casting='unsafe')
+                np.copyto(into, source, casting='unsafe')
             else:
-                np.copyto(target.view(word), source.view(word))
+                np.copyto(into.view(word), source.view(word))
 
 
 class _VerifyingReader(ChunkReader):
@@ -123,34 +186,73 @@ class _VerifyingReader(ChunkReader):
     reads_whole_chunks = True
 
     def __init__(
-        self, request: ReadRequest, chunks: PlainChunks, limits: Limits, scratch: Scratch, checks: ChecksumVerifier
+        self, request: ReadRequest, chunks: NativeChunks, limits: Limits, memory: ChunkMemory, checks: ChecksumVerifier
     ):
         super().__init__(request, chunks, Blocks(chunks, limits.scratch), limits)
-        self._scratch = scratch
+        self._memory = memory
         self._checks = checks
 
     def read(self, file: ChunkFile, part: ChunkPart) -> None:
-        """See ``ChunkReader``."""
         state = xxhash.xxh3_64()
         for index in range(part.start, part.stop):
             start, stop = self.blocks.offset(index), self.blocks.offset(index + 1)
-            straight = ((region, region.straight_bytes(start, stop)) for region in part.regions)
-            filled, into = next(((region, into) for region, into in straight if into is not None), (None, None))
+            into, others = _first_straight(part.regions, start, stop)
             if into is None:
-                into = self._scratch()[: stop - start].data
+                into = self._memory.scratch(stop - start)
             file.read(into, start)
             state.update(into)
-            others = [region for region in part.regions if region is not filled]
             self._copy(into, self._block(index, others))
         name = f'{self._array.location}/{part.name}'
         self._checks.compare(name, self._leaf, (self._chunks.chunk_bytes, state.hexdigest()))
+
+
+class _DecodingReader(ChunkReader):
+    """Reads and decodes whole chunks."""
+
+    reads_whole_chunks = True
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        chunks: NativeChunks,
+        limits: Limits,
+        memory: ChunkMemory,
+        checks: ChecksumVerifier | None,
+    ):
+        super().__init__(request, chunks, Blocks(chunks, max(1, chunks.chunk_bytes)), limits)
+        self._memory = memory
+        self._checks = checks
+
+    def read(self, file: ChunkFile, part: ChunkPart) -> None:
+        size, chunk_bytes = file.size(), self._chunks.chunk_bytes
+        if size > chunk_bytes + _OVERHEAD:
+            raise CorruptCheckpointError(
+                f'{self._leaf}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged; restore an older '
+                'step, or copy the checkpoint again.'
+            )
+        check_chunk(chunk_bytes, lambda: size, f'{self._leaf} ({file.path})')
+        with self._memory.reserved() as memory:
+            encoded = memory.encoded(size)
+            file.read(encoded, 0)
+            if self._checks is not None:
+                self._checks.compare(f'{self._array.location}/{part.name}', self._leaf, entry_of(encoded))
+            into, others = _first_straight(part.regions, 0, chunk_bytes)
+            if into is None:
+                into = memory.decoded(chunk_bytes)
+            try:
+                decode(encoded, into)
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f'{self._leaf}: {file.path} cannot be decoded: {error}. It is damaged; restore an older step, or copy the '
+                    'checkpoint again.'
+                ) from error
+            self._copy(into, self._block(0, others))
 
 
 class _PartReader(ChunkReader):
     """Reads the parts of a chunk that regions overlap: straight regions directly, the others block by block."""
 
     def read(self, file: ChunkFile, part: ChunkPart) -> None:
-        """See ``ChunkReader``."""
         start, stop = self.blocks.offset(part.start), self.blocks.offset(part.stop)
         others: list[Region] = []
         for region in part.regions:
@@ -171,13 +273,13 @@ class _PartReader(ChunkReader):
 
 
 class _CopyingReader(_PartReader):
-    def __init__(self, request: ReadRequest, chunks: PlainChunks, limits: Limits, scratch: Scratch):
+    def __init__(self, request: ReadRequest, chunks: NativeChunks, limits: Limits, memory: ChunkMemory):
         super().__init__(request, chunks, Blocks(chunks, limits.scratch), limits)
-        self._scratch = scratch
+        self._memory = memory
 
     def _read_block(self, file: ChunkFile, block: _Block) -> None:
         start, stop = self.blocks.offset(block.index), self.blocks.offset(block.index + 1)
-        scratch = self._scratch()[: stop - start].data
+        scratch = self._memory.scratch(stop - start)
         file.read(scratch, start)
         self._copy(scratch, block)
 
@@ -187,23 +289,32 @@ class _ScatteringReader(_PartReader):
         """Reads runs directly into their buffers; runs that are adjacent in the file are read in one call."""
         itemsize = self._chunks.itemsize
         strides = strides_of(self._chunks.grid.chunk_shape, itemsize)
-        offsets, places, lengths = [], [], []
+        offsets, addresses, lengths = [], [], []
         for region, both in block.overlaps:
-            target = region.part(both)
+            view = region.part(both)
             first = sum(start * stride for (start, _), stride in zip(both, strides, strict=True))
-            in_file, file_run = runs_in(target.shape, strides, itemsize, first)
-            in_memory, memory_run = runs_in(target.shape, target.strides, itemsize, target.ctypes.data)
+            in_file, file_run = runs_in(view.shape, strides, itemsize, first)
+            in_memory, memory_run = runs_in(view.shape, view.strides, itemsize, view.ctypes.data)
             shorter = min(file_run, memory_run)
             offsets.append(_split(in_file, file_run, shorter))
-            places.append(_split(in_memory, memory_run, shorter))
+            addresses.append(_split(in_memory, memory_run, shorter))
             lengths.append(np.full(len(offsets[-1]), shorter))
         order = np.argsort(np.concatenate(offsets), kind='stable')
-        offset, place, length = (np.concatenate(each)[order] for each in (offsets, places, lengths))
+        offset, address, length = (np.concatenate(each)[order] for each in (offsets, addresses, lengths))
         breaks = np.flatnonzero(offset[1:] != offset[:-1] + length[:-1]) + 1
         for first, last in itertools.pairwise((0, *breaks.tolist(), len(offset))):
-            file.read_runs(int(offset[first]), place[first:last], length[first:last])
+            file.read_runs(int(offset[first]), address[first:last], length[first:last])
 
 
 def _split(starts: np.ndarray, length: int, shorter: int) -> np.ndarray:
     """The starts of the runs when each is divided into shorter ones."""
     return starts if length == shorter else (starts[:, None] + np.arange(0, length, shorter)).reshape(-1)
+
+
+def _first_straight(regions: Sequence[Region], start: int, stop: int) -> tuple[memoryview | None, Sequence[Region]]:
+    """The buffer of the first region that these bytes of the chunk can be read into, and the other regions."""
+    for position, region in enumerate(regions):
+        into = region.straight_bytes(start, stop)
+        if into is not None:
+            return into, [*regions[:position], *regions[position + 1 :]]
+    return None, regions

@@ -37,7 +37,9 @@ import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.reading.local.uncompressed import ChunkFiles, PlainChunks, has_plain_chunks, plain_chunks_of, range_of
+from t5ckpt.reading.aligned_memory import ALIGNMENT
+from t5ckpt.reading.local.chunk_file import ChunkFiles
+from t5ckpt.reading.local.native_chunks import NativeChunks, is_uncompressed, range_of, uncompressed_chunks
 
 _DEFAULT_MAX_MAPS = 65530
 
@@ -48,7 +50,6 @@ _PROT_NONE = 0
 _NORESERVE = getattr(mmap, 'MAP_NORESERVE', 0x4000 if sys.platform == 'linux' else 0)
 
 _FAILED = ctypes.c_void_p(-1).value
-_ALIGNMENT = 64
 
 
 @functools.cache
@@ -95,7 +96,7 @@ class _MapCount:
 _count = _MapCount()
 
 
-class Region:
+class AddressRange:
     """A range of addresses that is unmapped when the last array on it is deleted.
 
     Not ``weakref.finalize``, which would also unmap at the interpreter's exit, while threads of JAX may still read.
@@ -126,11 +127,11 @@ class Region:
         Raises:
           OSError: the file system cannot map, or the address space is full.
         """
-        place, fixed = (None, 0) if self._address is None else (self._address + offset, _MAP_FIXED)
-        self._map(place, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, fd)
+        address, fixed = (None, 0) if self._address is None else (self._address + offset, _MAP_FIXED)
+        self._map(address, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, fd)
 
-    def _map(self, place: int | None, size: int, protection: int, flags: int, fd: int) -> None:
-        address = self._libc.mmap(place, size, protection, flags | mmap.MAP_PRIVATE | _NORESERVE, fd, 0)
+    def _map(self, at: int | None, size: int, protection: int, flags: int, fd: int) -> None:
+        address = self._libc.mmap(at, size, protection, flags | mmap.MAP_PRIVATE | _NORESERVE, fd, 0)
         if address is None or address == _FAILED:
             code = ctypes.get_errno()
             raise OSError(code, f'mmap of {size:,} bytes: {os.strerror(code)}')
@@ -176,10 +177,10 @@ class ArrayMapper:
           64 bytes, as XLA requires. Boxes in the same files share a map. None if a box cannot be mapped.
 
         Raises:
-          CorruptCheckpointError: the size of a chunk file differs from that of its chunk.
+          CorruptCheckpointError: a chunk file does not have the size of its chunk.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
         """
-        if not has_plain_chunks(array):
+        if not is_uncompressed(array):
             return None
         try:
             with ChunkFiles(self._root, array.location, leaf, follow_links=self._follow_links) as files:
@@ -230,7 +231,7 @@ class _Run:
 
 
 def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
-    chunks = plain_chunks_of(text, array)
+    chunks = uncompressed_chunks(text, array)
     if chunks is None:
         return None
     runs: dict[Box, _Run] = {}
@@ -242,7 +243,7 @@ def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _R
     return runs
 
 
-def _run(chunks: PlainChunks, box: Box) -> _Run | None:
+def _run(chunks: NativeChunks, box: Box) -> _Run | None:
     """The run of chunk files that holds a box; None if it cannot be mapped.
 
     The concatenated chunks are the region in C order only if every axis before the last divided one has chunks of size 1.
@@ -261,14 +262,14 @@ def _run(chunks: PlainChunks, box: Box) -> _Run | None:
     shape = tuple(len(indices) * size for indices, size in zip(ranges, grid.chunk_shape, strict=True))
     offset, contiguous = range_of(box_in_run, shape)
     offset *= chunks.itemsize
-    return _Run(names, chunks.chunk_bytes, shape, box_in_run, offset, contiguous and offset % _ALIGNMENT == 0)
+    return _Run(names, chunks.chunk_bytes, shape, box_in_run, offset, contiguous and offset % ALIGNMENT == 0)
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
 def _map_run(files: ChunkFiles, run: _Run) -> np.ndarray:
-    region = Region(run.chunk_bytes * len(run.names), len(run.names))
+    region = AddressRange(run.chunk_bytes * len(run.names), len(run.names))
     if len(run.names) > 1:
         region.reserve()
     for position, name in enumerate(run.names):

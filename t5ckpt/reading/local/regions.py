@@ -9,7 +9,7 @@ import numpy as np
 
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
-from t5ckpt.reading.local.uncompressed import PlainChunks, range_of
+from t5ckpt.reading.local.native_chunks import NativeChunks, range_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Region:
     Attributes:
       box: of these elements, in the chunk's coordinates.
       first, last: the byte range in the chunk from the first element to the end of the last.
-      target: the view of the buffer for these elements.
-      straight: the bytes of ``target``, if they equal the bytes from ``first`` to ``last``.
+      view: the view of the buffer for these elements.
+      straight: the bytes of ``view``, if they equal the bytes from ``first`` to ``last``.
     """
 
     box: Box
     first: int
     last: int
-    target: np.ndarray
+    view: np.ndarray
     straight: memoryview | None
 
     def part(self, box: Box) -> np.ndarray:
         """The view of the buffer for a box inside this region, in the chunk's coordinates."""
-        return self.target[(..., *box.relative_to(self.box).slices)]
+        return self.view[(..., *box.relative_to(self.box).slices)]
 
     def straight_bytes(self, start: int, stop: int) -> memoryview | None:
         """The bytes of the buffer for these bytes of the chunk; None if they are not contiguous in both."""
@@ -62,7 +62,7 @@ class Region:
         return self.straight[start - self.first : stop - self.first]
 
 
-def regions_by_chunk(request: ReadRequest, chunks: PlainChunks) -> dict[ChunkIndex, list[Region]]:
+def regions_by_chunk(request: ReadRequest, chunks: NativeChunks) -> dict[ChunkIndex, list[Region]]:
     """The regions to read, by chunk index."""
     converts = request.converts
     regions: dict[ChunkIndex, list[Region]] = {}
@@ -73,23 +73,23 @@ def regions_by_chunk(request: ReadRequest, chunks: PlainChunks) -> dict[ChunkInd
     return regions
 
 
-def _region(chunks: PlainChunks, chunk: Box, box: Box, buffer: np.ndarray, *, converts: bool) -> Region:
+def _region(chunks: NativeChunks, chunk: Box, box: Box, buffer: np.ndarray, *, converts: bool) -> Region:
     if box == chunk:
         # A fast path: most leaves of a model have one chunk, which one device reads whole.
-        box_in_chunk, target = Box.whole(box.shape), buffer
+        box_in_chunk, view = Box.whole(box.shape), buffer
     else:
         both = box.intersect(chunk)
-        box_in_chunk, target = both.relative_to(chunk), buffer[(..., *both.relative_to(box).slices)]
+        box_in_chunk, view = both.relative_to(chunk), buffer[(..., *both.relative_to(box).slices)]
     shape, itemsize = chunks.grid.chunk_shape, chunks.itemsize
     first, contiguous = range_of(box_in_chunk, shape)
     length = sum((size - 1) * stride for size, stride in zip(box_in_chunk.shape, strides_of(shape), strict=True))
     straight = None
-    if contiguous and target.flags.c_contiguous and not converts:
-        straight = target.reshape(-1).view(np.uint8).data
-    return Region(box_in_chunk, first * itemsize, (first + length + 1) * itemsize, target, straight)
+    if contiguous and view.flags.c_contiguous and not converts:
+        straight = view.reshape(-1).view(np.uint8).data
+    return Region(box_in_chunk, first * itemsize, (first + length + 1) * itemsize, view, straight)
 
 
-def takes_whole_chunks(regions: Mapping[ChunkIndex, Sequence[Region]], chunks: PlainChunks) -> bool:
+def takes_whole_chunks(regions: Mapping[ChunkIndex, Sequence[Region]], chunks: NativeChunks) -> bool:
     """Whether each chunk is read whole into one buffer, except for elements outside the array."""
     for chunk_index, found in regions.items():
         inside = Box.whole(chunks.grid.box(chunk_index).shape)
@@ -101,4 +101,4 @@ def takes_whole_chunks(regions: Mapping[ChunkIndex, Sequence[Region]], chunks: P
 def shortest_run(regions: Mapping[ChunkIndex, Sequence[Region]], itemsize: int) -> int:
     """Bytes of the shortest run of elements that is contiguous in its buffer, of the regions that are not straight."""
     scattered = (region for found in regions.values() for region in found if region.straight is None)
-    return min((region.target.shape[-1] * itemsize for region in scattered), default=0)
+    return min((region.view.shape[-1] * itemsize for region in scattered), default=0)

@@ -1,10 +1,8 @@
-"""Recognises and opens the chunk files of a local checkpoint that are uncompressed, or compressed with blosc.
+"""Recognises the arrays of a local checkpoint whose chunks are read without TensorStore: uncompressed and blosc chunks.
 
 The file of a zarr chunk without codec and filters, in native byte order, has the bytes of a C-order array.
-``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers; it also decodes
-chunks of blosc. TensorStore reads all others.
-
-Files are opened by ``reading/checkpoint_files.py``, so a symbolic link out of the checkpoint is followed only on request.
+``reading/local/mmap_reader.py`` maps such files, and ``reading/local/direct_reader.py`` reads them into buffers. It also decodes
+chunks of blosc.
 """
 
 from __future__ import annotations
@@ -12,19 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
-from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
 from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
-from t5ckpt.reading.checkpoint_files import ContainedDirectory
 
-_MAX_ZARRAY_BYTES = 2**20
 _ALWAYS_BYTES = 256 * 2**20
 # The dtypes with whole bytes per element and the same bits in NumPy and TensorStore.
 _DTYPES = (
@@ -35,13 +29,13 @@ _DTYPES = (
 _TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name in _DTYPES}
 
 
-def has_plain_chunks(array: StoredArray) -> bool:
+def is_uncompressed(array: StoredArray) -> bool:
     """Whether an array's chunks are uncompressed according to the manifest; its ``.zarray`` decides."""
-    return has_chunks_to_decode(array) and array.metadata.get('compressor') is None
+    return is_read_natively(array) and array.metadata.get('compressor') is None
 
 
-def has_chunks_to_decode(array: StoredArray) -> bool:
-    """Whether an array's chunks are uncompressed, or of a codec that is decoded without TensorStore."""
+def is_read_natively(array: StoredArray) -> bool:
+    """Whether an array's chunks are uncompressed, or of blosc, according to the manifest."""
     compressor = array.metadata.get('compressor')
     return (
         array.layout is ArrayLayout.ZARR
@@ -53,8 +47,8 @@ def has_chunks_to_decode(array: StoredArray) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainChunks:
-    """The chunks of an array whose bytes in the file, or after decoding, are those of a C-order array.
+class NativeChunks:
+    """The chunks of an array, whose bytes in the file, or after decoding, are those of a C-order array.
 
     Attributes:
       grid: of the chunks.
@@ -81,21 +75,21 @@ class PlainChunks:
         return self.file or self.grid.key(chunk_index)
 
 
-def chunk_of_file(array: StoredArray) -> PlainChunks:
+def chunk_of_file(array: StoredArray) -> NativeChunks:
     """The only chunk of an array that is a range of bytes of one file."""
     grid = ChunkGrid(array.shape, tuple(max(1, size) for size in array.shape))
     metadata = array.metadata
-    return PlainChunks(grid, array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
+    return NativeChunks(grid, array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
 
 
-def plain_chunks_of(text: bytes, array: StoredArray) -> PlainChunks | None:
+def uncompressed_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
     """The chunks that a ``.zarray`` describes; None if they are not uncompressed, or it contradicts the manifest."""
-    chunks = chunks_to_decode(text, array)
+    chunks = native_chunks(text, array)
     return None if chunks is None or chunks.file_bytes is None else chunks
 
 
-def chunks_to_decode(text: bytes, array: StoredArray) -> PlainChunks | None:
-    """As :func:`plain_chunks_of`; also the chunks of a codec that is decoded without TensorStore."""
+def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
+    """As :func:`uncompressed_chunks`; also chunks of blosc."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -121,7 +115,7 @@ def chunks_to_decode(text: bytes, array: StoredArray) -> PlainChunks | None:
     # Reads of chunks that are mostly outside their array would waste memory.
     if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
         return None
-    return PlainChunks(grid, array.dtype.itemsize, '', chunk_bytes if compressor is None else None, 0)
+    return NativeChunks(grid, array.dtype.itemsize, '', chunk_bytes if compressor is None else None, 0)
 
 
 def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
@@ -134,58 +128,3 @@ def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:
         offset += start * stride
         stride *= size
     return offset, contiguous
-
-
-class ChunkFiles:
-    """The files of one array; every component of a path is opened separately, to detect symbolic links."""
-
-    def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
-        """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
-        self._contained = ContainedDirectory(root, follow_links=follow_links)
-        self._root = root
-        self._location = location
-        self.leaf = leaf
-        self._fd = self._contained.open_dir(location, leaf)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        os.close(self._fd)
-
-    def path(self, name: str) -> str:
-        """The path of a file, for messages."""
-        return os.path.join(self._root, self._location, name)
-
-    def metadata(self) -> bytes:
-        """The ``.zarray``; at most 1 MiB of it."""
-        fd, _ = self._open('.zarray')
-        try:
-            return os.read(fd, _MAX_ZARRAY_BYTES)
-        finally:
-            os.close(fd)
-
-    def open_chunk(self, name: str, size: int | None) -> int:
-        """A descriptor of a chunk file, which the caller closes.
-
-        Raises:
-          CorruptCheckpointError: it is not a regular file, or not of ``size`` bytes.
-          UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          OSError: it cannot be read.
-        """
-        try:
-            fd, found = self._open(name)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f'{self.leaf}: the chunk {self.path(name)} is missing. Restore an older step, or copy the checkpoint again.'
-            ) from error
-        if size is None or found == size:
-            return fd
-        os.close(fd)
-        raise CorruptCheckpointError(
-            f'{self.leaf}: {self.path(name)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
-            'an older step, or copy the checkpoint again.'
-        )
-
-    def _open(self, name: str) -> tuple[int, int]:
-        return self._contained.open_file(self._fd, self._location, name, self.leaf)

@@ -151,7 +151,7 @@ def save(channel: Channel, lists: dict[str, list[Any]]) -> None:
     """The rounds of ``save/parts.py``."""
     at = channel.round('a save')
     at.reduce_on_leader(Phase.PLAN, {'plan': '0' * 16, 'is_free': True}, lambda _: {'codecs': {}})
-    vote = {'integrity': [10**6, '0' * 16], 'bytes': 10**9, 'files': 14_319, 'manifest': '0' * 16}
+    vote = {'checksums': [10**6, '0' * 16], 'bytes': 10**9, 'files': 14_319, 'manifest': '0' * 16}
     at.reduce_on_leader(Phase.WRITE, vote, lambda _: at.share('sidecar', json.dumps(lists).encode()) and None)
     at.receive('sidecar')
     at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)

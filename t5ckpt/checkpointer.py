@@ -58,7 +58,7 @@ from t5ckpt.save.arguments import (
     warn_of_idle,
     warn_of_missing_metrics,
 )
-from t5ckpt.save.codec_selection import CodecSelection, compression_for
+from t5ckpt.save.encoding import CodecSelection, compression_for
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.schedule import Environment, SaveSchedule
@@ -67,13 +67,10 @@ from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
-from t5ckpt.tiers.one_tier import OneTier
+from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
-
-if TYPE_CHECKING:
-    from t5ckpt.tiers.tiers import Tiers
 
 __all__ = ['Checkpointer']
 
@@ -244,7 +241,7 @@ class Checkpointer:
             f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
         )
 
-    def _tiers_of(self, options: TierOptions | None) -> OneTier | Tiers:
+    def _tiers_of(self, options: TierOptions | None) -> StepTiers:
         """Where the steps are; chosen once."""
         if options is None:
             return OneTier(self._storage, self._retention, self._clock, self._notices)

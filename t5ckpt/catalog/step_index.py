@@ -138,7 +138,7 @@ def _marker(version: Any) -> bytes:
     return version if isinstance(version, bytes) else b''
 
 
-def ensured_index(storage: Storage, *, again: bool = False) -> Index:
+def mark_missing_steps(storage: Storage, *, again: bool = False) -> Index:
     """Writes the missing markers of all steps and returns the index; does nothing to a complete index without ``again``."""
     index = read_index(storage)
     if index.is_complete and not again:
@@ -225,7 +225,7 @@ class IndexCatalog(RunCatalog):
         return []
 
     def reindex(self) -> list[int]:
-        before, after = read_index(self._storage), ensured_index(self._storage, again=True)
+        before, after = read_index(self._storage), mark_missing_steps(self._storage, again=True)
         others = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
         return sorted({*(after.steps - before.steps), *others})
 

@@ -92,7 +92,7 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
         raise click.UsageError(str(error)) from error
     mode, note = _mode(retention, keep['metric'], keep['mode'])
     retention.policy = _policy({**keep, 'mode': mode})
-    decided = sorted([*retention.plan(), *retention.others()], key=lambda decision: decision.step)
+    decided = sorted([*retention.plan(), *retention.undecided()], key=lambda decision: decision.step)
     plan = [
         dataclasses.replace(each, reason=pin_reason(storage, step_dir(each.step))) if each.reason == 'pinned' else each
         for each in decided

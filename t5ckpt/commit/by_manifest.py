@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import ensured_index, mark_step
+from t5ckpt.catalog.step_index import mark_missing_steps, mark_step
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room_in_place, listed_elsewhere, occupant_in_place
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
@@ -105,7 +105,7 @@ class ManifestTransaction(Transaction):
 
         A copy has the names of its source, so it has no directory of its own: the next one finds the files by these names.
         """
-        _check_layout(storage, step, ensured_index(storage))
+        _check_layout(storage, step, mark_missing_steps(storage))
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         work._has_others = True
         try:
@@ -136,7 +136,7 @@ class ManifestTransaction(Transaction):
         """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
         storage = self.storage
         if storage.is_file(self._key):
-            # Before the look at its contents: another manifest that arrives after it is not replaced.
+            # Read before its contents are checked, so a manifest that arrives later is not replaced.
             self._old, self._version = storage.read_with_version(self._key)
         found = occupant_in_place(storage, self.step)
         if found is not None and not (found.is_t5x and may_replace()):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
@@ -36,7 +35,7 @@ from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_rec
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, SIDECAR, aside_dir, parse_leftover, step_dir
+from t5ckpt.format.names import MANIFEST, SIDECAR, Leftover, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -66,7 +65,7 @@ class RenameTransaction(Transaction):
         del index
         work = cls._begin(storage, step, clock, writer)
         try:
-            work.replaces = may_replace()
+            work.may_replace = may_replace()
         except BaseException:
             work.rollback()
             raise
@@ -81,29 +80,23 @@ class RenameTransaction(Transaction):
                 lock = storage.try_lock(directory)
                 if lock is not None:
                     work = cls(storage, step, directory, clock, lock)
-                    if work._has_lease(writer):
+                    if work._try_take_lease(writer):
                         return work
             unix += 1
 
     @classmethod
     def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
-        """Adopts a temporary directory, or creates one."""
+        """Adopts a temporary directory whose record has this ``writer['resume']``, or creates one."""
         storage.make_dir('')
         return cls.unfinished(storage, step, clock, writer) or cls._begin(storage, step, clock, writer)
 
     @classmethod
     def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
         """Adopts a temporary directory whose writer was killed."""
-        for entry in storage.entries():
-            leftover = parse_leftover(entry.name)
-            if leftover is None or leftover.state != 'tmp' or leftover.step != step:
-                continue
-            lock = storage.try_lock(entry.name)
-            if lock is None:
-                continue
-            is_same = lock.is_held and resume_text(storage, entry.name) == writer['resume']
+        for leftover, lock in _locked_leftovers(storage, step, 'tmp'):
+            is_same = lock.is_held and resume_text(storage, leftover.name) == writer['resume']
             if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
-                work = cls(storage, step, entry.name, clock, lock)
+                work = cls(storage, step, leftover.name, clock, lock)
                 work.take_lease(writer)
                 return work
             lock.close()
@@ -113,7 +106,7 @@ class RenameTransaction(Transaction):
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
         """Checks nothing: directories are exchanged whole."""
 
-    def _has_lease(self, writer: Mapping[str, Any]) -> bool:
+    def _try_take_lease(self, writer: Mapping[str, Any]) -> bool:
         """Takes the write lease. Returns False if another host, which does not see the lock, removed the empty directory."""
         try:
             self.take_lease(writer)
@@ -154,15 +147,15 @@ class RenameTransaction(Transaction):
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage
         standing = storage.kind(final)
-        found = occupant_on_disk(storage, self.step) if standing is not None and not self.replaces else None
+        found = occupant_on_disk(storage, self.step) if standing is not None and not self.may_replace else None
         if found is not None:
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         if standing == 'file':
-            move_aside(storage, final, self.step, self._clock, ())
+            move_aside(storage, final, self.step, self._clock(), ())
         elif standing == 'dir':
-            self.directory = renamed_for_replacement(storage, self.directory, self.step, self._clock)
+            self.directory = renamed_for_replacement(storage, self.directory, self.step, self._clock())
             try:
-                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.replaces)
+                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.may_replace)
             except NotPutBackError:
                 self._keeps_files = True
                 raise
@@ -179,7 +172,7 @@ class RenameTransaction(Transaction):
     def _remove_replaced(self, name: str) -> None:
         """Removes a directory that no listing shows. The checkpoint is committed, so a failure is only logged."""
         try:
-            remove_checkpoint(self.storage, name, self.step, self._clock)
+            remove_checkpoint(self.storage, name, self.step, self._clock())
         except T5CkptError as error:
             _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', self.storage.url(name), error)
 
@@ -188,14 +181,14 @@ class RenameTransaction(Transaction):
         self._lock.close()
 
     def _remove(self) -> None:
-        remove_checkpoint(self.storage, self._hide(), self.step, time.time)
+        remove_checkpoint(self.storage, self._hide(), self.step, self._clock())
 
     def _hide(self) -> str:
-        """Renames the directory so that garbage collection removes it, also half deleted. Returns the name."""
+        """Renames the directory, so that garbage collection also removes it if a crash ends its removal. Returns the name."""
         leftover = parse_leftover(self.directory)
         if leftover is not None:
             try:
-                return renamed_for_deletion(self.storage, self.directory, self.step, lambda: leftover.unix)
+                return renamed_for_deletion(self.storage, self.directory, self.step, leftover.unix)
             except T5CkptError:
                 pass
         self.storage.delete_file(join(self.directory, MANIFEST))
@@ -228,14 +221,14 @@ def hide_by_rename(
         if not even_waiting and step in waiting_steps(storage):
             return None
         _drop_replacements(storage, step, clock)
-        doomed = renamed_for_deletion(storage, step_dir(step), step, clock)
+        doomed = renamed_for_deletion(storage, step_dir(step), step, clock())
         if even_pinned or not is_pinned(storage, doomed):
             return Hidden(doomed, step)
         try:
             storage.publish(doomed, step_dir(step))
         except StorageError:
             # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
-            renamed_for_replacement(storage, doomed, step, clock)
+            renamed_for_replacement(storage, doomed, step, clock())
             raise
         return None
     finally:
@@ -244,14 +237,18 @@ def hide_by_rename(
 
 def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
     """Renames the leftovers of killed replacements, so that garbage collection does not restore them after the deletion."""
+    # The writer of one that is locked is alive and will publish it as the step.
+    for leftover, lock in _locked_leftovers(storage, step, 'replaced'):
+        with contextlib.closing(lock):
+            if lock.is_held and not is_pinned(storage, leftover.name):
+                renamed_for_deletion(storage, leftover.name, step, clock())
+
+
+def _locked_leftovers(storage: Storage, step: int, state: str) -> Generator[tuple[Leftover, Any]]:
+    """The leftovers of a step in a state, each with its lock, which the caller closes; not those that others have locked."""
     for entry in storage.entries():
         leftover = parse_leftover(entry.name)
-        if leftover is None or leftover.state != 'replaced' or leftover.step != step:
-            continue
-        lock = storage.try_lock(entry.name)
-        if lock is None:
-            # Its writer is alive and will publish it as the step.
-            continue
-        with contextlib.closing(lock):
-            if lock.is_held and not is_pinned(storage, entry.name):
-                renamed_for_deletion(storage, entry.name, step, clock)
+        if leftover is not None and (leftover.state, leftover.step) == (state, step):
+            lock = storage.try_lock(leftover.name)
+            if lock is not None:
+                yield leftover, lock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
@@ -24,7 +23,7 @@ from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StepKeptError, T5CkptError
-from t5ckpt.format.names import MANIFEST, aside_dir, step_dir, to_persist_file
+from t5ckpt.format.names import MANIFEST, step_dir, to_persist_file
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
 
@@ -42,7 +41,7 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     if lock is None:
         return
     try:
-        remove_checkpoint(storage, hidden.directory, hidden.step, clock)
+        remove_checkpoint(storage, hidden.directory, hidden.step, clock())
     finally:
         lock.close()
 
@@ -118,11 +117,11 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be renamed.
     """
-    refusal = StepKeptError(f'{storage.url(step_dir(step))} cannot be renamed on this storage.')
-    strategy_of(storage).check_renames(refusal)
+    if not strategy_of(storage).can_rename:
+        raise StepKeptError(f'{storage.url(step_dir(step))} cannot be renamed on this storage.')
     lease = acquire_to_hide(storage, step, clock)
     try:
         check_not_kept(storage, step, lease.read_steps, 'renamed')
-        return renamed(storage, step_dir(step), functools.partial(aside_dir, step, 'damaged'), clock)
+        return renamed(storage, step_dir(step), step, 'damaged', clock())
     finally:
         lease.release()

@@ -120,8 +120,8 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
             check_removable(storage, name)
             if leftover.state not in ('deleted', 'pruned'):
                 # A removal that was killed may have removed the files that identify the directory.
-                name = renamed_for_deletion(storage, name, leftover.step, lambda: leftover.unix)
-            remove_checkpoint(storage, name, leftover.step, lambda: leftover.unix)
+                name = renamed_for_deletion(storage, name, leftover.step, leftover.unix)
+            remove_checkpoint(storage, name, leftover.step, leftover.unix)
         return is_dead
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import ensured_index, mark_step, unmark_step
+from t5ckpt.catalog.step_index import mark_missing_steps, mark_step, unmark_step
 from t5ckpt.commit.lease_owner import MEND
 from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
@@ -159,7 +159,7 @@ def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: 
         except T5CkptError as error:
             _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
     if not index.is_complete:
-        index = ensured_index(storage)
+        index = mark_missing_steps(storage)
     return removed, index
 
 

@@ -43,7 +43,7 @@ class _LeaseClock:
 
     def __call__(self) -> float:
         if self._offset is None:
-            # A second time, where garbage collection took the first file.
+            # Tries twice, because garbage collection may have removed the first file.
             now = self._server_time() or self._server_time()
             if now is None:
                 return self._clock()
@@ -51,7 +51,7 @@ class _LeaseClock:
         return time.monotonic() + self._offset
 
     def _server_time(self) -> float | None:
-        # Garbage collection takes what a crash leaves of the file, and may take one that is being written.
+        # Garbage collection removes the file after a crash, and may remove one that is being written.
         try:
             return self._storage.server_time(f'{TIME_PREFIX}{secrets.token_hex(8)}s0')
         except T5CkptError:

@@ -8,7 +8,6 @@ is unlinked.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
@@ -26,7 +25,7 @@ from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
-from t5ckpt.format.names import PINNED, aside_dir
+from t5ckpt.format.names import PINNED
 from t5ckpt.format.orbax import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA, is_orbax_key, orbax_array
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
@@ -182,7 +181,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
             return Hidden('', found.step)
         if storage.is_file(join(found.name, PINNED)):
             return None
-        doomed = renamed(storage, found.name, functools.partial(aside_dir, found.step, 'pruned'), clock)
+        doomed = renamed(storage, found.name, found.step, 'pruned', clock())
         added = (
             [PINNED] if storage.is_file(join(doomed, PINNED)) else unknown_to_its_writer(storage, doomed, found.layout)
         )
@@ -192,7 +191,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
             storage.publish(doomed, found.name)
         except StorageError:
             # A writer has written the step.
-            move_aside(storage, doomed, found.step, clock, added)
+            move_aside(storage, doomed, found.step, clock(), added)
             raise
         return None
     finally:

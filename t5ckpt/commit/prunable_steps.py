@@ -18,7 +18,7 @@ from t5ckpt.commit.step_facts import StepFacts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
-from t5ckpt.policies import Decision, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import Decision, StepInfo
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -81,11 +81,14 @@ class PrunableSteps(ABC):
     def _with_leased(self) -> tuple[list[int], set[int]]:
         """The steps, and those that have a read lease."""
 
-    @abstractmethod
-    def plan(
-        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
-    ) -> tuple[list[StepInfo], list[Decision]]:
-        """The facts of the steps, and what the policy decides about them and the ``others``, in other layouts."""
+    def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
+        """As :meth:`infos`, perhaps with steps that do not exist; also returns the steps to check with :meth:`gone`."""
+        return self.infos(names, just_saved), set()
+
+    def gone(self, steps: Collection[int]) -> set[int]:
+        """Those of some steps that do not exist."""
+        there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in sorted(steps)])
+        return {step for step, is_there in zip(sorted(steps), there, strict=True) if not is_there}
 
     @abstractmethod
     def check_sidecar(self, step: int) -> None:
@@ -100,12 +103,6 @@ class StepsOnDisk(PrunableSteps):
         for name, error in found.unreadable.items():
             self._log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
         return self.prunable(found.steps), leased_steps(self._storage, self._clock)
-
-    def plan(
-        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
-    ) -> tuple[list[StepInfo], list[Decision]]:
-        infos = self.infos(policy.metric_names, just_saved)
-        return infos, retention_plan(policy, [*infos, *others], just_saved)
 
     def check_sidecar(self, step: int) -> None:
         pass
@@ -123,33 +120,19 @@ class IndexedSteps(PrunableSteps):
             self._storage, index.read_leases, self._clock
         )
 
-    def plan(
-        self, policy: KeepPolicy, just_saved: int | None, others: Sequence[StepInfo]
-    ) -> tuple[list[StepInfo], list[Decision]]:
-        """Checks no manifests of steps that the policy does not keep, because hiding a step reads its manifest.
+    def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
+        """Reads no manifests: only those of steps that the policy keeps are checked, because hiding a step reads its manifest.
 
         The index may be the one that the save listed when it began. The next save then finds a step that another process has
         committed since. The leases are listed again before a step is hidden.
         """
-        del others
         index, self.index = self.index or read_index(self._storage), None
         assumed = set(index.steps - index.busy)
         own = set[int]() if just_saved is None else {just_saved}
         index = dataclasses.replace(index, steps=index.steps | own)
         steps = self.prunable(indexed_steps(self._storage, index, assumed | own))
-        infos = self._facts.infos(
-            steps, live_steps(self._storage, index.read_leases, self._clock), policy.metric_names, just_saved
-        )
-        assumed -= own
-        while True:
-            plan = retention_plan(policy, infos, just_saved)
-            asked = sorted({decision.step for decision in plan if decision.keep} & assumed)
-            there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in asked])
-            gone = {step for step, is_there in zip(asked, there, strict=True) if not is_there}
-            if not gone:
-                return infos, plan
-            assumed.difference_update(asked)
-            infos = [info for info in infos if info.step not in gone]
+        leased = live_steps(self._storage, index.read_leases, self._clock)
+        return self._facts.infos(steps, leased, names, just_saved), assumed - own
 
     def check_sidecar(self, step: int) -> None:
         if not self._facts.has_known_sidecar(step):

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.listing import read_sidecar
 from t5ckpt.commit.read_lease import leased_steps
@@ -143,14 +142,14 @@ def _is_another_manifest(storage: Storage, key: str) -> bool:
     return size is not None and size < 2**20 and is_of_others(storage.read(key))
 
 
-def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> None:
+def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> None:
     """Removes a directory that no listing shows, on a storage that commits by rename; files of other programs stay.
 
     Args:
       storage: the run.
       name: the directory.
       step: of the directory.
-      clock: returns unix seconds.
+      unix: the time in the name under which files of other programs stay.
     """
     local = storage.local_path(name)
     if local is not None and os.path.islink(local):
@@ -165,7 +164,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
     if not foreign:
         storage.delete_tree(name)
         return
-    aside = move_aside(storage, name, step, clock, foreign)
+    aside = move_aside(storage, name, step, unix, foreign)
     if any(map(is_sidecar, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
@@ -173,9 +172,9 @@ def remove_checkpoint(storage: Storage, name: str, step: int, clock: Clock) -> N
                 (storage.delete_tree if entry.is_dir else storage.delete_file)(join(aside, entry.name))
 
 
-def move_aside(storage: Storage, name: str, step: int, clock: Clock, foreign: Sequence[str]) -> str:
+def move_aside(storage: Storage, name: str, step: int, unix: float, foreign: Sequence[str]) -> str:
     """Renames a directory with files of other programs to a name that no program uses, and logs it; returns the name."""
-    aside = renamed(storage, name, functools.partial(aside_dir, step, 'foreign'), clock)
+    aside = renamed(storage, name, step, 'foreign', unix)
     _log.warning(
         't5ckpt: %s contains files that neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
@@ -222,14 +221,14 @@ def _may_write(path: str) -> bool:
     return os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def renamed_for_deletion(storage: Storage, name: str, step: int, clock: Clock) -> str:
+def renamed_for_deletion(storage: Storage, name: str, step: int, unix: float) -> str:
     """Renames a directory to one that every garbage collection removes; returns the name."""
-    return renamed(storage, name, functools.partial(aside_dir, step, 'deleted'), clock)
+    return renamed(storage, name, step, 'deleted', unix)
 
 
-def renamed_for_replacement(storage: Storage, name: str, step: int, clock: Clock) -> str:
+def renamed_for_replacement(storage: Storage, name: str, step: int, unix: float) -> str:
     """Renames an old or new checkpoint to a name from which garbage collection restores it if the step is missing."""
-    return renamed(storage, name, functools.partial(aside_dir, step, 'replaced'), clock)
+    return renamed(storage, name, step, 'replaced', unix)
 
 
 def is_pinned(storage: Storage, directory: str) -> bool:
@@ -271,20 +270,14 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
     return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
 
 
-def renamed(storage: Storage, name: str, name_at: Callable[[int], str], clock: Clock) -> str:
-    """Renames a directory to the first free name, and returns that name.
+def renamed(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
+    """Renames a directory to ``aside_dir`` of its step and a state, from a time on the first free one; returns the new name.
 
     Another process may take a name between the check and the rename.
-
-    Args:
-      storage: the run.
-      name: the directory.
-      name_at: makes a name from unix seconds, beginning with those of ``clock``.
-      clock: returns unix seconds.
     """
-    unix = int(clock())
+    unix = int(unix)
     while True:
-        target = name_at(unix)
+        target = aside_dir(step, state, unix)
         if storage.kind(target) is None:
             try:
                 storage.publish(name, target)

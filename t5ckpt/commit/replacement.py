@@ -84,9 +84,9 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             except T5CkptError as error:
                 _exchange_back(storage, directory, final, error)
                 raise
-            return _set_aside(storage, step, directory, clock)
+            return _set_aside(storage, step, directory, clock())
         rename = renamed_for_replacement if is_whole else renamed_for_deletion
-        old = rename(storage, final, step, clock)
+        old = rename(storage, final, step, clock())
         try:
             check_pin(old)
             storage.publish(directory, final)
@@ -94,7 +94,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             if is_whole:
                 storage.publish(old, final)
             raise
-        return _set_aside(storage, step, old, clock)
+        return _set_aside(storage, step, old, clock())
 
 
 def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptError) -> None:
@@ -105,10 +105,10 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
         raise NotPutBackError(second.errno, text) from second
 
 
-def _set_aside(storage: Storage, step: int, name: str, clock: Clock) -> str:
+def _set_aside(storage: Storage, step: int, name: str, unix: float) -> str:
     """Renames the old checkpoint to a name that garbage collection removes, even if half of it is deleted."""
     try:
-        return renamed_for_deletion(storage, name, step, clock)
+        return renamed_for_deletion(storage, name, step, unix)
     except T5CkptError:
         return name
 

@@ -1,9 +1,9 @@
 """Deletes the steps that the keep policy does not keep, after each save or, with a local tier, after each upload.
 
-``policies.retention_plan`` is a pure function from the facts of the steps to decisions. This module gathers the facts and
-carries the decisions out: it hides each step in one atomic operation, and removes its files in the background. A crash in
-between leaves a directory that no listing shows and that garbage collection removes. A deletion that fails is logged and
-does not stop the others.
+``policies.retention_plan`` decides: it is a pure function from the facts of the steps to decisions. This module gathers the facts
+(``commit/prunable_steps.py``) and carries the decisions out: it hides each step in one atomic operation, and removes its files in
+the background. A crash in between leaves a directory that no listing shows and that garbage collection removes. A deletion that
+fails is logged and does not stop the others.
 
 The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
 best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step that cannot be inspected stays and is logged.
@@ -80,8 +80,8 @@ class Retention:
     ):
         """See ``Checkpointer`` for the parameters."""
         self._strategy = strategy_of(storage)
-        if prune_others:
-            self._strategy.check_renames(pruning_refusal(storage))
+        if prune_others and not self._strategy.can_rename:
+            raise pruning_refusal(storage)
         self.policy = policy
         self.keep_datasets = keep_datasets
         self._storage = storage
@@ -100,7 +100,7 @@ class Retention:
         """The complete steps, ascending, in any layout."""
         return steps_in(self._storage)
 
-    def others(self) -> list[Decision]:
+    def undecided(self) -> list[Decision]:
         """The steps about which the policy does not decide, with the reason why each stays."""
         found = listing(self._storage)
         written = [
@@ -159,16 +159,35 @@ class Retention:
         steps = self._steps.prunable(listing(self._storage).steps)
         return policy_of(known_sidecar(self._storage, step_dir(steps[-1])).keep) if steps else None
 
-    def plan(self, just_saved: int | None = None) -> list[Decision]:
+    def plan(self) -> list[Decision]:
         """Decides for each step whether it stays."""
-        others = self._others()
-        return [
-            self._known_or_kept(each, others)
-            for each in retention_plan(self.policy, [*self.infos(), *self._infos_of([*others.values()])], just_saved)
-        ]
+        others = self._prunable_others()
+        _, plan = self._decide(self.infos(), set(), others, None)
+        return [self._known_or_kept(each, others) for each in plan]
 
-    def _others(self) -> dict[int, ListedStep]:
-        """The steps in other layouts that the policy may delete."""
+    def _decide(
+        self, infos: list[StepInfo], unchecked: set[int], others: Mapping[int, ListedStep], just_saved: int | None
+    ) -> tuple[list[StepInfo], list[Decision]]:
+        """What the policy decides about the steps, and the facts of those that exist.
+
+        Args:
+          infos: the facts of the steps in T5X's layout.
+          unchecked: the steps that may not exist. The policy decides without those that it would keep and that do not exist.
+          others: the steps in other layouts.
+          just_saved: the step of the save that this follows.
+        """
+        given = self._infos_of([*others.values()])
+        while True:
+            plan = retention_plan(self.policy, [*infos, *given], just_saved)
+            kept = unchecked.intersection(decision.step for decision in plan if decision.keep)
+            gone = self._steps.gone(kept) if kept else set[int]()
+            if not gone:
+                return infos, plan
+            unchecked = unchecked - kept
+            infos = [info for info in infos if info.step not in gone]
+
+    def _prunable_others(self) -> dict[int, ListedStep]:
+        """The steps in other layouts about which the policy decides."""
         found = listing(self._storage).steps if self.prunes_others else ()
         return {each.step: each for each in found if not each.is_t5x}
 
@@ -209,9 +228,11 @@ class Retention:
           The decisions that were carried out.
         """
         plan: list[Decision] = []
-        others = {} if isinstance(self.policy, KeepAll) else self._others()
+        others: dict[int, ListedStep] = {}
         if not isinstance(self.policy, KeepAll):
-            infos, plan = self._steps.plan(self.policy, just_saved, self._infos_of([*others.values()]))
+            others = self._prunable_others()
+            infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
+            infos, plan = self._decide(infos, unchecked, others, just_saved)
             self._coverage.note(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
@@ -222,7 +243,7 @@ class Retention:
             if confirmed is not None and decision.step not in confirmed:
                 continue
             try:
-                found = self._hidden(decision.step, others.get(decision.step))
+                found = self._hide(decision.step, others.get(decision.step))
             except CheckpointNotFoundError:
                 # Another process has deleted it.
                 done.append(decision)
@@ -257,7 +278,7 @@ class Retention:
             held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
             self._log.note(Decision(step, True, held, overruled=True))
 
-    def _hidden(self, step: int, other: ListedStep | None) -> Hidden | None:
+    def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
         """Hides a step; returns None if it is kept."""
         if other is not None:
             return hide_other(self._storage, other, self._clock)

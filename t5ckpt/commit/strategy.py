@@ -1,7 +1,4 @@
-"""Chooses how the checkpoints of a run are committed: by a rename, or in place, by the write of the manifest.
-
-A write that can be resumed, such as a copy, also takes over the files of an earlier attempt.
-"""
+"""Chooses how the checkpoints of a run are committed: by a rename, or in place, by the write of the manifest."""
 
 from __future__ import annotations
 
@@ -21,10 +18,6 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
 
 
-def _raise(refusal: Exception) -> None:
-    raise refusal
-
-
 @dataclasses.dataclass(frozen=True)
 class CommitStrategy:
     """How the checkpoints of a run are written, replaced and hidden.
@@ -35,7 +28,7 @@ class CommitStrategy:
       check_room: see ``occupancy.check_room_on_disk``.
       hide: see ``by_rename.hide_by_rename``.
       prunable_steps: the steps about which a keep policy decides.
-      check_renames: raises its argument, an error, if no directory can be renamed.
+      can_rename: whether directories can be renamed.
     """
 
     transaction: type[RenameTransaction | ManifestTransaction]
@@ -43,7 +36,7 @@ class CommitStrategy:
     check_room: Callable[..., None]
     hide: Callable[..., Hidden | None]
     prunable_steps: type[PrunableSteps]
-    check_renames: Callable[[Exception], None]
+    can_rename: bool
 
 
 _BY_RENAME = CommitStrategy(
@@ -52,7 +45,7 @@ _BY_RENAME = CommitStrategy(
     check_room=check_room_on_disk,
     hide=hide_by_rename,
     prunable_steps=StepsOnDisk,
-    check_renames=lambda _: None,
+    can_rename=True,
 )
 _BY_MANIFEST = CommitStrategy(
     transaction=ManifestTransaction,
@@ -60,7 +53,7 @@ _BY_MANIFEST = CommitStrategy(
     check_room=check_room_in_place,
     hide=hide_in_place,
     prunable_steps=IndexedSteps,
-    check_renames=_raise,
+    can_rename=False,
 )
 
 
@@ -85,13 +78,3 @@ def begin(
     """
     storage.make_dir('')
     return strategy_of(storage).transaction.begin(storage, step, clock, writer, index, may_replace)
-
-
-def resume(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction:
-    """Resumes an unfinished write of the same contents, which ``writer['resume']`` identifies, or begins a new one."""
-    return strategy_of(storage).transaction.resume(storage, step, clock, writer)
-
-
-def unfinished(storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Transaction | None:
-    """Adopts the temporary directory of a killed write of the same contents; None if there is none."""
-    return strategy_of(storage).transaction.unfinished(storage, step, clock, writer)

@@ -76,7 +76,7 @@ class Transaction(ABC):
       directory: where the files are written: a temporary directory, or that of the step.
       generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
       is_temporary: whether ``directory`` has files of this write alone.
-      replaces: whether the commit may replace a complete checkpoint of the step.
+      may_replace: whether the commit may replace a complete checkpoint of the step.
       kept_after: the errors after which the files stay for another attempt.
     """
 
@@ -88,7 +88,7 @@ class Transaction(ABC):
         self.storage = storage
         self.step = step
         self.directory = directory
-        self.replaces = False
+        self.may_replace = False
         self.kept_after: tuple[type[BaseException], ...] = ()
         self._clock = clock
         self._is_committed = False

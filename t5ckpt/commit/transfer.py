@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.commit.strategy import resume
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, writer_facts
 from t5ckpt.core.byte_budget import ByteBudget
@@ -145,8 +145,8 @@ class Transfer:
             return Transferred(len(sizes), nbytes, 0, 0, left_out)
         unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
         facts = writer_facts() | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
-        with resume(self._to, self._step, clock, facts) as work:
-            work.replaces = self._options.overwrite
+        with strategy_of(self._to).transaction.resume(self._to, self._step, clock, facts) as work:
+            work.may_replace = self._options.overwrite
             work.kept_after = (BaseException,)
             kept = self._there(work, names, checksums)
             total = sum(self._size(name, sizes, checksums) for name in names)

@@ -22,8 +22,8 @@ While an owner lives, it ends its lease in one of four ways:
     way      the owner                                    the record
     release  has finished                                 is removed
     leave    has changed nothing                          is removed
-    linger   has failed: a request may still arrive       is that of nobody, for 40 minutes
-    close    cannot reach the storage, or lost the step   stays as it is, as after a crash
+    linger   has failed: a request may still arrive       gets no owner, and expires after 40 minutes
+    close    cannot reach the storage, or lost the step   stays, as after a crash
 
 On an object store, a request that a process has given up may arrive later. A record that lingers has no owner, so that another
 process may take the step at once. Garbage collection takes the step when the record is an hour old (it is written as twenty
@@ -53,7 +53,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.lease_owner import EXPIRED, SAVE, UNKNOWN, Owner, end_owner, new_owner, read_owner
+from t5ckpt.commit.lease_owner import EXPIRED, SAVE, Owner, end_owner, new_owner, read_owner
 from t5ckpt.commit.lease_time import CLOCK_SECONDS
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
@@ -193,12 +193,8 @@ class WriteLease:
 
     def is_ours(self) -> bool:
         """Returns whether the record on storage is that of this lease. An expired one may be taken over right after."""
-        return not self._is_lost and self.rival() is None
-
-    def rival(self) -> Owner | None:
-        """Returns the owner that overwrote the record; None if it is ours, ``UNKNOWN`` if the record was deleted."""
-        owner = read_owner(self._storage, self.key)
-        return None if owner is not None and owner.nonce == self.nonce else owner or UNKNOWN
+        owner = None if self._is_lost else read_owner(self._storage, self.key)
+        return owner is not None and owner.nonce == self.nonce
 
     def note(self, *, action: str | None = None, replaces: bool | None = None) -> None:
         """Writes the record with another ``action``, or with ``replaces``."""
@@ -208,12 +204,12 @@ class WriteLease:
             self._write()
 
     def release(self) -> None:
-        """Ends the lease of an owner that has finished: the step needs nothing else, but for requests of a dead owner."""
+        """Ends the lease of an owner that has finished the step. Only requests of a dead owner may still arrive."""
         sent = max((owner.beat for owner in self.predecessors), default=-math.inf)
         self._end(lingers=self.replaces or self._clock() - sent <= SETTLED_SECONDS)
 
     def leave(self) -> None:
-        """Ends the lease of an owner that has finished nothing: what a dead owner left is left to the next one."""
+        """Ends the lease of an owner that has changed nothing. The files of a dead owner stay for the next owner."""
         self._end(lingers=self.replaces or bool(self.predecessors))
 
     def linger(self) -> None:

@@ -78,14 +78,14 @@ class Channel:
 
     def __init__(self, processes: Processes, prefix: str, timeout_seconds: float):
         self.processes = processes
-        self.prefix = self._prefix = prefix
+        self.prefix = prefix
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._finished: list[str] = []
 
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round; ``action`` is for errors, such as 'the save of step 5'."""
-        prefix = f'{self._prefix}/{next(self._numbers)}'
+        prefix = f'{self.prefix}/{next(self._numbers)}'
         # A process that enters this round has left the earlier ones, so their keys are removed after its first barrier.
         old, self._finished = self._finished, [prefix]
         return CoordinationRound(self.processes, prefix, action, self._timeout, old)
@@ -105,7 +105,7 @@ class Channel:
           ProcessMissingError: the leader sent no message within the time-out.
           CoordinationError: a process died, or the service failed.
         """
-        key = f'{self._prefix}/broadcast/{name}'
+        key = f'{self.prefix}/broadcast/{name}'
         with _mapped_errors(action, name, (0,), self._timeout):
             if data is None:
                 return self.processes.get(key, self._timeout)
@@ -115,17 +115,17 @@ class Channel:
     def signal_leader(self, name: str) -> None:
         """Signals the leader. A process may send each signal once."""
         with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
-            self.processes.put(f'{self._prefix}/signals/{name}/{self.processes.index}', b'1', self._timeout)
+            self.processes.put(f'{self.prefix}/signals/{name}/{self.processes.index}', b'1', self._timeout)
 
     def was_signalled(self, name: str) -> bool:
         """Returns whether any process has sent this signal."""
         with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
-            return bool(self.processes.get_all(f'{self._prefix}/signals/{name}', self._timeout))
+            return bool(self.processes.get_all(f'{self.prefix}/signals/{name}', self._timeout))
 
     def drop(self, name: str) -> None:
         """Removes the broadcast messages below a name; no process may receive them afterwards."""
         with _mapped_errors('the check-in of maybe_save', name, (0,), self._timeout):
-            self.processes.remove(f'{self._prefix}/broadcast/{name}', self._timeout)
+            self.processes.remove(f'{self.prefix}/broadcast/{name}', self._timeout)
 
 
 class CoordinationRound:
@@ -179,7 +179,7 @@ class CoordinationRound:
             self._raise_failures(phase, votes)
             value = decide(votes)
         except BaseException as error:
-            # The exception of the leader is the one to raise, also if the others cannot be reached.
+            # Raises the exception of the leader, even if the others cannot be reached.
             with contextlib.suppress(T5CkptError):
                 self._send_decision(prefix, phase, {'error': lines_of_error(error)})
             raise

@@ -139,11 +139,11 @@ def _check_in_place(located: Located, step: int) -> None:
             f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
             'another run.'
         )
-    refusal = UnsupportedFormatError(
-        f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete this '
-        'one and copy it back.'
-    )
-    strategy_of(storage).check_renames(refusal)
+    if not strategy_of(storage).can_rename:
+        raise UnsupportedFormatError(
+            f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete this '
+            'one and copy it back.'
+        )
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class _RepairWriter:
             work = begin(self._target, self._step, self._clock, writer_facts(), index)
         except StepTakenError as error:
             raise CheckpointExistsError(f'{error}. Write to another run.') from error
-        work.replaces = in_place
+        work.may_replace = in_place
         # The manifest of the damaged checkpoint names the files.
         work.generation = ''
         with work:

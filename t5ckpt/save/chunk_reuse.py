@@ -53,7 +53,7 @@ class PreviousCheckpoint:
 
     Attributes:
       directory: its directory in the same storage; in an object store, that of its arrays.
-      digests: file to (bytes, xxh3-64 hex).
+      checksums: file to (bytes, xxh3-64 hex).
       sidecar_checksum: of its sidecar; differs once another checkpoint has replaced this one.
       file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``. In an object store, of its write.
       values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
@@ -62,7 +62,7 @@ class PreviousCheckpoint:
     """
 
     directory: str
-    digests: Mapping[str, tuple[int, str]]
+    checksums: Mapping[str, FileEntry]
     sidecar_checksum: str = ''
     file_versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
@@ -85,8 +85,8 @@ class PreviousCheckpoint:
         saved = self.leaves.get(write.array.location)
         if saved is None or saved[0]() is not write.leaf or saved[1] != _layout_text(write):
             return False
-        has_metadata = not with_metadata or write.zarray in self.digests
-        return has_metadata and all(name in self.digests for name in write.chunk_files)
+        has_metadata = not with_metadata or write.zarray in self.checksums
+        return has_metadata and all(name in self.checksums for name in write.chunk_files)
 
     def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> Any:
         """Links or copies one file to ``target`` if it still matches its checksum, so that damage is not copied.
@@ -123,7 +123,7 @@ class ReusedChunks:
     """The chunks that one save takes over from the previous checkpoint. Safe from any thread.
 
     Attributes:
-      files: the files that were linked or copied, with their size and digest.
+      files: the files that were linked or copied, with their size and checksum.
       values: of the chunks that may be found by their values, see ``PreviousCheckpoint``.
       versions: of the files in an object store.
     """
@@ -136,7 +136,7 @@ class ReusedChunks:
         self._storage, self._directory, self._previous = storage, directory, previous
 
     def link(self, key: str, entry: FileEntry) -> bool:
-        """Links or copies a file with this size and digest; returns whether it is done."""
+        """Links or copies a file with this size and checksum; returns whether it is done."""
         previous = self._previous
         version = None if previous is None else previous.link(self._storage, key, entry, join(self._directory, key))
         if previous is None or version is None:
@@ -147,14 +147,14 @@ class ReusedChunks:
         return True
 
     def link_equal(self, key: str, entry: FileEntry) -> bool:
-        """Links or copies the file of this name if it has this size and digest."""
-        return self._previous is not None and self._previous.digests.get(key) == entry and self.link(key, entry)
+        """Links or copies the file of this name if it has this size and checksum."""
+        return self._previous is not None and self._previous.checksums.get(key) == entry and self.link(key, entry)
 
     def link_values(self, location: str, key: str, data: np.ndarray, codec: Any) -> bool:
         """Links or copies the file of a chunk of the array at a location, if it has these values and this codec."""
         self.values[key] = digest(data)
         previous = self._previous
-        entry = None if previous is None else previous.digests.get(key)
+        entry = None if previous is None else previous.checksums.get(key)
         if previous is None or entry is None or previous.values.get(key) != self.values[key]:
             return False
         return previous.codec(self._storage, location) == codec and self.link(key, entry)
@@ -179,14 +179,14 @@ def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.re
 
 def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     """The latest checkpoint on storage, for the first save of a process; None where it has no checksums."""
-    if storage.local_path('') is None:
+    steps = [] if storage.local_path('') is None else [each.step for each in listing(storage).steps if each.is_t5x]
+    if not steps:
         return None
-    for step in [each.step for each in listing(storage).steps if each.is_t5x][-1:]:
-        try:
-            key = join(step_dir(step), file_checksums_name(0))
-            files = FileChecksums.decode(storage.read(key), storage.url(key))
-            return PreviousCheckpoint(step_dir(step), files, digest(storage.read(join(step_dir(step), SIDECAR))))
-        except T5CkptError:
-            # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
-            return None
-    return None
+    directory = step_dir(steps[-1])
+    key = join(directory, file_checksums_name(0))
+    try:
+        checksums = FileChecksums.decode(storage.read(key), storage.url(key))
+        return PreviousCheckpoint(directory, checksums, digest(storage.read(join(directory, SIDECAR))))
+    except T5CkptError:
+        # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
+        return None

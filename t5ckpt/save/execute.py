@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.save_plan import difference
 from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.prepare import PreparedSave, is_free, is_replaced
+from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.save.staged_leaf import manifest_leaves
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -62,16 +63,16 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
             if started.get('skip'):
                 return None
             if not request.round.is_leader:
-                stack.push(lambda kind, *_: kind is not None and _note_files(request))
+                stack.enter_context(_listing_files_of_failure(request))
             with request.round.failing_together(Phase.WRITE):
                 written, entry = _write(job, started)
                 report = written.below(started['generation'])
                 manifest = manifest_bytes(job, report) if request.round.is_leader else b''
                 check_caller()
             vote = {
-                'integrity': list(entry),
+                'checksums': list(entry),
                 'bytes': report.file_bytes,
-                'files': len(report.digests),
+                'files': len(report.checksums),
                 'directories': parents_of(job.dataset),
             }
             done = request.round.reduce_on_leader(
@@ -84,14 +85,8 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
         raise
     if done.get('skip'):
         return None
-    seconds = time.monotonic() - request.started
-    record_duration(WRITE_EVENT, seconds)
-    if request.round.is_leader:
-        finish(request, report, done['bytes'], seconds, requests_between(before, request.storage.requests()))
-    if request.reuse is not None:
-        arrays = join(step_dir(request.step), started['generation'])
-        request.reuse.previous = previous_of(job, arrays, written, done['sidecar_checksum'])
-    return CommittedCheckpoint(request.step, request.storage.url(step_dir(request.step)), done['bytes'], seconds)
+    arrays = join(step_dir(request.step), started['generation'])
+    return finish(job, written, arrays, done['sidecar_checksum'], done['bytes'], before)
 
 
 class _Leader:
@@ -109,21 +104,18 @@ class _Leader:
         if different:
             return {'different': different}
         is_single = request.round.is_single_process
-        if not is_single and not is_free(request):
+        if not is_single and not request.decide_to_save():
             return {'skip': True}
         reuse = job.previous is not None and (is_single or job.previous.is_there(request.storage))
-        codecs = request.selection.agreed
-        for location, (sample, dtype) in job.samples.items():
-            last = job.previous.codec(request.storage, location) if reuse and job.previous is not None else None
-            codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+        codecs = agreed_codecs(job, job.previous if reuse else None)
         try:
             _, index = collect(request.storage, request.clock)
             request.retention.note_index(index)
             other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
-            if other is not None and not is_replaced(request, other):
+            if other is not None and not request.decide_to_replace(other):
                 return {'skip': True}
             facts = writer_facts()
-            work = begin(request.storage, request.step, request.clock, facts, index, request.replaces)
+            work = begin(request.storage, request.step, request.clock, facts, index, request.may_replace)
         except StepTakenError as error:
             return _dropped(request.step, error)
         self._work = self._stack.enter_context(work)
@@ -148,6 +140,15 @@ class _Leader:
         return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
 
 
+def agreed_codecs(job: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
+    """In process 0, the codecs by array directory that all processes use; chooses those of the arrays that are sampled."""
+    request, codecs = job.request, job.request.selection.agreed
+    for location, (sample, dtype) in job.samples.items():
+        last = None if previous is None else previous.codec(request.storage, location)
+        codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+    return codecs
+
+
 def sealed(
     job: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
 ) -> tuple[Sidecar, int]:
@@ -158,7 +159,7 @@ def sealed(
     """
     files = {MANIFEST: manifest}
     lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
-    files |= {name: tuple(vote['integrity']) for name, vote in zip(lists, votes, strict=True)}
+    files |= {name: tuple(vote['checksums']) for name, vote in zip(lists, votes, strict=True)}
     arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:
@@ -169,14 +170,14 @@ def sealed(
     return sidecar, arrays['bytes'] + sum(size for size, _ in files.values())
 
 
-def previous_of(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+def _previous_of(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
     """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
     storage, versions = job.request.storage, report.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in report.arrays.values()}
     return PreviousCheckpoint(
-        directory, dict(report.digests), sidecar_checksum, versions, job.leaves, report.values, codecs
+        directory, dict(report.checksums), sidecar_checksum, versions, job.leaves, report.values, codecs
     )
 
 
@@ -194,8 +195,8 @@ def check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
     raise error
 
 
-def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, tuple[int, str]]:
-    """Writes the chunks of this process; returns the report, and (bytes, digest) of the file of their checksums."""
+def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, FileEntry]:
+    """Writes the chunks of this process; returns the report, and the size and checksum of the file with their checksums."""
     request, generation = job.request, started['generation']
     directory = join(started['directory'], generation)
     write_job = WriteJob(
@@ -208,7 +209,7 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         request.selection,
     )
     report = write_arrays(write_job, job.staging)
-    files = report.below(generation).digests | write_positions(job, started['directory'], job.dataset)
+    files = report.below(generation).checksums | write_positions(job, started['directory'], job.dataset)
     return report, write_checksums(request.storage, directory, request.round.processes.index, files)
 
 
@@ -223,17 +224,22 @@ def write_positions(job: PreparedSave, directory: str, positions: Mapping[str, b
     return {name: entry_of(data) for name, data in positions.items()}
 
 
-def _note_files(request: SaveRequest) -> None:
-    """Lists the files of a process that failed for garbage collection, on an object store.
+@contextlib.contextmanager
+def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
+    """After an error, lists the files of this process for garbage collection, on an object store.
 
     The leader's transaction does so for those that it waited for. If this process was stopped for an hour, garbage collection
     may have finished with the step before this process wrote its last file.
     """
     try:
-        write_lingering(request.storage, request.step, request.clock, replaces=True)
-    except T5CkptError as error:
-        where = request.storage.url(step_dir(request.step))
-        _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
+        yield
+    except BaseException:
+        try:
+            write_lingering(request.storage, request.step, request.clock, replaces=True)
+        except T5CkptError as error:
+            where = request.storage.url(step_dir(request.step))
+            _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
+        raise
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
@@ -241,30 +247,53 @@ def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
     return {'skip': True}
 
 
-def finish(request: SaveRequest, report: WriteReport, nbytes: int, seconds: float, requests: str) -> None:
-    """Logs a commit, and runs retention."""
-    step = request.step
-    how = 'linked' if request.storage.links else 'copied in the store'
-    linked = f', {report.linked_bytes} bytes of arrays {how}' if report.linked_bytes else ''
-    path = request.storage.url(step_dir(step))
-    text = f'{linked}{requests}'
-    _log.info('Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, path, nbytes, seconds, text)
-    try:
-        request.retention.carry_out(step)
-    except Exception:  # noqa: BLE001 - logged with its traceback
-        # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
-        _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
+def finish(
+    job: PreparedSave,
+    written: WriteReport,
+    directory: str,
+    sidecar_checksum: str,
+    nbytes: int,
+    requests_before: Mapping[str, int],
+) -> CommittedCheckpoint:
+    """After the commit: logs it and runs retention, once for each storage, and keeps the checkpoint for the next save.
+
+    Args:
+      job: from :func:`prepare_save`.
+      written: what this process wrote, relative to ``directory``.
+      directory: of the arrays.
+      sidecar_checksum: of the checkpoint's sidecar.
+      nbytes: of all files of the checkpoint.
+      requests_before: to the storage, when the save began.
+    """
+    request, storage, step = job.request, job.request.storage, job.request.step
+    done = CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, time.monotonic() - request.started)
+    record_duration(WRITE_EVENT, done.seconds)
+    if request.round.is_leader or request.in_parts:
+        how = 'linked' if storage.links else 'copied in the store'
+        linked = f', {written.linked_bytes} bytes of arrays {how}' if written.linked_bytes else ''
+        text = linked + requests_between(requests_before, storage.requests())
+        _log.info(
+            'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, text
+        )
+        try:
+            request.retention.carry_out(step)
+        except Exception:  # noqa: BLE001 - logged with its traceback
+            # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
+            _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
+    if request.reuse is not None:
+        request.reuse.previous = _previous_of(job, directory, written, sidecar_checksum)
+    return done
 
 
 def manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
     """The manifest, with the leaves that it holds."""
-    table = job.staging.manifest_leaves(report.arrays, job.request.storage.driver)
-    _check_step(job.request, table)
+    table = manifest_leaves(job.staging.inline, report.arrays, job.request.storage.driver)
+    _warn_of_other_step(job.request, table)
     with paused():
         return encode_manifest(unflatten(table))
 
 
-def _check_step(request: SaveRequest, table: LeafTable) -> None:
+def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
     """Warns if the step in the state differs from the step that it is saved as; a restored run continues from the former.
 
     Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.

@@ -8,7 +8,8 @@ same manifest and the same sidecar, whose checksum therefore identifies the save
     train_ds-*                  its position, and that of the process half a job away
 
 A directory is renamed to its final name only after all processes have agreed that all files are durable. A crash between the
-first and the last rename leaves a step that some directories lack; ``tiers/look.py`` decides whether the others have all of it.
+first and the last rename leaves a step that some directories lack; ``tiers/shared_choice.py`` decides whether the others have all
+of it.
 
 Notes: agreement is by the coordination service, never by a device collective. Each process receives the sidecar from process 0,
 and the manifest if its own differs.
@@ -21,29 +22,23 @@ import contextlib
 import dataclasses
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.core.keys import join, parents_of
-from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CoordinationError, ProcessMissingError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
-from t5ckpt.save.execute import check_agreement, finish, manifest_bytes, previous_of, sealed, write_positions
-from t5ckpt.save.prepare import PreparedSave, is_free
+from t5ckpt.save.execute import agreed_codecs, check_agreement, finish, manifest_bytes, sealed, write_positions
+from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
-from t5ckpt.storage import requests_between
 
 _log = logging.getLogger('t5ckpt')
 # Larger positions are only on the disk of their own process: gRPC refuses messages above 4 MiB.
@@ -57,7 +52,7 @@ def save_parts(job: PreparedSave, check_caller: Callable[[], None]) -> Committed
     try:
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
-                vote = {'plan': digest(job.text.encode()), 'is_free': is_free(request)}
+                vote = {'plan': digest(job.text.encode()), 'is_free': request.decide_to_save()}
             started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(job, votes))
             check_agreement(job, started.get('different', ()))
             if started.get('skip'):
@@ -79,30 +74,19 @@ def save_parts(job: PreparedSave, check_caller: Callable[[], None]) -> Committed
             # The next save must not fail for the same reason.
             request.reuse.previous = None
         raise
-    seconds = time.monotonic() - request.started
-    record_duration(WRITE_EVENT, seconds)
     request.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
-    requests = requests_between(before, request.storage.requests())
-    finish(request, written, done['bytes'], seconds, requests)
-    if request.reuse is not None:
-        request.reuse.previous = previous_of(job, work.directory, written, digest(sidecar))
-    return CommittedCheckpoint(request.step, request.storage.url(work.directory), done['bytes'], seconds)
+    return finish(job, written, work.directory, digest(sidecar), done['bytes'], before)
 
 
 def _agreed(job: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
     """On process 0: whether to save, and with which codecs."""
-    request = job.request
     plans = [vote['plan'] for vote in votes]
     different = [index for index, plan in enumerate(plans) if plan != plans[0]]
     if different:
         return {'different': different}
     if not any(vote['is_free'] for vote in votes):
         return {'skip': True}
-    codecs = request.selection.agreed
-    for location, (sample, dtype) in job.samples.items():
-        last = None if job.previous is None else job.previous.codec(request.storage, location)
-        codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
-    return {'codecs': codecs}
+    return {'codecs': agreed_codecs(job, job.previous)}
 
 
 def _begun(job: PreparedSave) -> Transaction:
@@ -114,7 +98,7 @@ def _begun(job: PreparedSave) -> Transaction:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(request.storage, request.step, request.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    return begin(request.storage, request.step, request.clock, writer_facts(), index, request.replaces)
+    return begin(request.storage, request.step, request.clock, writer_facts(), index, request.may_replace)
 
 
 def _write(job: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
@@ -128,18 +112,18 @@ def _write(job: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> t
     )
     own = _own(job, written)
     positions = write_positions(job, work.directory, job.dataset)
-    copies = {name: written.digests[name] for name in job.copies}
+    copies = {name: written.checksums[name] for name in job.copies}
     copies |= write_positions(job, work.directory, _positions_of_peer(job))
     storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
-    entry = write_checksums(storage, work.directory, index, own.digests | positions)
-    vote = {'integrity': list(entry), 'bytes': own.file_bytes, 'files': len(own.digests)}
+    entry = write_checksums(storage, work.directory, index, own.checksums | positions)
+    vote = {'checksums': list(entry), 'bytes': own.file_bytes, 'files': len(own.checksums)}
     return written, vote
 
 
 def _own(job: PreparedSave, written: WriteReport) -> WriteReport:
     """The report of the files that are assigned to this process."""
-    digests = {name: entry for name, entry in written.digests.items() if name not in job.copies}
-    return dataclasses.replace(written, digests=digests)
+    checksums = {name: entry for name, entry in written.checksums.items() if name not in job.copies}
+    return dataclasses.replace(written, checksums=checksums)
 
 
 def _send_positions(job: PreparedSave) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, other_layout
-from t5ckpt.commit.removal import check_removable
-from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.gc_pause import paused
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, plan_save, plan_text
@@ -22,8 +19,6 @@ from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +49,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
       the background.
     """
     is_single, is_leader, processes = request.round.is_single_process, request.round.is_leader, request.round.processes
-    if is_single and not is_free(request):
+    if is_single and not request.decide_to_save():
         return None
     # The iterator advances as soon as the caller continues, so its state is taken now; first, because that may fail.
     dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
@@ -65,62 +60,45 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         devices = most_devices(table.values())
         plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
         text = '' if is_single else plan_text(plan, _header(request))
+    if not is_leader and not _writes_manifest(plan.inline, request):
+        plan = dataclasses.replace(plan, inline=())
     previous = _previous(request)
-    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
-    # inside an object store may fail after the caller has donated the array, so the array is staged.
-    skips = previous if request.storage.links and (is_single or request.options.codec != 'auto') else None
-    whole = is_leader or request.in_parts
-    unchanged = [] if skips is None else [w.path for w in plan.writes if skips.is_same(w, with_metadata=whole)]
     known = leaves_of_writes(plan.writes)
-    own = plan if is_leader else dataclasses.replace(plan, inline=plan.inline if _holds(plan.inline, request) else ())
     staging = Staging(
-        own, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
+        plan,
+        request.staging,
+        request.call.budget_bytes,
+        private_host=request.in_background,
+        unchanged=_unchanged(plan.writes, request, previous),
     )
     samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    copies = _copies(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
+    copies = _copied_files(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, copies)
 
 
-def _holds(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:
-    """Whether this process writes a manifest of its own: it has a device of every leaf in it."""
+def _unchanged(writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None) -> list[Path]:
+    """The leaves that are not staged, because all of their files are linked."""
+    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
+    # inside an object store may fail after the caller has donated the array, so the array is staged.
+    has_one_codec = request.round.is_single_process or request.options.codec != 'auto'
+    if previous is None or not request.storage.links or not has_one_codec:
+        return []
+    with_metadata = request.round.is_leader or request.in_parts
+    return [write.path for write in writes if previous.is_same(write, with_metadata=with_metadata)]
+
+
+def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:
+    """Whether a process other than 0 writes the manifest, too: in a save ``in_parts``, if it has a device of every leaf in it."""
     return request.in_parts and all(not is_jax_array(each.leaf) or each.leaf.addressable_shards for each in inline)
 
 
-def _copies(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
+def _copied_files(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
     """The files that this process writes and that are assigned to others."""
     return frozenset(
         file for write in writes for file in ([write.zarray] if with_metadata else []) + write.copied_files
     )
-
-
-def is_free(request: SaveRequest) -> bool:
-    """Whether the step can be saved: no complete step is there, or one that the save replaces."""
-    if request.retention.is_surely_new(request.step):
-        return True
-    found = strategy_of(request.storage).occupant(request.storage, request.step)
-    return found is None or is_replaced(request, found)
-
-
-def is_replaced(request: SaveRequest, found: ListedStep) -> bool:
-    """Whether the save replaces a complete step. Where it does not, the log says that the save is skipped.
-
-    Raises:
-      UnsupportedFormatError: it is to be replaced, and is in another layout.
-      AccessDeniedError: it is to be replaced, and another user's.
-    """
-    # One that is to be replaced and is gone meanwhile is saved anew.
-    if found.is_t5x and (request.replaces() or request.call.overwrite):
-        check_removable(request.storage, found.name)
-        return True
-    where = request.storage.url(found.name)
-    if request.call.overwrite and not found.is_t5x:
-        cure = 'Remove it with the program that wrote it, or save as another step.'
-        raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
-    written = '' if found.is_t5x else f', in the layout of {found.layout}'
-    _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', request.step, where, written)
-    return False
 
 
 def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
@@ -131,7 +109,7 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
     if request.reuse is None:
         return None
     if request.round.is_single_process:
-        return request.reuse.start(request.storage)
+        return request.reuse.find(request.storage)
     return request.reuse.previous
 
 

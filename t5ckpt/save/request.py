@@ -1,14 +1,16 @@
-"""The request of one save, and the previous checkpoint that saves of one checkpointer link to."""
+"""The request of one save, whether its step may be written, and the previous checkpoint that it links to."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from t5ckpt.commit.removal import is_pinned, kept_by, kept_error
+from t5ckpt.catalog.layouts import ListedStep, other_layout
+from t5ckpt.commit.removal import check_removable, is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.call_site import CallSite, Notices
@@ -22,9 +24,11 @@ from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
-from t5ckpt.save.codec_selection import CodecSelection
+from t5ckpt.save.encoding import CodecSelection
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
+
+_log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +68,42 @@ class SaveRequest:
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
-    def replaces(self) -> bool:
-        """Whether the save replaces a complete checkpoint in T5X's format, the only layout that is replaced.
+    def decide_to_save(self) -> bool:
+        """Returns whether to save: no complete step exists, or the save replaces it. Logs a save that is skipped.
 
         Raises:
-          StepKeptError: it is pinned, or a reader holds it. The commit checks again, since the save may take long.
+          As :meth:`decide_to_replace`.
+        """
+        if self.retention.is_surely_new(self.step):
+            return True
+        found = strategy_of(self.storage).occupant(self.storage, self.step)
+        return found is None or self.decide_to_replace(found)
+
+    def decide_to_replace(self, found: ListedStep) -> bool:
+        """Returns whether the save replaces a complete step. Logs a save that is skipped.
+
+        Raises:
+          UnsupportedFormatError: the step is to be replaced, and is in another layout.
+          AccessDeniedError: the step is to be replaced, and belongs to another user.
+          StepKeptError, CheckpointExistsError: as :meth:`may_replace`.
+        """
+        # If another process has deleted a step that is to be replaced, the save writes it anew.
+        if found.is_t5x and (self.may_replace() or self.call.overwrite):
+            check_removable(self.storage, found.name)
+            return True
+        where = self.storage.url(found.name)
+        if self.call.overwrite and not found.is_t5x:
+            cure = 'Remove it with the program that wrote it, or save as another step.'
+            raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
+        written = '' if found.is_t5x else f', in the layout of {found.layout}'
+        _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', self.step, where, written)
+        return False
+
+    def may_replace(self) -> bool:
+        """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.
+
+        Raises:
+          StepKeptError: it is pinned, or has a read lease.
           CheckpointExistsError: it cannot be replaced by one write, see ``commit/superseded.py``.
         """
         storage, directory = self.storage, step_dir(self.step)
@@ -92,11 +127,11 @@ class Reuse:
 
     def __init__(self) -> None:
         self.previous: PreviousCheckpoint | None = None
-        self.searched = False
+        self._has_searched = False
 
-    def start(self, storage: Storage) -> PreviousCheckpoint | None:
+    def find(self, storage: Storage) -> PreviousCheckpoint | None:
         """The checkpoint to link chunks from; searched on storage in the first save, and if the last one was deleted."""
-        if not self.searched or (self.previous is not None and not self.previous.is_there(storage)):
+        if not self._has_searched or (self.previous is not None and not self.previous.is_there(storage)):
             self.previous = find_previous(storage)
-            self.searched = True
+            self._has_searched = True
         return self.previous

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,17 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
-from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
-from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedLeaf, ViewedLeaf, values_of
-from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.save.staged_leaf import (
+    ChunkwiseLeaf,
+    DeviceLeaf,
+    HostLeaf,
+    StagedLeaf,
+    ViewedLeaf,
+    is_on_cpu,
+    whole_value,
+)
 from t5ckpt.tree.leaves import is_jax_array
 
 
@@ -77,10 +83,10 @@ class _Method(enum.Enum):
     def of(cls, leaf: Any, mode: StagingMode, private_host: bool) -> _Method:
         if not is_jax_array(leaf):
             return cls.HOST_COPY if private_host and isinstance(leaf, np.ndarray) else cls.UNCOPIED
-        if private_host and _is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
+        if private_host and is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
             return cls.SHARD_COPIES
         if mode is StagingMode.AUTO:
-            if not _is_on_cpu(leaf):
+            if not is_on_cpu(leaf):
                 return cls.PINNED_COPY
             return cls.VIEW if leaf.is_ready() else cls.DEVICE_COPY
         return {
@@ -117,11 +123,12 @@ class StagedWave:
 class Staging:
     """Stages a plan, wave after wave.
 
-    The caller stages ``inline`` and the first wave with :meth:`start`. The writer iterates over :meth:`waves`, which stages
-    each further wave in the writer's thread when the previous one is written. The caller must not change its arrays before
+    The caller stages the inline leaves and the first wave with :meth:`start`. The writer iterates over :meth:`waves`, which
+    stages each further wave in the writer's thread when the previous one is written. The caller must not change its arrays before
     ``is_staged`` is set.
 
     Attributes:
+      inline: the inline leaves, staged, for ``staged_leaf.manifest_leaves``.
       unchanged: the leaves that are not staged, because the previous checkpoint holds them.
       total_bytes, chunk_count, array_count: of all leaves to write.
       private_host: whether the caller continues after staging, so that its host arrays are copied.
@@ -152,18 +159,18 @@ class Staging:
         self._next: StagedWave | None = None
         self._interrupted = False
         self._inline_writes = plan.inline
-        self._inline: list[Any] = []
+        self.inline: list[tuple[InlineWrite, Any]] = []
 
     def start(self) -> None:
         """Stages the inline leaves and the first wave."""
-        leaves = [write.leaf for write in self._inline_writes]
-        methods = [_Method.of(leaf, self._mode, self.private_host) for leaf in leaves]
-        copies = _copies(list(zip(leaves, methods, strict=True)))
-        self._inline = [
-            _inline_source(leaf, self.private_host) if copy is None else copy
-            for leaf, copy in zip(leaves, copies, strict=True)
+        writes, self._inline_writes = self._inline_writes, ()
+        copies = _dispatch_copies(
+            [(write.leaf, _Method.of(write.leaf, self._mode, self.private_host)) for write in writes]
+        )
+        self.inline = [
+            (_without_inline_array(write), _inline_source(write.leaf, self.private_host) if copy is None else copy)
+            for write, copy in zip(writes, copies, strict=True)
         ]
-        self._inline_writes = tuple(_without_inline_array(write) for write in self._inline_writes)
         self._stage_next()
 
     def stop(self) -> None:
@@ -196,17 +203,6 @@ class Staging:
             # A writer that failed no longer needs the caller's arrays.
             self.is_staged.set()
 
-    def manifest_leaves(self, arrays: Mapping[Path, StoredArray], driver: str) -> LeafTable:
-        """The leaves of the manifest: the inline ones as numpy, after their cast, and specs of the arrays."""
-        # Waits for the transfer of the inline leaves.
-        inline = zip(self._inline_writes, self._inline, strict=True)
-        table = {write.path: _as_inline(write, value) for write, value in inline}
-        return table | {path: spec_of(array, driver) for path, array in arrays.items()}
-
-
-def _is_on_cpu(leaf: Any) -> bool:
-    return next(iter(leaf.sharding.device_set)).platform == 'cpu'
-
 
 def _is_array(leaf: Any) -> bool:
     return is_jax_array(leaf) or isinstance(leaf, np.ndarray)
@@ -237,7 +233,7 @@ def _split(leaves: Iterable[_Leaf], limit: int) -> collections.deque[list[_Leaf]
 
 
 def _staged(wave: Sequence[_Leaf]) -> StagedWave:
-    copies = _copies([(leaf.write.leaf, leaf.method) for leaf in wave])
+    copies = _dispatch_copies([(leaf.write.leaf, leaf.method) for leaf in wave])
     staged = [_staged_leaf(leaf, copy) for leaf, copy in zip(wave, copies, strict=True)]
     writes = [
         # The array of the caller is not kept alive.
@@ -270,7 +266,7 @@ def _views(write: ArrayWrite) -> dict[int, np.ndarray]:
     return {index: np.asarray(shards[index].data) for index in sorted(wanted)}
 
 
-def _copies(leaves: Sequence[tuple[Any, _Method]]) -> list[Any]:
+def _dispatch_copies(leaves: Sequence[tuple[Any, _Method]]) -> list[Any]:
     """Dispatches the copies of leaves that are copied on devices; None for each other leaf."""
     copies: list[Any] = [None] * len(leaves)
     for method, copied in ((_Method.DEVICE_COPY, _device_copies), (_Method.PINNED_COPY, _pinned_copies)):
@@ -306,38 +302,4 @@ def _without_inline_array(write: InlineWrite) -> InlineWrite:
 def _inline_source(leaf: Any, private: bool) -> Any:
     if leaf is None or not is_jax_array(leaf):
         return np.array(leaf) if private and leaf is not None and not isinstance(leaf, LazyArray) else leaf
-    return np.array(_whole(leaf)) if private else _whole(leaf)
-
-
-def _whole(leaf: Any) -> np.ndarray:
-    """The values of an inline leaf, which is replicated, or empty without a shard of its shape."""
-    if leaf.size == 0:
-        return np.empty(leaf.shape, leaf.dtype)
-    if leaf.is_fully_replicated or not leaf.is_fully_addressable:
-        if _is_on_cpu(leaf):
-            # numpy.asarray(leaf) of a replicated array on the CPU is a view of its memory, in a third of the time of the
-            # branch below. JAX caches the result only if it is a copy.
-            values = np.asarray(leaf)
-            if not values.flags.owndata:
-                return values
-        return np.asarray(leaf.addressable_data(0))
-    # Not numpy.asarray(leaf): JAX caches its result, but memory that the array shares with its source may change.
-    values = np.empty(leaf.shape, leaf.dtype)
-    for shard in leaf.addressable_shards:
-        values[shard.index] = shard.data
-    return values
-
-
-def _as_inline(write: InlineWrite, value: Any) -> Any:
-    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
-    if value is None:
-        return None
-    if isinstance(value, LazyArray):
-        value = values_of(value, write.name)
-    elif is_jax_array(value):
-        value = _whole(value)
-    array = np.asarray(value)
-    if write.dtype is not None and array.dtype != write.dtype:
-        array = array.astype(write.dtype)
-    was_scalar = isinstance(write.leaf, (bool, int, float, complex, np.generic))
-    return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
+    return np.array(whole_value(leaf)) if private else whole_value(leaf)

@@ -1,4 +1,4 @@
-"""The values of one staged leaf, from which the writer (``save/write.py``) takes chunk after chunk, cast to the stored dtype.
+"""The values of staged leaves, cast: chunk after chunk for the writer (``save/write.py``), or whole for the manifest.
 
 ``save/stage.py`` chooses the class by the leaf's memory.
 """
@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite
+from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaves import is_jax_array
 
 
 class StagedLeaf(abc.ABC):
@@ -34,7 +38,7 @@ class StagedLeaf(abc.ABC):
         if values.dtype != write.dtype:
             values = values.astype(write.dtype)
         stored = to_stored(np.asarray(values))
-        # numpy makes an array of one dimension of a contiguous scalar.
+        # numpy.ascontiguousarray returns an array of one dimension for a scalar.
         return np.ascontiguousarray(stored) if stored.ndim else stored
 
 
@@ -46,11 +50,9 @@ class ViewedLeaf(StagedLeaf):
         self._shards = shards
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """See ``StagedLeaf``."""
         return self._shards[_shard_of(chunk)][chunk.box_in_shard.slices]
 
     def release(self) -> None:
-        """See ``StagedLeaf``."""
         self._shards = {}
 
 
@@ -63,14 +65,12 @@ class DeviceLeaf(StagedLeaf):
         self._fetched: dict[int, np.ndarray] = {}
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """See ``StagedLeaf``."""
         index = _shard_of(chunk)
         if index not in self._fetched:
             self._fetched[index] = np.asarray(self._array.addressable_shards[index].data)
         return self._fetched[index][chunk.box_in_shard.slices]
 
     def release(self) -> None:
-        """See ``StagedLeaf``."""
         self._array = None
         self._fetched.clear()
 
@@ -83,11 +83,9 @@ class ChunkwiseLeaf(StagedLeaf):
         self._array: Any = array
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """See ``StagedLeaf``."""
         return np.asarray(self._array.addressable_shards[_shard_of(chunk)].data[chunk.box_in_shard.slices])
 
     def release(self) -> None:
-        """See ``StagedLeaf``."""
         self._array = None
 
 
@@ -101,7 +99,6 @@ class HostLeaf(StagedLeaf):
         self._whole: np.ndarray | None = None
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """See ``StagedLeaf``."""
         box = chunk.box_in_shard
         if isinstance(self._leaf, LazyArray) and self._leaf.is_sliceable:
             values = np.asarray(self._leaf[box.slices])
@@ -115,7 +112,6 @@ class HostLeaf(StagedLeaf):
         return self._whole[box.slices]
 
     def release(self) -> None:
-        """See ``StagedLeaf``."""
         self._leaf = self._whole = None
 
 
@@ -129,6 +125,54 @@ def values_of(leaf: Any, name: str) -> np.ndarray:
             f'{name}: a LazyArray of shape {leaf.shape} returned values of shape {values.shape}. Correct its shape.'
         )
     return values
+
+
+def is_on_cpu(leaf: Any) -> bool:
+    """Whether a jax.Array is on the CPU backend."""
+    return next(iter(leaf.sharding.device_set)).platform == 'cpu'
+
+
+def whole_value(leaf: Any) -> np.ndarray:
+    """The values of an inline jax.Array. One of size 0 may have no shard of its shape."""
+    if leaf.size == 0:
+        return np.empty(leaf.shape, leaf.dtype)
+    if leaf.is_fully_replicated or not leaf.is_fully_addressable:
+        if is_on_cpu(leaf):
+            # numpy.asarray(leaf) of a replicated array on the CPU is a view of its memory, in a third of the time of the
+            # branch below. JAX caches the result only if it is a copy.
+            values = np.asarray(leaf)
+            if not values.flags.owndata:
+                return values
+        return np.asarray(leaf.addressable_data(0))
+    # Not numpy.asarray(leaf): JAX caches its result, but memory that the array shares with its source may change.
+    values = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        values[shard.index] = shard.data
+    return values
+
+
+def manifest_leaves(
+    inline: Sequence[tuple[InlineWrite, Any]], arrays: Mapping[Path, StoredArray], driver: str
+) -> LeafTable:
+    """The leaves of the manifest: the staged inline ones as numpy, after their cast, and specs of the arrays."""
+    # Waits for the transfer of the inline leaves.
+    table = {write.path: _as_inline(write, value) for write, value in inline}
+    return table | {path: spec_of(array, driver) for path, array in arrays.items()}
+
+
+def _as_inline(write: InlineWrite, value: Any) -> Any:
+    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
+    if value is None:
+        return None
+    if isinstance(value, LazyArray):
+        value = values_of(value, write.name)
+    elif is_jax_array(value):
+        value = whole_value(value)
+    array = np.asarray(value)
+    if write.dtype is not None and array.dtype != write.dtype:
+        array = array.astype(write.dtype)
+    was_scalar = isinstance(write.leaf, (bool, int, float, complex, np.generic))
+    return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 
 
 def _shard_of(chunk: ChunkWrite) -> int:

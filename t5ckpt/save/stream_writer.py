@@ -26,7 +26,7 @@ from typing import Any
 from t5ckpt._version import __version__
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.step_lease import StepTakenError
-from t5ckpt.commit.strategy import begin, strategy_of, unfinished
+from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
@@ -35,13 +35,14 @@ from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.stage import Staging, StagingMode
+from t5ckpt.save.staged_leaf import manifest_leaves
 from t5ckpt.save.write import WriteJob, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -90,12 +91,12 @@ class _Taken:
     """Leaves that need not be read: their files exist already, or are linked from another checkpoint."""
 
     writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
-    digests: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict[str, 'tuple[int, str]'])
+    checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     array_bytes: int = 0
 
-    def add(self, write: ArrayWrite, files: Mapping[str, tuple[int, str]]) -> None:
+    def add(self, write: ArrayWrite, files: Mapping[str, FileEntry]) -> None:
         self.writes[write.path] = write
-        self.digests |= files
+        self.checksums |= files
         self.array_bytes += write.array.nbytes
 
 
@@ -137,11 +138,11 @@ def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
     if request.source is not None:
         header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
         facts['resume'] = digest(plan_text(plan, header).encode())
-        again = unfinished(storage, request.step, request.clock, facts)
+        again = strategy_of(storage).transaction.unfinished(storage, request.step, request.clock, facts)
     # The lock of the unfinished one is held by now, so garbage collection leaves it.
     _, index = collect(storage, request.clock)
     work = begin(storage, request.step, request.clock, facts, index) if again is None else again
-    work.replaces = request.overwrite
+    work.may_replace = request.overwrite
     if request.source is not None:
         # Stopped by the user: complete files are kept for the next attempt, or for the garbage collection of the next save.
         work.kept_after = _INTERRUPTS
@@ -160,21 +161,21 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     report = dataclasses.replace(
         report,
         arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
-        digests=report.digests | taken.digests,
+        checksums=report.checksums | taken.checksums,
     ).below(work.generation)
     _write_files(request, work)
-    digests = report.digests | {name: entry_of(data) for name, data in request.files.items()}
-    manifest = encode_manifest(unflatten(staging.manifest_leaves(report.arrays, storage.driver)))
-    checksums = write_checksums(storage, directory, 0, digests)
-    files = {MANIFEST: entry_of(manifest), join(work.generation, file_checksums_name(0)): checksums}
-    counts = {'bytes': report.file_bytes, 'files': len(report.digests)}
+    checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
+    manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
+    listed = join(work.generation, file_checksums_name(0))
+    files = {MANIFEST: entry_of(manifest), listed: write_checksums(storage, directory, 0, checksums)}
+    counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
     known = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
     try:
         locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
         work.commit(manifest, encode_sidecar(work.sidecar(known, counts, files)), locations)
     except StepTakenError as error:
         raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
-    return sum(size for size, _ in (*digests.values(), *files.values()))
+    return sum(size for size, _ in (*checksums.values(), *files.values()))
 
 
 def _write_files(request: StreamRequest, work: Transaction) -> None:
@@ -207,8 +208,8 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
     return taken
 
 
-def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, tuple[int, str]] | None:
-    """All files of a leaf with their digests, or None if one is missing."""
+def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, FileEntry] | None:
+    """All files of a leaf with their checksums, or None if one is missing."""
     names = [write.zarray, *write.chunk_files]
     sizes = {name: storage.size(join(directory, name)) for name in names}
     if any(size is None for size in sizes.values()):

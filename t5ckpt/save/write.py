@@ -5,8 +5,8 @@ without a copy (``can_reference_source_data_indefinitely``). t5ckpt writes the `
 ``assume_metadata``, so opening costs no I/O and no processes race for one metadata file. Chunks equal to the fill value are
 written, too: a missing chunk is an error when it is read, never zeros.
 
-Every chunk file gets an xxh3-64 digest, which is computed from memory (``save/codec_selection.py``). Chunks with a codec, or
-at the end of an axis, are encoded there, in one thread per core, and written from there.
+The checksum of each file is computed here, from memory, before the file is written. Chunks with a codec, or at the end of an
+axis, are encoded before (``save/encoding.py``), in one thread per core.
 
 A save in the background writes large chunks with O_DIRECT (``storage/direct_io.py``). Chunks that the previous checkpoint holds
 already are linked or copied (``save/chunk_reuse.py``).
@@ -38,11 +38,12 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
-from t5ckpt.save.codec_selection import CodecSelection, encode_chunk, plain_entry
+from t5ckpt.save.encoding import CodecSelection, encode_chunk, is_encoded
 from t5ckpt.save.stage import StagedWave, Staging
 from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors
@@ -59,7 +60,7 @@ class WriteReport:
 
     Attributes:
       arrays: the stored arrays by leaf, with the codec that was used.
-      digests: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
+      checksums: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       array_bytes: bytes of array values, uncompressed.
       linked_bytes: how many of them were linked from the previous checkpoint.
       file_versions: of the files as they were written, see ``PreviousCheckpoint``.
@@ -67,7 +68,7 @@ class WriteReport:
     """
 
     arrays: dict[Path, StoredArray]
-    digests: dict[str, tuple[int, str]]
+    checksums: dict[str, FileEntry]
     array_bytes: int
     linked_bytes: int
     file_versions: dict[str, Any]
@@ -76,7 +77,7 @@ class WriteReport:
     @property
     def file_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(size for size, _ in self.digests.values())
+        return sum(size for size, _ in self.checksums.values())
 
     def below(self, directory: str) -> WriteReport:
         """The report with the names that arrays and files have from the parent of the directory; '' changes nothing."""
@@ -86,8 +87,8 @@ class WriteReport:
             path: dataclasses.replace(array, location=join(directory, array.location))
             for path, array in self.arrays.items()
         }
-        digests = {join(directory, name): entry for name, entry in self.digests.items()}
-        return dataclasses.replace(self, arrays=arrays, digests=digests)
+        checksums = {join(directory, name): entry for name, entry in self.checksums.items()}
+        return dataclasses.replace(self, arrays=arrays, checksums=checksums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +134,10 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     finally:
         writer.close()
     expected = staging.chunk_count + (staging.array_count if job.is_leader else 0)
-    if len(writer.digests) != expected:
-        raise SaveFailedError(f'{len(writer.digests)} files were written, {expected} planned; nothing is committed.')
+    if len(writer.checksums) != expected:
+        raise SaveFailedError(f'{len(writer.checksums)} files were written, {expected} planned; nothing is committed.')
     return WriteReport(
-        writer.arrays, writer.digests, writer.total, writer.linked, writer.file_versions(), writer.reused.values
+        writer.arrays, writer.checksums, writer.total, writer.linked, writer.file_versions(), writer.reused.values
     )
 
 
@@ -168,17 +169,17 @@ class _Writer:
         self._selection = CodecSelection(job.storage) if job.selection is None else job.selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
-        self._copies = ByteBudget(_COPIED_BYTES)
+        self._copy_budget = ByteBudget(_COPIED_BYTES)
         self._done = 0
         self._started = time.monotonic()
         self.total = staging.total_bytes
         self.linked = 0
         self.arrays: dict[Path, StoredArray] = {}
-        self._written: dict[str, tuple[int, str]] = {}
+        self._written: dict[str, FileEntry] = {}
 
     @property
-    def digests(self) -> dict[str, tuple[int, str]]:
-        """Size and digest of each file, written or linked."""
+    def checksums(self) -> dict[str, FileEntry]:
+        """Size and checksum of each file, written or linked."""
         return self._written | self.reused.files
 
     def write_wave(self, wave: StagedWave) -> None:
@@ -198,7 +199,7 @@ class _Writer:
         """
         previous = self._job.previous
         for key in [write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files:
-            entry = None if previous is None else previous.digests.get(key)
+            entry = None if previous is None else previous.checksums.get(key)
             if previous is None or entry is None or not self.reused.link(key, entry):
                 if write.leaf.is_deleted():
                     where = self._storage.url(join('' if previous is None else previous.directory, key))
@@ -226,7 +227,8 @@ class _Writer:
                 if number == 0:
                     self._begin_array(write, data)
                 # To be copied by a later save, a chunk needs a version, which TensorStore's arrays do not return.
-                entry = None if self._copies_inside else plain_entry(self.arrays[write.path], data)
+                is_plain = not self._copies_inside and not is_encoded(self.arrays[write.path], data)
+                entry = (data.nbytes, digest(data)) if is_plain else None
                 if self._is_linked(write, key, data, entry):
                     self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
@@ -316,7 +318,7 @@ class _Writer:
     def _admit_copy(self, data: np.ndarray) -> int:
         """Waits until the copy of a chunk that is not contiguous in its shard fits; returns its bytes, or 0."""
         copied = data.nbytes if data.base is None else 0
-        while copied and not self._copies.try_acquire(copied):
+        while copied and not self._copy_budget.try_acquire(copied):
             self._finish_next()
         return copied
 
@@ -343,7 +345,7 @@ class _Writer:
     def _release(self, item: _InFlight) -> None:
         if item.size:
             self._budget.release(item.size)
-        self._copies.release(item.copied)
+        self._copy_budget.release(item.copied)
 
     def _count(self, size: int, *, linked: bool = False) -> None:
         self._done += size
@@ -370,7 +372,7 @@ class _Writer:
         """The versions of all files. Detects a file whose rename was lost without an error."""
         if self._copies_inside:
             return self.reused.versions
-        versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.digests}
+        versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.checksums}
         for key in [key for key, version in versions.items() if version is None]:
             if self._storage.known_size(join(self._job.directory, key)) is None:
                 where = self._storage.url(join(self._job.directory, key))

@@ -143,7 +143,7 @@ class Storage(ABC):
         """Returns the size of a file in bytes, or None if it does not exist. On an object store this reads the file."""
 
     def known_size(self, key: str) -> int | None:
-        """``size``, without reading the file: -1 on an object store."""
+        """The size of a file, or None if it does not exist; -1 on an object store, where only :meth:`size` finds it."""
         return self.size(key)
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:

@@ -1,7 +1,8 @@
-"""The steps of both tiers, and their facts; the deletion of a step from both."""
+"""The steps of both tiers, and their facts; the step to restore, in a job of one process; the deletion of a step from both."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,15 +18,34 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.policies import KeepPolicy, StepInfo
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.choose import Choice, choose
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.one_tier import StepCatalog
 from t5ckpt.tiers.part import is_incomplete
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
 
 
-class TierCatalog:
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The step to restore.
+
+    Attributes:
+      step: its number; None if no tier has a step.
+      is_local: whether it is read from the local directory.
+    """
+
+    step: int | None
+    is_local: bool
+
+
+def _newest(local: Collection[int], run: Collection[int], step: int | None = None) -> Choice:
+    """The requested step, or else the newest one that a tier has; the local one if both have it."""
+    newest = max([*local, *run], default=None) if step is None else step
+    return Choice(newest, newest in local)
+
+
+class TierCatalog(StepCatalog):
     """The complete steps of the local directory and of the run's storage.
 
     Attributes:
@@ -94,11 +114,10 @@ class TierCatalog:
         return [] if self._has_parts() else [step for step in self.local_steps() if is_incomplete(self.local, step)]
 
     def parts(self) -> list[int]:
-        """The steps of which this process may have a part, in a job of several, ascending."""
         try:
             return self.local_steps()
         except T5CkptError:
-            # Of this process alone. The restore that follows raises it in all of them.
+            # The restore that follows raises the error in all processes.
             return []
 
     def steps(self) -> list[int]:
@@ -108,12 +127,10 @@ class TierCatalog:
         return sorted({*local, *self._query_run(lambda: steps_in(self.run), lambda: local or None)})
 
     def dataset_steps(self) -> list[int]:
-        """The steps with states of data iterators, ascending."""
         local = dataset_steps_in(self.local) if self._opened() else []
         return sorted({*local, *self._query_run(lambda: dataset_steps_in(self.run), lambda: local or None)})
 
     def to_restore(self) -> list[int]:
-        """The steps of both tiers that ``restore_or_init`` tries, ascending."""
         local = self.local_steps()
 
         def of_run() -> list[int]:
@@ -133,15 +150,13 @@ class TierCatalog:
             return [] if found is None else [found.step]
 
         run = self._query_run(newest_of_run, lambda: [] if local else None)
-        own = choose([each for each in local if each not in foreign], run, step)
-        return choose(local, run) if own.step is None else own
+        own = _newest([each for each in local if each not in foreign], run, step)
+        return _newest(local, run) if own.step is None else own
 
     def latest(self) -> int | None:
-        """The largest step, or None."""
         return self.choose(None).step
 
     def storage_with(self, step: int) -> Storage:
-        """The local directory if it has a step, or else the run's storage."""
         return self.local if _has(self.local, step) else self.run
 
     def unusable(self) -> dict[int, str]:

@@ -1,13 +1,14 @@
-"""The one tier of a checkpointer without a local directory: the run's storage."""
+"""What a checkpointer asks of its tiers; and the one tier of a checkpointer without a local directory: the run's storage."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import NoEffectWarning
@@ -16,47 +17,119 @@ from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 
 
-class RunCatalog:
+class StepCatalog(ABC):
+    """The complete steps of all tiers."""
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The steps, ascending."""
+
+    @abstractmethod
+    def latest(self) -> int | None:
+        """The largest step, or None."""
+
+    @abstractmethod
+    def dataset_steps(self) -> list[int]:
+        """The steps with states of data iterators, ascending."""
+
+    @abstractmethod
+    def to_restore(self) -> list[int]:
+        """The steps that ``restore_or_init`` tries, ascending."""
+
+    @abstractmethod
+    def parts(self) -> list[int]:
+        """The steps of which this process may have a part, in a job of several, ascending."""
+
+    @abstractmethod
+    def storage_with(self, step: int) -> Storage:
+        """The first tier that has a step, or else the run's storage."""
+
+
+class RunCatalog(StepCatalog):
     """The complete steps of the run's storage."""
 
     def __init__(self, storage: Storage):
         self._storage = storage
 
     def steps(self) -> list[int]:
-        """The steps, ascending."""
         return steps_in(self._storage)
 
     def latest(self) -> int | None:
-        """The largest step, or None."""
         found = newest(self._storage)
         return None if found is None else found.step
 
     def dataset_steps(self) -> list[int]:
-        """The steps with states of data iterators, ascending."""
         return dataset_steps_in(self._storage)
 
     def to_restore(self) -> list[int]:
-        """The steps that ``restore_or_init`` tries, ascending."""
         return listing(self._storage).to_restore
 
     def parts(self) -> list[int]:
-        """The steps of which this process has a part: none."""
         return []
 
     def storage_with(self, step: int) -> Storage:  # noqa: ARG002
-        """The storage that has a step."""
         return self._storage
 
 
-class OneTier:
-    """The run's storage; :class:`t5ckpt.tiers.tiers.Tiers` has the same methods.
+class StepTiers(ABC):
+    """Where the steps of one checkpointer are.
 
     Attributes:
-      local: the storage that saves write to, which is the run's.
-      retention: of the run.
-      catalog: the steps of the run.
+      local: the storage that saves write to.
+      retention: of that storage.
+      catalog: the steps of all tiers.
       facts: of these steps.
     """
+
+    local: Storage
+    retention: Retention
+    catalog: StepCatalog
+    facts: RunFacts
+
+    @abstractmethod
+    def begin_save(self) -> None:
+        """Makes the storage that saves write to ready, in the caller's thread.
+
+        Raises:
+          LocalDirError: the local directory is in use, or of another run.
+        """
+
+    @abstractmethod
+    def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
+        """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
+
+    @abstractmethod
+    def wait_until_persisted(self, step: int | None) -> None:
+        """Waits for the upload of a step; None waits for all that wait.
+
+        Raises:
+          NotPersistedError: it failed, or the step is not uploaded.
+          LocalDirError: the local directory is of another run.
+        """
+
+    @abstractmethod
+    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:
+        """Restores a step; ``run`` carries out a request. ``has_iterator``: there is a data iterator."""
+
+    @abstractmethod
+    def prefetch(self) -> None:
+        """Begins to fetch the newest step in the background."""
+
+    @abstractmethod
+    def delete(self, step: int) -> None:
+        """Deletes a step from all tiers, and ends its upload; see :func:`delete_step`."""
+
+    @abstractmethod
+    def delete_part(self, step: int) -> None:
+        """Deletes the local part of a step, which process 0 has deleted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for the uploads, unless the run's storage fails; the next start uploads what is left. Releases the lock."""
+
+
+class OneTier(StepTiers):
+    """The run's storage alone."""
 
     def __init__(self, run: Storage, retention: Retention, clock: Clock, notices: Notices):
         """Reads nothing."""
@@ -67,30 +140,26 @@ class OneTier:
         self._notices = notices
 
     def begin_save(self) -> None:
-        """Does nothing: the save makes its directory."""
+        pass
 
     def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:  # noqa: ARG002
-        """The request, which writes to the run's storage."""
         return request
 
     def wait_until_persisted(self, step: int | None) -> None:
-        """Does nothing: a save that ended is in the run's storage."""
+        pass
 
     def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:  # noqa: ARG002
-        """Restores a step of the run; ``run`` carries out a request."""
         return run(request)
 
     def prefetch(self) -> None:
-        """Warns that there is nothing to fetch ahead."""
         text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'
         self._notices.warn('prefetch', NoEffectWarning(text))
 
     def delete(self, step: int) -> None:
-        """Deletes a step, see :func:`delete_step`."""
         delete_step(self.local, step, self._clock)
 
     def delete_part(self, step: int) -> None:
-        """Does nothing: process 0 has deleted the step."""
+        pass
 
     def close(self) -> None:
-        """Does nothing."""
+        pass

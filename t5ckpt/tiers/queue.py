@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from t5ckpt.core.thread_pool import start_thread
@@ -32,8 +33,47 @@ class UploadOutdated(UploadStopped):
     """The step is being overwritten; its upload begins again."""
 
 
-class UploadQueue:
-    """Uploads steps in a thread. Its methods are called from any thread."""
+class StepUploads(ABC):
+    """The uploads of one process. Its methods are called from any thread.
+
+    Attributes:
+      refusal: why nothing is uploaded at all, or None.
+    """
+
+    refusal: LocalDirError | None = None
+
+    @abstractmethod
+    def is_uploading(self) -> bool:
+        """Whether this process is sending files."""
+
+    @abstractmethod
+    def add(self, steps: Iterable[int]) -> None:
+        """Adds steps, and drops those that are older than the newest one and are not being uploaded."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UploadStopped if the running upload is to end."""
+
+    @abstractmethod
+    def cancel(self, step: int) -> None:
+        """Ends the upload of a step, and forgets that it waits; returns when nothing reads its files."""
+
+    @abstractmethod
+    def wait(self, step: int | None) -> None:
+        """Waits until a step is uploaded; None waits for all.
+
+        Raises:
+          NotPersistedError: an attempt that ended during this wait failed, or the step was dropped.
+          LocalDirError: the local directory is of another run.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the thread, after the files that are on their way; the other files stay for the next upload."""
+
+
+class UploadQueue(StepUploads):
+    """Uploads steps in a thread, in a job of one process or in process 0."""
 
     def __init__(self, upload: Callable[[int], None], drop: Callable[[int], None], target: str):
         """Starts nothing.
@@ -55,15 +95,11 @@ class UploadQueue:
         self._wakes = 0
         self._dropped: dict[int, str] = {}
         self._process = os.getpid()
-        self.refusal: LocalDirError | None = None
-        """Why nothing is uploaded at all."""
 
     def is_uploading(self) -> bool:
-        """Whether an upload is running."""
         return self._current is not None
 
     def add(self, steps: Iterable[int]) -> None:
-        """Adds steps, and drops those that are older than the newest one and are not being uploaded."""
         with self._condition:
             self._waiting |= set(steps)
             for step in self._waiting:
@@ -161,12 +197,10 @@ class UploadQueue:
         return True
 
     def check(self) -> None:
-        """Raises UploadStopped if the running upload is to end."""
         if self._is_cancelled or self._is_stopped:
             raise UploadStopped
 
     def cancel(self, step: int) -> None:
-        """Ends the upload of a step, and forgets that it waits; returns when nothing reads its files."""
         with self._condition:
             self._waiting.discard(step)
             self._is_cancelled = self._current == step
@@ -174,12 +208,6 @@ class UploadQueue:
                 self._condition.wait(_LOOK_SECONDS)
 
     def wait(self, step: int | None) -> None:
-        """Waits until a step is uploaded; None waits for all.
-
-        Raises:
-          NotPersistedError: an attempt that ended during this wait failed, or the step was dropped.
-          LocalDirError: the local directory is of another run.
-        """
         if os.getpid() != self._process:
             return
         with self._condition:
@@ -201,7 +229,6 @@ class UploadQueue:
             raise NotPersistedError(f'step {step} was not uploaded to {self._target}: {reason}.')
 
     def stop(self) -> None:
-        """Ends the thread, after the files that are on their way; the other files stay for the next upload."""
         with self._condition:
             self._is_stopped = True
             self._condition.notify_all()

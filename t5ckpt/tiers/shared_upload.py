@@ -2,8 +2,7 @@
 
 Process 0 decides which step is uploaded, and sends orders to the others: numbered keys of the coordination service, in a
 channel of their own. The other processes wait for orders in a thread, without a barrier and without a time-out, since an upload
-may take hours. An order is answered when the files are in the run's storage. The last order is the end, from ``close`` in
-process 0.
+may take hours. An order is answered when the files are in the run's storage. The last order is :class:`Close`.
 
 If the disk of one process of the save is lost, the others upload the files of its list, see ``tiers/lost_files.py``, and process
 0 writes the list, whose checksum is in the sidecar.
@@ -12,92 +11,33 @@ If the disk of one process of the save is lost, the others upload the files of i
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-from t5ckpt.commit.strategy import resume
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import Pool, start_thread
-from t5ckpt.distributed.processes import Processes, ServiceError
-from t5ckpt.errors import LocalDirError, NotPersistedError, StorageError, T5CkptError
+from t5ckpt.distributed.processes import ServiceError
+from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.lost_files import LostFiles, pack, unpack
+from t5ckpt.tiers.lost_files import pack, unpack
+from t5ckpt.tiers.orders import Answer, Close, Ended, Failed, Order, Orders, Upload
 from t5ckpt.tiers.part import Part
-from t5ckpt.tiers.queue import UploadStopped
+from t5ckpt.tiers.queue import StepUploads, UploadStopped
 from t5ckpt.tiers.upload import NotUploadableError
 
 _log = logging.getLogger('t5ckpt')
 _WORKERS = 4
-_POLL_SECONDS = 5.0
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 2.0
-_CALL_SECONDS = 60.0
-
-
-class Orders:
-    """The messages of process 0 to the others about uploads. Safe from any thread.
-
-    Attributes:
-      processes: of the job.
-      lost: what this process uploads in place of a lost disk.
-    """
-
-    def __init__(self, processes: Processes, prefix: str, lost: LostFiles):
-        """Takes a prefix of keys that nothing else uses."""
-        self.processes = processes
-        self.lost = lost
-        self._prefix = f'{prefix}/uploads'
-        self._guard = threading.Lock()
-        self._next = self._removed = 0
-
-    def send(self, order: dict[str, Any]) -> int:
-        """Sends an order; returns its number."""
-        with self._guard:
-            number, self._next = self._next, self._next + 1
-            self.processes.put(f'{self._prefix}/order/{number}', json.dumps(order).encode(), _CALL_SECONDS)
-        return number
-
-    def receive(self) -> tuple[int, dict[str, Any]] | None:
-        """Waits for the next order; None if there is none within a few seconds."""
-        try:
-            data = self.processes.get(f'{self._prefix}/order/{self._next}', _POLL_SECONDS)
-        except TimeoutError:
-            return None
-        number, self._next = self._next, self._next + 1
-        return number, json.loads(data)
-
-    def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Answers an order."""
-        key = f'{self._prefix}/answer/{number}/{self.processes.index}'
-        self.processes.put(key, json.dumps(answer).encode(), _CALL_SECONDS)
-
-    def answers(self, number: int) -> list[dict[str, Any]]:
-        """The answers to an order so far. When all are there, removes the orders up to it."""
-        found = self.processes.get_all(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
-        if len(found) == self.processes.count - 1:
-            for old in range(self._removed, number + 1):
-                self.processes.remove(f'{self._prefix}/order/{old}', _CALL_SECONDS)
-            self.processes.remove(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
-            self._removed = number + 1
-        return [json.loads(data) for data in found.values()]
-
-    def stop(self, number: int) -> None:
-        """Ends the work of the others on an order."""
-        self.processes.put(f'{self._prefix}/stop/{number}/0', b'1', _CALL_SECONDS)
-
-    def is_stopped(self, number: int) -> bool:
-        """Whether process 0 has called :meth:`stop`."""
-        return bool(self.processes.get_all(f'{self._prefix}/stop/{number}', _CALL_SECONDS))
 
 
 def send_lists(
@@ -174,13 +114,12 @@ class Leader:
         """
         run, part = self._run, Part.read(self._local, step)
         facts = writer_facts() | {'resume': digest(part.manifest + part.sidecar)}
-        with resume(run, step, self._clock, facts) as work:
-            work.replaces = replaces
+        with strategy_of(run).transaction.resume(run, step, self._clock, facts) as work:
+            work.may_replace = replaces
             work.kept_after = (T5CkptError, UploadStopped)
             # One file is the record of this upload.
             again = len([*itertools.islice(run.walk(work.directory), 2)]) > 1
-            order = {'upload': step, 'save': part.save, 'directory': work.directory, 'again': again}
-            number = self.orders.send(order)
+            number = self.orders.send(Upload(step, part.save, work.directory, again))
             try:
                 lost = self.orders.lost.of(part)
                 nbytes = send_lists(part, run, work.directory, pace, lost, again=again)
@@ -191,17 +130,15 @@ class Leader:
                 raise
             self._check(answers, part)
             if lost is not None:
-                nbytes += self._write_lost_list(
-                    work.directory, part, [lost, *(unpack(each['lost']) for each in answers)]
-                )
+                nbytes += self._write_lost_list(work.directory, part, [lost, *(unpack(each.lost) for each in answers)])
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
             work.commit(part.manifest, part.sidecar, sorted({*grids, *parents_of(names)}))
-        return nbytes + sum(answer['nbytes'] for answer in answers)
+        return nbytes + sum(answer.nbytes for answer in answers)
 
-    def _answers(self, number: int, pace: Callable[[int], None]) -> list[dict[str, Any]]:
+    def _answers(self, number: int, pace: Callable[[int], None]) -> list[Answer]:
         pause = _LOOK_SECONDS
-        while len(answers := self.orders.answers(number)) < self.orders.processes.count - 1:
+        while len(answers := self.orders.collect_answers(number)) < self.orders.processes.count - 1:
             pace(0)
             if not threading.main_thread().is_alive():
                 raise UploadStopped
@@ -219,14 +156,12 @@ class Leader:
         self._run.write(join(directory, name), data)
         return len(data)
 
-    def _check(self, answers: list[dict[str, Any]], part: Part) -> None:
+    def _check(self, answers: list[Answer], part: Part) -> None:
         """Raises for an answer that is an error, or if a list was on no disk."""
         for answer in answers:
-            if 'fatal' in answer:
-                raise NotUploadableError(answer['fatal'])
-            if 'error' in answer:
-                raise StorageError(0, answer['error'])
-        there = {index for answer in answers for index in answer['lists']} | {*part.complete_lists()}
+            if answer.error:
+                raise NotUploadableError(answer.error) if answer.is_fatal else StorageError(0, answer.error)
+        there = {index for answer in answers for index in answer.lists} | {*part.complete_lists()}
         missing = sorted(
             set(range(part.count)) - there - {self.orders.lost.index if self.orders.lost.save == part.save else -1}
         )
@@ -236,10 +171,8 @@ class Leader:
             )
 
 
-class Follower:
-    """Carries out the orders of process 0, in a thread; has the methods of :class:`UploadQueue`."""
-
-    refusal: LocalDirError | None = None
+class Follower(StepUploads):
+    """Carries out the orders of process 0, in a thread."""
 
     def __init__(
         self,
@@ -277,20 +210,18 @@ class Follower:
             self._ended.set()
 
     def is_uploading(self) -> bool:
-        """Whether this process is sending files."""
         return self._is_uploading
 
     def add(self, steps: Iterable[int]) -> None:
-        """Does nothing: process 0 decides."""
+        """Does nothing, as ``check`` and ``cancel``: process 0 decides."""
 
     def check(self) -> None:
-        """Does nothing: process 0 decides."""
+        pass
 
     def cancel(self, step: int) -> None:
-        """Does nothing: process 0 decides."""
+        pass
 
     def wait(self, step: int | None) -> None:
-        """As :meth:`UploadQueue.wait`."""
         with self._condition:
             failed = self._failed_attempts
             while not (self._ended.is_set() or self._has_left) and (
@@ -311,7 +242,6 @@ class Follower:
         self._has_left = True
 
     def stop(self) -> None:
-        """Waits until process 0 ends the uploads."""
         while not self._has_left and os.getpid() == self._process and not self._ended.wait(0.5):
             pass
 
@@ -321,7 +251,7 @@ class Follower:
                 received = self._orders.receive()
                 if received is None:
                     continue
-                if 'end' in received[1]:
+                if isinstance(received[1], Close):
                     return
                 self._carry_out(*received)
         except (ServiceError, TimeoutError) as error:
@@ -332,27 +262,26 @@ class Follower:
             with self._condition:
                 self._condition.notify_all()
 
-    def _carry_out(self, number: int, order: dict[str, Any]) -> None:
-        if 'upload' in order:
+    def _carry_out(self, number: int, order: Order) -> None:
+        if isinstance(order, Upload):
             self._is_uploading = True
             self._orders.answer(number, self._upload(number, order))
             self._is_uploading = False
             return
         with self._condition:
-            if 'failed' in order:
+            if isinstance(order, Failed):
                 self._failed_attempts += 1
-                self._error = order['failed']
-            else:
-                step, why = order['step'], order['dropped']
-                if why:
-                    self._dropped[step] = why
+                self._error = order.text
+            elif isinstance(order, Ended):
+                if order.why:
+                    self._dropped[order.step] = order.why
                 try:
-                    self._end(step, order.get('save'))
+                    self._end(order.step, order.save)
                 except Exception:  # noqa: BLE001 - the next start drops it
-                    _log.exception('t5ckpt: step %d could not be forgotten', step)
+                    _log.exception('t5ckpt: step %d could not be forgotten', order.step)
             self._condition.notify_all()
 
-    def _upload(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
+    def _upload(self, number: int, order: Upload) -> Answer:
         def check() -> None:
             if self._has_left:
                 raise UploadStopped
@@ -363,20 +292,20 @@ class Follower:
 
         try:
             check()
-            part = Part.read(self._local, order['upload'])
-            if part.save != order['save']:
-                return {'lists': [], 'nbytes': 0, 'lost': pack({})}
-            lost, again = self._orders.lost.of(part), order['again']
+            part = Part.read(self._local, order.step)
+            if part.save != order.save:
+                return Answer(lost=pack({}))
+            lost = self._orders.lost.of(part)
             nbytes = send_lists(
-                part, self._run, order['directory'], lambda size: self._pace(size, check), lost, again=again
+                part, self._run, order.directory, lambda size: self._pace(size, check), lost, again=order.again
             )
             text = pack(lost or {})
         except NotUploadableError as error:
-            return {'fatal': str(error)}
+            return Answer(error=str(error), is_fatal=True)
         except UploadStopped:
-            return {'error': f'process {self._orders.processes.index} has stopped the upload'}
+            return Answer(error=f'process {self._orders.processes.index} has stopped the upload')
         except ServiceError:
             raise
         except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
-            return {'error': f'process {self._orders.processes.index}: {type(error).__name__}: {error}'}
-        return {'lists': part.complete_lists(), 'nbytes': nbytes, 'lost': text}
+            return Answer(error=f'process {self._orders.processes.index}: {type(error).__name__}: {error}')
+        return Answer(part.complete_lists(), nbytes, text)

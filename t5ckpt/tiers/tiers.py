@@ -23,22 +23,16 @@ from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep, candidates
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
+from t5ckpt.tiers.one_tier import StepTiers
+from t5ckpt.tiers.orders import Orders
 from t5ckpt.tiers.provide import completed
 from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
-from t5ckpt.tiers.several import SharedRestore
-from t5ckpt.tiers.shared_upload import Orders
+from t5ckpt.tiers.shared_restore import SharedRestore
 from t5ckpt.tiers.uploads import Uploads
 
 
-class Tiers:
-    """The local directory and the run's storage; :class:`OneTier` has the same methods.
-
-    Attributes:
-      local: the storage that saves write to.
-      retention: of the local directory.
-      catalog: the steps of both tiers.
-      facts: of the steps of both tiers.
-    """
+class Tiers(StepTiers):
+    """The local directory and the run's storage."""
 
     def __init__(
         self,
@@ -65,10 +59,10 @@ class Tiers:
         self._coordinator = coordinator
         self._dir = LocalDir(self.local, run, options.keep, read_only=read_only)
         self.retention = Retention(self.local, KeepLatest(options.keep), clock)
-        self.catalog = self.facts = TierCatalog(
+        self.catalog = self.facts = self._catalog = TierCatalog(
             self._dir, self._open, self.retention, of_run, clock, has_parts=lambda: not self._is_single
         )
-        self._uploads = Uploads(options, self._dir, self.catalog)
+        self._uploads = Uploads(options, self._dir, self._catalog)
         self._prefetch: Prefetch | None = None
         self._has_joined = False
 
@@ -103,7 +97,7 @@ class Tiers:
             if self._read_only:
                 raise UnsupportedTopologyError(
                     'local_dir with read_only=True is for jobs of one process. Leave local_dir out, to read '
-                    f'{self.catalog.run.url()}.'
+                    f'{self._catalog.run.url()}.'
                 )
             self._open(create=True)
             vote = {'id': self._dir.known_id(), 'waiting': self._uploads.waiting_parts()}
@@ -144,15 +138,11 @@ class Tiers:
     def _find_lost_files(self, step: int, save: str, index: int, sender: int) -> LostFiles | None:
         """Finds the files of a step of which one disk is lost, and makes a part on each disk that has none."""
         part, rounds = self._uploads.part_of(step, save), functools.partial(self._coordinator.round, 'the uploads')
-        part = completed(rounds(), part, self.local, step, sender, self.catalog.clock)
+        part = completed(rounds(), part, self.local, step, sender, self._catalog.clock)
         return find_lost_files(rounds(), part, index)
 
     def begin_save(self) -> None:
-        """Creates, locks and checks the local directory, in the caller's thread.
-
-        Raises:
-          LocalDirError: it is in use, or of another run.
-        """
+        """Creates, locks and checks the local directory."""
         self._uploads.check_not_refused()
         if self._is_single:
             self._open(create=True)
@@ -160,7 +150,6 @@ class Tiers:
             self._join()
 
     def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
-        """The request of a local save, whose commit is followed by the upload if the persist policy takes the step."""
         step, call = request.step, request.call
         return dataclasses.replace(
             request,
@@ -170,31 +159,23 @@ class Tiers:
         )
 
     def wait_until_persisted(self, step: int | None) -> None:
-        """Waits for the upload of a step; None waits for all that wait.
-
-        Raises:
-          NotPersistedError: it failed, or the step is not uploaded.
-          LocalDirError: the local directory is of another run.
-        """
         self._open()
         self._uploads.wait(step)
 
     def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:
-        """Restores a step of either tier; ``run`` carries out a request. ``has_iterator``: there is a data iterator."""
         if request.call.path is not None:
             return run(request)
         if self._prefetch is not None:
             self._prefetch.wait()
         if not self._is_single:
             self._join()
-            several = SharedRestore(self.catalog, self._coordinator, self._uploads.drop)
-            return several.restore(request, run, has_iterator=has_iterator)
-        return restore_from_tiers(self.catalog, request, run)
+            shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop)
+            return shared.restore(request, run, has_iterator=has_iterator)
+        return restore_from_tiers(self._catalog, request, run)
 
     def prefetch(self) -> None:
-        """Begins to fetch the newest step in the background."""
         if self._prefetch is None:
-            self._prefetch = Prefetch(self.catalog, self._begin_fetch, is_shared=not self._is_single)
+            self._prefetch = Prefetch(self._catalog, self._begin_fetch, is_shared=not self._is_single)
 
     def _begin_fetch(self) -> None:
         """As :meth:`begin_save`, also with a record, for a step that comes from the run's storage."""
@@ -202,18 +183,15 @@ class Tiers:
         self._dir.ensure_record()
 
     def delete_part(self, step: int) -> None:
-        """Deletes the local part of a step, which process 0 has deleted."""
         if has_step(self.local, step):
-            delete_step(self.local, step, self.catalog.clock, even_waiting=True)
+            delete_step(self.local, step, self._catalog.clock, even_waiting=True)
 
     def delete(self, step: int) -> None:
-        """Deletes a step from both tiers, and ends its upload; see :meth:`TierCatalog.delete`."""
         self._open()
         with self._uploads.without(step):
-            self.catalog.delete(step)
+            self._catalog.delete(step)
 
     def close(self) -> None:
-        """Waits for the uploads, unless the run's storage fails; the next start uploads what is left. Releases the lock."""
         try:
             if self._prefetch is not None:
                 self._prefetch.stop()

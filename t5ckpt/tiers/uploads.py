@@ -21,10 +21,11 @@ from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.orders import Close, Ended, Failed, Orders
 from t5ckpt.tiers.part import Part
-from t5ckpt.tiers.queue import UploadOutdated, UploadQueue
+from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
-from t5ckpt.tiers.shared_upload import Follower, Leader, Orders
+from t5ckpt.tiers.shared_upload import Follower, Leader
 from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
 
 _log = logging.getLogger('t5ckpt')
@@ -44,7 +45,7 @@ class Uploads:
         self._last_saved: int | None = None
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
         self._limit = RateLimit(options.gbps)
-        self._queue: UploadQueue | Follower = UploadQueue(self._upload, self._forget, self.run.url())
+        self._queue: StepUploads = UploadQueue(self._upload, self._forget, self.run.url())
         # Of a job of several processes, in process 0.
         self._leader: Leader | None = None
         self._has_resumed = False
@@ -160,7 +161,7 @@ class Uploads:
             nbytes = upload(self.local, self.run, step, copy, self.clock, overwrite=overwrite)
         except (StorageError, StepTakenError) as error:
             if leader is not None:
-                leader.orders.send({'failed': f'step {step} is not in {self.run.url()} yet: {error}'})
+                leader.orders.send(Failed(f'step {step} is not in {self.run.url()} yet: {error}'))
             raise
         except NotUploadableError as error:
             if not self._intents.is_of(step, save):
@@ -170,7 +171,7 @@ class Uploads:
         if not self._intents.drop(step, save):
             raise UploadOutdated
         if leader is not None:
-            leader.orders.send({'step': step, 'dropped': '', 'save': save})
+            leader.orders.send(Ended(step, save=save))
         seconds = self._schedule.upload_seconds = time.monotonic() - started
         _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self.run.url(), nbytes, seconds)
         try:
@@ -187,7 +188,7 @@ class Uploads:
         """Forgets that a step waits, in all processes; in process 0."""
         self._intents.drop(step)
         if self._leader is not None:
-            self._leader.orders.send({'step': step, 'dropped': why})
+            self._leader.orders.send(Ended(step, why))
 
     def _end(self, step: int, save: str | None) -> None:
         """Forgets that a step waits, in the other processes."""
@@ -238,7 +239,7 @@ class Uploads:
             self._queue.stop()
             if self._leader is not None:
                 with contextlib.suppress(ServiceError, TimeoutError):
-                    self._leader.orders.send({'end': True})
+                    self._leader.orders.send(Close())
                 self._leader = None
             left = self._waiting()
             if left:

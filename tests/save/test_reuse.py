@@ -13,7 +13,7 @@ from support.states import key_of
 
 import t5ckpt
 from t5ckpt.format.codecs import BIT_LZ4, BIT_ZSTD
-from t5ckpt.save.codec_selection import CodecSelection, beginning_of
+from t5ckpt.save.encoding import CodecSelection, beginning_of
 from t5ckpt.storage.open import open_storage
 
 

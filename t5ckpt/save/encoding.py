@@ -1,4 +1,4 @@
-"""Chooses the codec of each leaf for ``compression='auto'``, and encodes chunks in memory.
+"""Encodes chunks in memory, and chooses the codec of each leaf for ``compression='auto'``.
 
 A sample of 256 KiB from the leaf's first chunk is encoded with each candidate, on one core. Encoding and writing overlap, so a
 byte of the leaf takes the longer of
@@ -9,15 +9,15 @@ byte of the leaf takes the longer of
 and the codec with the shortest time is used. The candidates are tried from the one that takes the least processor time: none,
 bit-shuffled lz4, bit-shuffled zstd, zstd. Each has to save a twentieth of the time of no codec.
 
-The storage's rate is that of this run's own saves; before the first one, a typical rate of its kind. If a codec limits a save,
-the measured rate is too low, and a faster disk is recognized only once a leaf without a codec is written.
+The rate of the storage is measured in the saves of this run; before the first one, it is a typical rate of its kind. If a codec
+limits a save, the measured rate is too low, and a faster disk is recognized only once a leaf without a codec is written.
 
 A leaf keeps the codec of the previous checkpoint while it saves a third of the time of no codec, and otherwise until another one
 takes less than two thirds of its time, so that unchanged chunks stay equal and can be linked.
 
-Chunks are encoded in memory, so that their checksums are known before they are written. numcodecs encodes with blosc and zstd in
-the calling thread (``format/codecs.py``). TensorStore encodes everything else, into a store in memory: other codecs, and dtypes
-with less than a byte per element.
+Chunks are encoded in memory, so that ``save/write.py`` computes their checksums before it writes them. numcodecs encodes with
+blosc and zstd in the calling thread (``format/codecs.py``). TensorStore encodes everything else, into a store in memory: other
+codecs, and dtypes with less than a byte per element.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD, encode, is_native
 from t5ckpt.format.dtypes import name_of, zarr_typestr
-from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
@@ -45,7 +43,7 @@ from t5ckpt.tree.leaves import is_jax_array
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
 _SLICES = 4
-# Of the samples of all leaves together: on the device of the first shard until the save has ended.
+# The samples of all leaves together stay on the device of the first shard until the save has ended.
 _SAMPLES_BYTES = 64 * 2**20
 # The first turn loads the library and touches new memory; others are interrupted on a busy machine.
 _TURNS = 3
@@ -54,7 +52,7 @@ _WORTH_CHANGING = 2 / 3
 # Bytes per second: a network disk of a cloud, and one host's connection to a bucket.
 _TYPICAL_DISK = 5e8
 _TYPICAL_BUCKET = 2e8
-# The rate of a smaller save is that of its requests.
+# A smaller save measures the time of its requests, not the rate of the storage.
 _LEAST_BYTES = 32 * 2**20
 # Dtypes whose elements have other bits on disk than in NumPy.
 _SUB_BYTE = frozenset({'float4_e2m1fn', 'int2', 'int4'})
@@ -182,13 +180,11 @@ def _sample(values: np.ndarray) -> np.ndarray:
     return np.concatenate([flat[start : start + run] for start in starts])
 
 
-def plain_entry(array: StoredArray, values: np.ndarray) -> FileEntry | None:
-    """The size and digest of a chunk's file if it holds the plain values; None if the chunk has to be encoded."""
+def is_encoded(array: StoredArray, values: np.ndarray) -> bool:
+    """Whether the file of a chunk has other bytes than the values."""
     # A chunk at the end of an axis is padded on disk.
-    is_whole = values.shape == tuple(array.metadata['chunks'])
-    if array.metadata['compressor'] is not None or name_of(array.dtype) in _SUB_BYTE or not is_whole:
-        return None
-    return values.nbytes, digest(values)
+    is_padded = values.shape != tuple(array.metadata['chunks'])
+    return is_padded or array.metadata['compressor'] is not None or name_of(array.dtype) in _SUB_BYTE
 
 
 def encode_chunk(array: StoredArray, values: np.ndarray) -> bytes:

@@ -19,7 +19,7 @@ _UNKNOWN = 'unknown'
 
 
 @dataclasses.dataclass(frozen=True)
-class OfRun:
+class RunStep:
     """What process 0 found in the run's storage.
 
     Attributes:
@@ -32,7 +32,7 @@ class OfRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SharedChoice:
     """The step to restore.
 
     Attributes:
@@ -50,15 +50,15 @@ class Found:
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
 
 
-def look(
+def choose_together(
     first: CoordinationRound,
     coordinator: Coordinator,
     parts: Mapping[int, Part],
-    of_run: Callable[[bool], OfRun],
+    of_run: Callable[[bool], RunStep],
     step: int | None,
     *,
     needs_positions: bool,
-) -> Found:
+) -> SharedChoice:
     """Chooses the step; every process calls it.
 
     Args:
@@ -80,12 +80,12 @@ def look(
         if known == _UNKNOWN:
             why = _missing_chunks(coordinator, part if part is not None and part.save == save else None)
         if not why or in_run:
-            return Found(at, save, sender, in_run, refused)
+            return SharedChoice(at, save, sender, in_run, refused)
         refused.setdefault(at, why)
-    return Found(run_step, refused={at: why for at, why in refused.items() if at != run_step})
+    return SharedChoice(run_step, refused={at: why for at, why in refused.items() if at != run_step})
 
 
-def _listed(votes: Sequence[Any], query: Callable[[bool], OfRun], needs_positions: bool) -> dict[str, Any]:
+def _listed(votes: Sequence[Any], query: Callable[[bool], RunStep], needs_positions: bool) -> dict[str, Any]:
     """On process 0: the candidates, and the state of each: '' for a complete step, unknown, or why it cannot be restored."""
     of_run = query(any(votes))
     disks = [dict(DiskStep.of(vote) for vote in disk) for disk in votes]
@@ -119,7 +119,7 @@ def _missing_chunks(coordinator: Coordinator, part: Part | None) -> str:
     return coordinator.round(ACTION).reduce_on_leader(Phase.LOOK, vote, decide)
 
 
-def log_choice(found: Found, steps: Collection[int]) -> None:
+def log_choice(found: SharedChoice, steps: Collection[int]) -> None:
     """Logs why newer steps were not taken, in process 0."""
     for step, reason in sorted(found.refused.items()):
         if found.step is None or step > found.step:

@@ -1,6 +1,6 @@
 """Restores from local directories in a job of several processes.
 
-The processes choose a step (``tiers/look.py``), bring what each of them needs and lacks to its own disk
+The processes choose a step (``tiers/shared_choice.py``), bring what each of them needs and lacks to its own disk
 (``tiers/provide.py``), and restore from there as from any directory. A damaged local file is deleted, counts as absent, and they
 choose again.
 """
@@ -34,9 +34,9 @@ from t5ckpt.format.names import SIDECAR, step_dir
 from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.request import LocalSource, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.look import ACTION as LOOK_ACTION, Found, OfRun, log_choice, look
 from t5ckpt.tiers.part import Part, parts_in
 from t5ckpt.tiers.provide import Provider, completed
+from t5ckpt.tiers.shared_choice import ACTION as LOOK_ACTION, RunStep, SharedChoice, choose_together, log_choice
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a restore from local directories'
@@ -75,7 +75,7 @@ class SharedRestore:
             at = self._coordinator.round(LOOK_ACTION)
             with at.failing_together(Phase.LOOK):
                 parts = parts_in(self._local)
-            found = look(at, self._coordinator, parts, of_run, wanted, needs_positions=positions)
+            found = choose_together(at, self._coordinator, parts, of_run, wanted, needs_positions=positions)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found, parts)
@@ -93,7 +93,7 @@ class SharedRestore:
             return restored
         raise AssertionError('the last attempt returns or raises')
 
-    def _of_run(self, step: int | None, has_local: bool) -> OfRun:
+    def _of_run(self, step: int | None, has_local: bool) -> RunStep:
         """What the run's storage has; in process 0."""
         try:
             if step is None:
@@ -106,10 +106,12 @@ class SharedRestore:
             if not has_local:
                 raise
             _log.warning('t5ckpt: only the steps of the local directories are used: %s', error)
-            return OfRun()
-        return OfRun(at, '' if sidecar is None else digest(sidecar))
+            return RunStep()
+        return RunStep(at, '' if sidecar is None else digest(sidecar))
 
-    def _of_storage(self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], found: Found) -> Any:
+    def _of_storage(
+        self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], found: SharedChoice
+    ) -> Any:
         """Restores from the run's storage, as without local directories."""
         if found.step is None and found.refused:
             reasons = '; '.join(f'step {step}: {why}' for step, why in sorted(found.refused.items()))
@@ -125,7 +127,7 @@ class SharedRestore:
         self,
         request: RestoreRequest,
         run_restore: Callable[[RestoreRequest], Any],
-        found: Found,
+        found: SharedChoice,
         step: int,
         part: Part | None,
         *,
@@ -145,7 +147,7 @@ class SharedRestore:
         except (CoordinationError, ProcessMissingError):
             raise
         except Exception as error:
-            # Of any kind: the other processes have a RemoteError, and come here, too.
+            # The other processes have a RemoteError and come here, too.
             if self._is_mended(error, provider, last=last):
                 return None
             raise
@@ -168,8 +170,8 @@ class SharedRestore:
 
         return at.reduce_on_leader(Phase.NEED, kind, decide)
 
-    def _put_aside(self, found: Found) -> None:
-        """Renames local steps that are newer than the restored one, and those of other saves: training passes them again."""
+    def _put_aside(self, found: SharedChoice) -> None:
+        """Renames local steps that are newer than the restored one, and those of other saves: training reaches them again."""
         for step in self._catalog.local_steps():
             if found.step is None or step < found.step or (step == found.step and self._has_save(step, found.save)):
                 continue

@@ -9,7 +9,6 @@ hidden by a rename, too, before its files are removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self
@@ -28,7 +27,7 @@ from t5ckpt.commit.removal import (
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.replacement import NotPutBackError, put_in_place
+from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
@@ -159,14 +158,7 @@ class RenameTransaction(Transaction):
             except NotPutBackError:
                 self._keeps_files = True
                 raise
-        try:
-            storage.publish(self.directory, final)
-        except StorageError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.kind(join(final, MANIFEST)) == 'file':
-                raise AlreadyCommittedError(
-                    f'{storage.url(final)} was saved by another writer in the meantime'
-                ) from error
-            raise
+        publish_step(storage, self.directory, self.step)
         return None
 
     def _remove_replaced(self, name: str) -> None:

@@ -8,6 +8,7 @@ garbage collection restores the first complete one if the step is missing, and r
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 
 from t5ckpt.catalog.listing import catalog_of
@@ -20,7 +21,7 @@ from t5ckpt.commit.removal import (
     renamed_for_deletion,
     renamed_for_replacement,
 )
-from t5ckpt.commit.step_lease import acquire_lease
+from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError
@@ -57,6 +58,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
       StepKeptError: the old one is pinned or has a read lease.
       UnsupportedFormatError: a newer program wrote the old one.
       BeingWrittenError: another process replaces or deletes it.
+      AlreadyCommittedError: another process has deleted it, and another writer has saved the step since then.
       StorageError: nothing has changed.
     """
     final = step_dir(step)
@@ -71,7 +73,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
         lease = acquire_lease(storage, step, clock, REPLACE)
         stack.callback(lease.release)
         if storage.kind(final) is None:
-            storage.publish(directory, final)
+            publish_step(storage, directory, step)
             return None
         if is_whole and step in lease.read_steps:
             raise kept_error(storage, step, HELD, 'replaced')
@@ -89,12 +91,31 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
         old = rename(storage, final, step, clock())
         try:
             check_pin(old)
-            storage.publish(directory, final)
+            publish_step(storage, directory, step)
+        except AlreadyCommittedError:
+            _set_aside(storage, step, old, clock())
+            raise
         except T5CkptError:
             if is_whole:
                 storage.publish(old, final)
             raise
         return _set_aside(storage, step, old, clock())
+
+
+def publish_step(storage: Storage, directory: str, step: int) -> None:
+    """Renames a directory to the final one of its step.
+
+    Raises:
+      AlreadyCommittedError: another writer has saved the step.
+      StorageError: it could not be renamed.
+    """
+    final = step_dir(step)
+    try:
+        storage.publish(directory, final)
+    except StorageError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.is_file(join(final, MANIFEST)):
+            raise AlreadyCommittedError(f'{storage.url(final)} was saved by another writer in the meantime') from error
+        raise
 
 
 def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptError) -> None:

@@ -511,6 +511,36 @@ def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky
     assert at > 20
 
 
+@pytest.mark.parametrize('exchanges', [True, False])
+def test_an_overwrite_is_told_of_a_writer_that_was_faster(tmp_path, caplog, exchanges):
+    """The old step is gone when it is to be replaced, or has its other name, and another writer saves the step at this moment."""
+    storage = Acting(open_storage(tmp_path), exchanges=exchanges)
+
+    def other(action):
+        with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+            action(ck)
+
+    def before_last():
+        if exchanges:
+            other(lambda ck: ck.delete(1))
+        storage.acts['publish checkpoint_1'] = (
+            last if exchanges else lambda: storage.acts.update({'publish checkpoint_1': last})
+        )
+
+    def last():
+        other(lambda ck: ck.save(state(3), step=1))
+
+    other(lambda ck: ck.save(state(1), step=1))
+    storage.acts['publish checkpoint_1.replaced'] = before_last
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        assert ck.save(state(2), step=1, overwrite=True) is None
+    assert 'checkpoint_1 was saved by another writer in the meantime' in caplog.text
+    assert value_of(tmp_path, 1) == [3]
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(4), step=4)
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_4']
+
+
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 

@@ -234,6 +234,23 @@ def test_without_bulk_deletions_keys_are_deleted_one_by_one(az, fault):
     assert list(storage.walk('')) == []
 
 
+def test_a_copy_that_stays_pending_is_given_up(az):
+    """The chunk is uploaded then. A copy that ends in time is taken."""
+    url, options = az.url(), {'retry_seconds': 1}
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16, storage_options=options) as ck:
+        ck.save(STATE, step=1)
+        for step, looks, sent in ((2, 2, 0), (3, 10**6, 1)):
+            left = iter(range(looks))
+            az.proxy.choose = lambda kind, key, left=left: (
+                'pending' if kind in ('copy', 'head') and '/w/' in key and next(left, None) is not None else None
+            )
+            az.proxy.clear()
+            ck.save(STATE, step=step)
+            chunks = [each.kind for each in az.proxy.clear() if each.key.endswith('/w/0.0') and each.status == 201]
+            assert chunks.count('write') == sent
+            assert t5ckpt.verify(url, step, full=True).ok
+
+
 def test_listings_have_sizes_and_no_directories(az):
     """In an account with a hierarchical namespace, directories are blobs, too."""
     url = az.url()

@@ -52,7 +52,7 @@ FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
 # What is done to the bytes on their way: 'cut' resets while the request is being sent; 'truncated' and 'closed' end the
 # connection in the middle of the reply, by a reset or in order; 'stalled' ends it never; 'short' sends half of the reply as
 # if it were all; 'twice' hands the request to the server once more after its reply. 'late' resets the connection, and the server
-# gets the request when the test releases it.
+# gets the request when the test releases it. 'pending' says of a copy of Azure's that the server has not made it yet.
 ON_THE_WAY = ('dropped', 'cut', 'lost', 'truncated', 'closed', 'stalled', 'short', 'twice')
 _KEYS = re.compile('<Key>(.*?)</Key>')
 # The requests in a request of Azure's for many deletions.
@@ -272,7 +272,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in _HOP:
-                self.send_header(name, value)
+                is_pending = fault == 'pending' and name.lower() == 'x-ms-copy-status'
+                self.send_header(name, 'pending' if is_pending else value)
         self.send_header('Content-Length', str(len(data)) if length is None else length)
         self.end_headers()
         if fault in ('truncated', 'closed', 'stalled'):

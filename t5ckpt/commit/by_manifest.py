@@ -11,8 +11,9 @@ the positions of data iterators (T5X's names), and the files of a copy, which ha
 
 A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
 the first manifest to arrive commits, with all of its files, and the other writer finds that the step exists. Only deletion and
-garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and gone after the write of
-its manifest removes the manifest again.
+garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its files gone after
+the write of its manifest removes the manifest again. Another writer that meets such a manifest replaces it. If the files may be
+removed, it writes the manifest again when they were not. So not both of two writers give a step up.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
 leases the step between the look at the leases and the write waits, as for a deleter. If another program has pinned the step in
@@ -25,6 +26,7 @@ leases, and ``storage/conditional_writes.py`` which stores check the condition.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import secrets
@@ -35,9 +37,15 @@ from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import mark_missing_steps, mark_step
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
-from t5ckpt.commit.occupancy import check_room_in_place, listed_elsewhere, occupant_in_place
+from t5ckpt.commit.occupancy import check_room_in_place, is_remnant, listed_elsewhere, occupant_in_place
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
-from t5ckpt.commit.step_lease import AlreadyCommittedError, BeingWrittenError, acquire_lease, actions_of_others
+from t5ckpt.commit.step_lease import (
+    AlreadyCommittedError,
+    BeingWrittenError,
+    acquire_lease,
+    actions_of_others,
+    attempts,
+)
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
 from t5ckpt.commit.transaction import Transaction, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
@@ -58,6 +66,10 @@ from t5ckpt.format.names import (
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
+# How long a writer whose lease has expired waits for garbage collection or a deleter.
+_COLLECTOR_SECONDS = 3.0
+# The actions of processes that remove no files of a writer without a manifest.
+_WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
@@ -135,7 +147,7 @@ class ManifestTransaction(Transaction):
     def _find_others(self, may_replace: Callable[[], bool]) -> None:
         """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
         storage = self.storage
-        if storage.is_file(self._key):
+        with contextlib.suppress(CheckpointNotFoundError):
             # Read before its contents are checked, so a manifest that arrives later is not replaced.
             self._old, self._version = storage.read_with_version(self._key)
         found = occupant_in_place(storage, self.step)
@@ -161,16 +173,10 @@ class ManifestTransaction(Transaction):
         if not self._lease.is_ours():
             self._keeps_files = not self.generation
             raise self._taken_over()
-        version = self._put(manifest, self._version)
-        if version is None and self._overwrites and not self.storage.is_file(self._key):
-            # Another program has deleted the step that is overwritten.
-            version = self._put(manifest, None)
-        if version is None:
-            change = 'replaced or deleted' if self._overwrites else 'saved'
-            raise AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
+        version = self._put_alone(manifest)
         was_stopped = self._clock() - renewed > TAKE_OVER_SECONDS
-        if was_stopped:
-            self._withdraw_if_lost(version, sidecar)
+        while was_stopped and self._has_withdrawn(version, sidecar):
+            version = self._put_alone(manifest)
         self._finish(version, was_stopped=was_stopped)
 
     def _write_sidecar_of(self, manifest: bytes, sidecar: bytes | None) -> None:
@@ -188,6 +194,26 @@ class ManifestTransaction(Transaction):
         if reason is not None:
             raise kept_error(storage, step, reason, 'replaced')
 
+    def _put_alone(self, manifest: bytes) -> Any:
+        """Writes the manifest, unless the step has that of another writer; returns its version.
+
+        What was there may be gone by then: a program has deleted the step that is overwritten, or a writer has removed its
+        manifest again. A manifest whose files were collected counts as gone, since its writer removes it.
+        """
+        version = self._version
+        while True:
+            written = self._put(manifest, version)
+            if written is not None:
+                return written
+            before = version
+            try:
+                found, version = self.storage.read_with_version(self._key)
+            except CheckpointNotFoundError:
+                version = None
+                continue
+            if version == before or self._overwrites or not is_remnant(self.storage, self.directory, found):
+                raise self._already_committed('replaced or deleted' if self._overwrites else 'saved')
+
     def _put(self, manifest: bytes, version: Any) -> Any:
         try:
             return self.storage.replace(self._key, manifest, version)
@@ -198,21 +224,39 @@ class ManifestTransaction(Transaction):
             self._keeps_files = True
             raise
 
-    def _withdraw_if_lost(self, version: Any, sidecar: bytes | None) -> None:
+    def _has_withdrawn(self, version: Any, sidecar: bytes | None) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
         of a checkpoint without arrays, the sidecar is its own. Garbage collection removes the sidecar first.
+
+        Returns:
+          True if the manifest was removed and the files are there, since garbage collection found the manifest before.
         """
         others = actions_of_others(self.storage, self.step, self._lease)
         found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
         if found not in (sidecar, None):
-            raise AlreadyCommittedError(f'{self.storage.url(self._key)} was saved by another writer in the meantime')
-        is_left = self.generation and found is not None and others <= {SAVE, REPLACE}
+            raise self._already_committed('saved')
+        is_left = self.generation and found is not None and others <= _WRITERS
         if is_left or self._lease.is_ours():
-            return
+            return False
         self.storage.delete_unchanged(self._key, version)
+        if self._are_files_left():
+            return True
         raise self._taken_over()
+
+    def _are_files_left(self) -> bool:
+        """Whether the files are there once the processes that remove files of the step have ended."""
+        for _ in attempts(_COLLECTOR_SECONDS):
+            others = actions_of_others(self.storage, self.step, self._lease)
+            if not (self.generation and self._sidecar and self.storage.is_file(self._sidecar)):
+                break
+            if others <= _WRITERS:
+                return True
+        return False
+
+    def _already_committed(self, change: str) -> AlreadyCommittedError:
+        return AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
 
     def _taken_over(self) -> BeingWrittenError:
         return BeingWrittenError(

@@ -75,7 +75,7 @@ def occupant_in_place(storage: Storage, step: int) -> ListedStep | None:
     key = join(directory, MANIFEST)
     data = _read_if_there(storage, key)
     found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
-    if data is not None and is_whole(data) and _decodes(storage, found) and not _is_remnant(storage, directory, data):
+    if data is not None and is_whole(data) and _decodes(storage, found) and not is_remnant(storage, directory, data):
         return found
     keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]
     if not keys:
@@ -90,7 +90,7 @@ def occupant_in_place(storage: Storage, step: int) -> ListedStep | None:
     return None
 
 
-def _is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
+def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
     """Whether all files but the manifest are gone: its write was on its way for so long that the step was deleted before."""
     generations = {found.decode() for found in _GENERATION.findall(manifest)}
     if not generations or storage.is_file(join(directory, sidecar_of(digest(manifest)))):

@@ -57,7 +57,7 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
     Call it after the read lease or the pin was written, which a later deleter finds.
     """
     now = lease_clock(storage, clock)
-    for has_time in attempts(_DELETER_SECONDS, clock):
+    for has_time in attempts(_DELETER_SECONDS):
         if not is_being_deleted(storage, step, now):
             return has_step(storage, step)
         # A deleter keeps its lease while it removes the files of what it has hidden.

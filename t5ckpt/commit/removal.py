@@ -138,8 +138,12 @@ def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
 
 def _is_another_manifest(storage: Storage, key: str) -> bool:
     size = storage.known_size(key)
-    # A larger file of this name is a manifest.
-    return size is not None and size < 2**20 and is_of_others(storage.read(key))
+    try:
+        # A larger file of this name is a manifest.
+        return size is not None and size < 2**20 and is_of_others(storage.read(key))
+    except CheckpointNotFoundError:
+        # Its writer has removed it.
+        return False
 
 
 def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> None:

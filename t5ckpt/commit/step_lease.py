@@ -2,7 +2,8 @@
 
 Two processes never hold leases of one step at once. Each writes a record with its own nonce in the name, and then lists the
 records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
-has removed its record. A reader and a deleter exclude each other in the same way before the step is hidden: see
+has removed its record. A process gives a step up only if it finds the record of another one after it has removed its own, so
+not all of them give it up. A reader and a deleter exclude each other in the same way before the step is hidden: see
 ``commit/read_lease.py``.
 
 ``commit/write_lease.py`` has the record, and how a lease ends.
@@ -30,6 +31,8 @@ from t5ckpt.storage import Storage
 
 # How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
 _RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
+# Attempts after that time, if the other process has given the step up as well.
+_MORE_ATTEMPTS = 10
 # The pauses between attempts.
 _FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
 
@@ -81,16 +84,18 @@ def acquire_lease(
         owner = _first_live(owners, clock, stale_after)
         if owner is not None and owner.action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, owner))
-    for has_time in attempts(0.0 if action == MEND else _RIVAL_SECONDS, clock):
+    times, more = attempts(0.0 if action == MEND else _RIVAL_SECONDS), _MORE_ATTEMPTS
+    while True:
+        has_time = next(times, False)
+        more -= not has_time
         try:
             return _acquire(storage, step, clock, action, stale_after)
         except BeingWrittenError as error:
             key = join(step_dir(step), MANIFEST)
             if action == DELETE and not storage.is_file(key):
                 raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
-            if not has_time:
+            if not has_time and (action == MEND or not more or _has_owner(storage, step, clock, stale_after)):
                 raise
-    raise AssertionError('the last attempt returns or raises')
 
 
 def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
@@ -127,7 +132,7 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
 def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
     now = lease_clock(storage, clock)
-    for has_time in attempts(_STEP_BACK_SECONDS, clock):
+    for has_time in attempts(_STEP_BACK_SECONDS):
         listed = catalog_of(storage).leases()
         if all(each.key != lease.key for each in listed.of_writers):
             # This process has stood still for longer than a lease lasts.
@@ -149,6 +154,15 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
 
 def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
     return [owner for each in leases if (owner := read_owner(storage, each.key)) is not None]
+
+
+def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) -> bool:
+    """Whether another process has the step. One that gives it up looks after it has removed its own record.
+
+    So if two processes have found each other's records, and each has given up an attempt, one of them tries again.
+    """
+    owners = _owners(storage, write_leases_of(storage, step))
+    return _first_live(owners, lease_clock(storage, clock), stale_after) is not None
 
 
 def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
@@ -197,16 +211,11 @@ def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
     )
 
 
-def attempts(seconds: float, clock: Clock) -> Iterator[bool]:
-    """Yields at once and then after growing pauses: True while there is time for another attempt, and False at the last one.
-
-    The time is over after ``seconds`` of the clock or of pauses, whichever comes first. A clock that stands still leaves the
-    pauses, so the number of attempts does not depend on how fast the machine is.
-    """
-    start, paused, pause = clock(), 0.0, _FIRST_SECONDS
-    while (left := seconds - max(paused, clock() - start)) > 0:
+def attempts(seconds: float) -> Iterator[bool]:
+    """Yields at once and then after growing pauses: True while there is time for another attempt, and False at the last one."""
+    deadline, pause = time.monotonic() + seconds, _FIRST_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
         yield True
         time.sleep(min(pause, left))
-        paused += min(pause, left)
         pause = min(2 * pause, _LAST_SECONDS)
     yield False

@@ -84,6 +84,34 @@ def test_a_lease_of_another_process_is_neither_overwritten_nor_removed():
     assert write_leases_of(storage, 1) == []
 
 
+def test_a_clock_that_runs_fast_does_not_shorten_a_wait():
+    """The other owner needs half a second, in which this clock runs for eight minutes."""
+    storage, start = open_storage(f'memory://{uuid.uuid4().hex}/run'), time.monotonic()
+
+    def clock():
+        return 1e9 + 1000 * (time.monotonic() - start)
+
+    plant(storage, 1, beat=clock(), action='delete')
+    timer = threading.Timer(0.5, storage.delete_file, [busy_key(1, 'other')])
+    timer.start()
+    acquire_lease(storage, 1, clock).release()
+    timer.join()
+
+
+def test_not_both_of_two_processes_give_a_step_up():
+    """At its last attempt each finds the record of the other. The one that removes its own later goes on."""
+    storage, until = open_storage(f'memory://{uuid.uuid4().hex}/run'), time.monotonic() + 5
+
+    class Last(FaultyStorage):
+        def delete_file(self, key):
+            super().delete_file(key)
+            if time.monotonic() > until:
+                storage.delete_file(busy_key(1, 'other'))
+
+    plant(storage, 1)
+    acquire_lease(Last(storage), 1, time.time).release()
+
+
 def test_a_deletion_that_fails_before_it_hides_leaves_no_lease(run):
     """A reader would wait for it."""
 

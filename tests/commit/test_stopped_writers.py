@@ -8,6 +8,7 @@ import subprocess
 import time
 import uuid
 
+import numpy as np
 import pytest
 from support import forked
 
@@ -208,6 +209,28 @@ def test_in_place_two_writers_at_once():
         commit_as(found[0], {'w': [2.0]})
     found[0].rollback()
     assert is_whole(run, 1.0)
+
+
+def test_in_place_a_manifest_that_its_writer_removes_again():
+    """Garbage collection has its files. Another writer that meets the manifest goes on, so not both give the step up."""
+    run, clock, found = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock(), []
+    state = {'w': np.ones(8, np.float32)}
+
+    class Removing(Elsewhere):
+        def delete_unchanged(self, key, version):
+            commit_as(found[0], {'w': [2.0]})
+            return super().delete_unchanged(key, version)
+
+    def collect_and_begin():
+        clock.advance(4000)
+        assert collect_leftovers(run, clock) == ['checkpoint_1']
+        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+
+    storage = Removing(run, '/checkpoint', collect_and_begin)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=storage, clock=clock, inline_bytes=0) as ck:
+        assert ck.save(state, step=1) is None
+    assert t5ckpt.all_steps(run.url()) == [1]
+    assert t5ckpt.load_t5x_checkpoint(run.url())['w']['0'] == 2.0
 
 
 def commit_as(work, state):

@@ -78,11 +78,16 @@ class Explorer:
         failure = scheduler.failure or self._error(scheduler, tasks)
         points = scheduler.points
         if failure is None:
-            has_fault = any(each.action != 'run' for each in scheduler.taken)
-            failure = (None if has_fault else self.scenario.check(world)) or self._finish(world)
+            failure = (self.scenario.check(world) if self._is_checked(scheduler, tasks) else None) or self._finish(
+                world
+            )
         self._count(scheduler, world)
         alternatives = tuple(chooser.alternatives) if isinstance(chooser, Replay) else ()
         return Outcome(failure, tuple(scheduler.taken), points, tuple(scheduler.trace or ()), alternatives)
+
+    def _is_checked(self, scheduler: Scheduler, tasks: Sequence[Task]) -> bool:
+        faults = {each.action for each in scheduler.taken} - {'run'}
+        return faults <= {*self.scenario.checked_after} and all(task.error is None for task in tasks)
 
     def _count(self, scheduler: Scheduler, world: World) -> None:
         self.report.schedules += 1

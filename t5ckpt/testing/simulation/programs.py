@@ -47,7 +47,8 @@ def saver(
       world: the run.
       value: of the state.
       steps: the steps.
-      how: 'save', 'async', 'overwrite', or 'slow', where a chunk takes longer than the time between two heartbeats.
+      how: 'save', 'async', 'overwrite', 'slow', where a chunk takes longer than the time between two heartbeats, or 'late', where
+        the process is stopped for longer than an hour before its manifest.
       run: the name of the run.
       options: of ``Checkpointer``.
     """
@@ -65,6 +66,12 @@ def saver(
         if how == 'slow':
             write = storage.write_direct
             storage.write_direct = lambda key, data: (wait_until(lambda: False, 65.0), write(key, data))[1]
+        if how == 'late':
+            replace, stops = storage.replace, [4000.0]
+            storage.replace = lambda key, data, version: (
+                _stop(stops.pop() if stops and key.endswith(f'/{MANIFEST}') else 0.0),
+                replace(key, data, version),
+            )[1]
         with Checkpointer(state_of(value), checkpoints_dir=storage, **given) as ck:
             for step in steps:
                 # A step that somebody reads or has pinned is not replaced.
@@ -72,6 +79,15 @@ def saver(
                     save(ck, step)
 
     return train
+
+
+def _stop(seconds: float) -> None:
+    """Stops this process, with its heartbeat."""
+    if seconds:
+        process = current_task().process
+        process.stopped += seconds
+        process.paused_until = clock() - process.ahead + seconds
+        wait_until(lambda: False, seconds)
 
 
 def reader(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:

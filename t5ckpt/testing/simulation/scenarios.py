@@ -26,6 +26,7 @@ from t5ckpt.testing.simulation.verbs import copier, holder, pruner, put_aside, r
 from t5ckpt.testing.simulation.world import World
 
 _BUCKET_FAULTS = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
+_STOPS = ('pause', 'delay')
 _DISK_FAULTS = ('crash', 'pause', 'delay', 'error', 'lost', 'power')
 
 
@@ -48,6 +49,7 @@ class Scenario:
       prepare: starts the processes that run before, without faults; each schedule begins with what they have left.
       finish: the program that runs last, without faults, two hours later: a save of a new step. After it, nothing is left over.
       check: what else must be true at the end, in a schedule without faults; returns a violation.
+      checked_after: faults after which it must be true as well, unless a program was told of an error.
       kind: that of ``World``.
       faults: the actions of ``Decision`` that may happen, except for 'run'.
     """
@@ -56,6 +58,7 @@ class Scenario:
     prepare: Callable[[World], Sequence[Task]] = _nothing
     finish: Callable[[World], Callable[[], object]] = finisher
     check: Callable[[World], str | None] = _no_check
+    checked_after: Sequence[str] = ()
     kind: str | Callable[[], Storage] = 'bucket'
     faults: Sequence[str] = ()
 
@@ -86,6 +89,14 @@ def _take_over(world: World) -> Sequence[Task]:
         world.start('one', saver(world, 1, [7]), machine='a'),
         world.start('two', after(650.0, saver(world, 2, [7])), machine='b'),
         world.start('three', after(4400.0, saver(world, 3, [8])), machine='c'),
+    ]
+
+
+def _late(world: World) -> Sequence[Task]:
+    """A saver was stopped before its manifest, and goes on while another collects its files and saves the step."""
+    return [
+        world.start('one', saver(world, 1, [7], how='late'), machine='a'),
+        world.start('two', after(4000.0, saver(world, 2, [7])), machine='b'),
     ]
 
 
@@ -336,8 +347,10 @@ def _of_tiers(name: str, scenario: Scenario) -> dict[str, Scenario]:
 
 
 SCENARIOS = {
-    **_of('first-save', Scenario(_two_savers, check=_is_saved)),
-    **_of('save', Scenario(_two_savers, _one_step, check=_is_saved)),
+    **_of('first-save', Scenario(_two_savers, check=_is_saved, checked_after=_STOPS)),
+    **_of('save', Scenario(_two_savers, _one_step, check=_is_saved, checked_after=_STOPS)),
+    'late': Scenario(_late, _one_step, check=_is_saved),
+    'late-faults': Scenario(_late, _one_step, check=_is_saved, checked_after=_STOPS, faults=_STOPS),
     **_of('take-over', Scenario(_take_over, _one_step, check=_is_saved)),
     **_of('prune', Scenario(_prune, _two_steps)),
     **_of('remove', Scenario(_remove, _one_step)),
@@ -349,7 +362,7 @@ SCENARIOS = {
     **_of('job', Scenario(job, _one_step)),
     **_of('jobs', Scenario(jobs, _one_step)),
     # A process that is killed after such a stop leaves its files.
-    'stopped-job-faults': Scenario(stopped_job, _one_step, faults=('pause', 'delay')),
+    'stopped-job-faults': Scenario(stopped_job, _one_step, faults=_STOPS),
     **_of('copy', Scenario(_copy, _source, check=_is_copied)),
     **_of('copy-or-save', Scenario(_copy_or_save, _source, check=_is_copied)),
     **_of('repair', Scenario(_repair, _damaged)),

@@ -191,10 +191,12 @@ class Scheduler:
             case 'pause':
                 self._note(task, f'PAUSED for {decision.value} s before {operation}')
                 task.process.paused_until = self.now + float(decision.value)
+                task.process.stopped += float(decision.value)
                 self._switch(task, None)
             case 'delay':
                 self._note(task, f'DELAYED for {decision.value} s: {operation}')
                 task.delayed_until = self.now + float(decision.value)
+                task.process.stopped += float(decision.value)
                 self._switch(task, None)
             case 'crash':
                 self._note(task, f'CRASHES before {operation}')

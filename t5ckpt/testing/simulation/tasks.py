@@ -16,6 +16,8 @@ class Process:
         self.is_daemon = False
         self.has_faults = True
         self.paused_until = -math.inf
+        # Seconds, in all.
+        self.stopped = 0.0
         self.tasks = 0
         self.counters: dict[str, int] = {}
         self.on_death: list[Callable[[], None]] = []

@@ -22,6 +22,8 @@ from t5ckpt.testing.simulation.own_storage import OwnServer, OwnStorage
 from t5ckpt.testing.simulation.scheduler import Scheduler
 from t5ckpt.testing.simulation.tasks import Process, Task
 
+# After so long without a heartbeat, garbage collection takes the files of a writer.
+_COLLECTED_SECONDS = 3600.0
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
 
 
@@ -86,6 +88,7 @@ class Observer:
         self.disappeared: set[int] = set()
         self.state = 0
         self._writers: dict[int, str] = {}
+        self._collected: set[bytes] = set()
 
     def copied(self, read: Callable[[str], bytes | None], scheduler: Scheduler) -> Observer:
         """The same knowledge for another schedule."""
@@ -157,6 +160,11 @@ class Observer:
         except Exception as error:
             self._scheduler.fail(f'step {step} is listed, and its manifest is damaged: {error!r}')
             raise
+        # The name on a disk, and that in a bucket.
+        sidecars = [self._read(f'{directory}/{name}') for name in (SIDECAR, sidecar_of(digest(manifest)))]
+        if sidecars == [None, None] and self._was_collected(step, manifest):
+            self.visible.pop(step, None)
+            return
         for name, data in found.files:
             there = self._read(f'{directory}/{name}')
             if there is None and self.damaged.get(step) == found.value:
@@ -166,8 +174,6 @@ class Observer:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
             if data is not None and there != data:
                 self._scheduler.fail(f'step {step} is that of {found.value:g}, and {directory}/{name} is not')
-        # The name on a disk, and that in a bucket.
-        sidecars = [self._read(f'{directory}/{name}') for name in (SIDECAR, sidecar_of(digest(manifest)))]
         if sidecars == [None, None] and before is None:
             self._scheduler.fail(f'step {step} is listed without its sidecar')
         if before is not None and before != found.value and not self._may(step):
@@ -178,6 +184,18 @@ class Observer:
             self._writers[step] = '' if task is None else task.process.name
         self.visible[step] = found.value
         self.appeared.add(step)
+
+    def _was_collected(self, step: int, manifest: bytes) -> bool:
+        """Whether a manifest without a sidecar is of a writer that was stopped for an hour, and has not saved the step yet.
+
+        Its writer removes it, or another one replaces it. Otherwise it is left over at the end.
+        """
+        task = self._scheduler.current
+        name = self._writers.get(step) if step in self.visible else None if task is None else task.process.name
+        writer = self._scheduler.processes.get(name or '')
+        if step not in self.saved and writer is not None and writer.stopped > _COLLECTED_SECONDS:
+            self._collected.add(manifest)
+        return manifest in self._collected
 
     def _check_hidden(self, step: int) -> None:
         task = self._scheduler.current

@@ -61,19 +61,13 @@ class SaveCall:
         Raises:
           ValueError: the order is ambiguous, or an argument is invalid.
         """
-        if _is_step(first) and not _are_transforms(second):
+        if _is_step(second) or (_is_step(first) and not _are_transforms(second)):
             named, state = in_order(first, second, 'save')
             if step is not None:
                 raise ValueError(
                     f'the step is given twice: {shown(named)} and step={shown(step)}. Write save(state, step=...).'
                 )
             first, second, step = state, (), named
-        elif _is_step(second):
-            if step is not None:
-                raise ValueError(
-                    f'the step is given twice: {shown(second)} and step={shown(step)}. Write save(state, step=...).'
-                )
-            second, step = (), second
         elif type(first) is int and step is None:
             raise ValueError(
                 f'save was given the step {first} where the state belongs. Write save(state, step={first}).'

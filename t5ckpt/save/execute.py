@@ -166,8 +166,14 @@ def sealed(
         raise SaveFailedError(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
-    sidecar = work.sidecar(known_facts(job, work.generation), arrays, files)
-    return sidecar, arrays['bytes'] + sum(size for size, _ in files.values())
+    known = Sidecar(
+        job.facts.below(work.generation),
+        devices=job.devices if job.devices > 1 else None,
+        custom_metadata=job.request.call.custom_metadata,
+        metrics=job.request.call.metrics,
+        keep=fields_of(job.request.keep) or {},
+    )
+    return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
 
 
 def _previous_of(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
@@ -308,14 +314,3 @@ def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
             f'Save it with save(state), or set the step in it to {request.step}.'
         )
         request.notices.warn('step', StepMismatchWarning(text), request.site)
-
-
-def known_facts(job: PreparedSave, generation: str) -> Sidecar:
-    """The fields of the sidecar that do not depend on the files."""
-    return Sidecar(
-        job.facts.below(generation),
-        devices=job.devices if job.devices > 1 else None,
-        custom_metadata=job.request.call.custom_metadata,
-        metrics=job.request.call.metrics,
-        keep=fields_of(job.request.keep) or {},
-    )

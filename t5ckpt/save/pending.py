@@ -128,7 +128,9 @@ class PendingSave:
         self._begun.set()
         self._thread = threading.get_ident()
         try:
-            self._outcome = None if self._work is None else _saved(self._work, self._check_caller)
+            if self._work is not None:
+                run = save_parts if self._work.request.in_parts else run_save
+                self._outcome = run(self._work, self._check_caller)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
@@ -257,10 +259,6 @@ class PendingSave:
             self._seen = True
             text = f'the save of step {self.step} in the background failed: '
             raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
-
-
-def _saved(work: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
-    return (save_parts if work.request.in_parts else run_save)(work, check_caller)
 
 
 def _wait_until(event: InterruptSafeEvent, end: float | None) -> bool:

@@ -199,16 +199,7 @@ class SaveSchedule:
         if not self._has_notice:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         self.is_used = True
-        if self._view is None:
-            self._find_processes()
-        channel = self._channel
-        self._view = view = (
-            self._observe(step, {})
-            if channel is None
-            else self._receive(channel, step, {}, self._previous is not None and step < self._previous)
-        )
-        self.should_stop = view.preempted
-        return view.preempted
+        return self._updated(step, {}, self._previous is not None and step < self._previous).preempted
 
     def forget(self, step: int, latest: int | None) -> None:
         """Forgets a deleted step, so that it may be saved again; ``latest`` is the largest step left."""
@@ -239,19 +230,11 @@ class SaveSchedule:
     def _reason(self, step: int, metrics: Mapping[str, Any] | None) -> str | None:
         """Why to save this step, or None."""
         policy = self._given_policy('maybe_save')
-        if self._view is None:
-            self._find_processes()
-        watched = self._watched.of(metrics)
+        is_back = self._previous is not None and step <= self._previous
+        view = self._updated(step, self._watched.of(metrics), is_back)
         if self._is_leader:
             self._watched.warn_if_missing(step, metrics)
-        channel = self._channel
-        self._view = view = (
-            self._observe(step, watched)
-            if channel is None
-            else self._receive(channel, step, watched, self._previous is not None and step <= self._previous)
-        )
         previous, self._previous = self._previous, step
-        self.should_stop = view.preempted
         if step == view.last_step:
             return None
         return policy.reason(_moment(view, step, previous))
@@ -271,12 +254,19 @@ class SaveSchedule:
         view.last_step, view.last_unix, view.handled = pending.step, view.now, view.preempted
         view.saving = True
 
-    def _find_processes(self) -> None:
-        """Finds the processes of the job, and opens the channel to them, before the first call."""
-        processes = self._coordinator.processes_of_job()
-        self._is_leader = processes.index == 0
-        if processes.count > 1 and self._channel is None:
-            self._channel = self._coordinator.new_channel()
+    def _updated(self, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
+        """Updates the state; the first call finds the processes of the job and opens the channel to them."""
+        if self._view is None:
+            processes = self._coordinator.processes_of_job()
+            self._is_leader = processes.index == 0
+            if processes.count > 1 and self._channel is None:
+                self._channel = self._coordinator.new_channel()
+        channel = self._channel
+        self._view = view = (
+            self._observe(step, watched) if channel is None else self._receive(channel, step, watched, is_back)
+        )
+        self.should_stop = view.preempted
+        return view
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
@@ -293,7 +283,7 @@ class SaveSchedule:
         view.preempted = view.preempted or self._preempted()
         view.metrics = metrics
         view.saving = self._is_saving()
-        view.best = self._best if self._begun is None else _with_best(self._best, self._begun.metrics)
+        view.best = self._best if self._begun is None else with_best(self._best, self._begun.metrics)
         view.blocked = self._blocked
         view.next_check = step + self._gap
         return view
@@ -302,7 +292,7 @@ class SaveSchedule:
         steps = self._facts.steps()
         if self._watched.names:
             for info in self._facts.infos_in_any_layout():
-                self._best = _with_best(self._best, info.metrics)
+                self._best = with_best(self._best, info.metrics)
         return _SharedState(now, steps[-1] if steps else None, now)
 
     def _record_result(self, view: _SharedState, begun: _StartedSave) -> None:
@@ -311,7 +301,7 @@ class SaveSchedule:
         if begun.pending.failed():
             view.last_step, view.last_unix, view.handled = begun.last_step, begun.last_unix, False
             return
-        self._best = _with_best(self._best, begun.metrics)
+        self._best = with_best(self._best, begun.metrics)
         if self._channel is not None:
             # All processes have entered that save, so they have received the messages before it.
             self._channel.drop(str(begun.epoch))
@@ -382,7 +372,8 @@ def _never() -> bool:
     return False
 
 
-def _with_best(best: Mapping[str, tuple[float, float]], metrics: Mapping[str, float]) -> Best:
+def with_best(best: Mapping[str, tuple[float, float]], metrics: Mapping[str, float]) -> Best:
+    """The lowest and the highest value of each metric, with those of another step; NaN does not count."""
     joined = dict(best)
     for name, value in metrics.items():
         if not math.isnan(value):

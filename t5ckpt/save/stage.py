@@ -113,11 +113,8 @@ class _Leaf:
         return cls(write, _Method.CHUNKWISE if size > limit and method is not _Method.HOST_COPY else method, size)
 
 
-@dataclasses.dataclass(frozen=True)
-class StagedWave:
-    """Staged leaves, in the order in which they are written."""
-
-    writes: tuple[tuple[ArrayWrite, StagedLeaf], ...]
+StagedWave = list[tuple[ArrayWrite, StagedLeaf]]
+"""Staged leaves, in the order in which they are written."""
 
 
 class Staging:
@@ -240,7 +237,7 @@ def _staged(wave: Sequence[_Leaf]) -> StagedWave:
         dataclasses.replace(leaf.write, leaf=None) if _is_array(leaf.write.leaf) else leaf.write
         for leaf in wave
     ]
-    return StagedWave(tuple(zip(writes, staged, strict=True)))
+    return list(zip(writes, staged, strict=True))
 
 
 def _staged_leaf(leaf: _Leaf, copy: Any) -> StagedLeaf:

@@ -184,7 +184,7 @@ class _Writer:
 
     def write_wave(self, wave: StagedWave) -> None:
         """Writes a wave and waits for it."""
-        for write, source in wave.writes:
+        for write, source in wave:
             self.write_array(write, source)
             source.release()
         self.drain()

@@ -12,19 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import threading
 from collections.abc import Generator, Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import newest, waiting_steps
-from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, SIDECAR, TO_PERSIST, step_dir, to_persist_file
+from t5ckpt.errors import CheckpointNotFoundError, StorageError
+from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
+from t5ckpt.save.schedule import with_best
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
+from t5ckpt.tiers.part import save_of
 
 _TAKEN = f'{INDEX}/taken.json'
 _log = logging.getLogger('t5ckpt')
@@ -76,17 +75,10 @@ class Intents:
             with self._guard:
                 self._committing = None
 
-    def save_of(self, step: int) -> str:
-        """Identifies the save that the local directory has of a step; '' if it has none."""
-        try:
-            return digest(self._local.read(join(step_dir(step), SIDECAR)))
-        except T5CkptError:
-            return ''
-
     def is_of(self, step: int, save: str) -> bool:
         """Whether the local directory has no other save of a step, and is getting none."""
         with self._guard:
-            return step != self._committing and self.save_of(step) in ('', save)
+            return step != self._committing and save_of(self._local, step) in ('', save)
 
     def drop(self, step: int, save: str | None = None) -> bool:
         """Removes the record of a step.
@@ -168,12 +160,7 @@ class PersistSchedule:
         if self._policy is None:
             return
         self._owed = ''
-        best = self._last()['best']
-        for name, value in metrics.items():
-            if not math.isnan(value):
-                low, high = best.get(name, (value, value))
-                best[name] = [min(low, value), max(high, value)]
-        self._taken = {'step': step, 'unix': self._clock(), 'best': best}
+        self._taken = {'step': step, 'unix': self._clock(), 'best': with_best(self._last()['best'], metrics)}
         try:
             self._local.write(_TAKEN, json.dumps(self._taken).encode())
         except StorageError as error:

@@ -111,6 +111,14 @@ class Part:
         return ChunkNumbers({array.location: array.grid for array in arrays})
 
 
+def save_of(storage: Storage, step: int) -> str:
+    """Identifies the save that a local directory has of a step; '' if it has none."""
+    try:
+        return digest(storage.read(join(step_dir(step), SIDECAR)))
+    except T5CkptError:
+        return ''
+
+
 def is_incomplete(storage: Storage, step: int) -> bool:
     """Whether a local directory has only the part of one of several processes, which a job of one process cannot restore."""
     if not storage.is_file(join(step_dir(step), COPIES)):

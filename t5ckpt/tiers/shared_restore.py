@@ -16,7 +16,6 @@ from typing import Any
 from t5ckpt.catalog.listing import has_step, newest
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.core.keys import join
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import (
@@ -30,11 +29,10 @@ from t5ckpt.errors import (
     T5CkptError,
 )
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import SIDECAR, step_dir
 from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.request import LocalSource, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.part import Part, parts_in
+from t5ckpt.tiers.part import Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
 from t5ckpt.tiers.shared_choice import ACTION as LOOK_ACTION, RunStep, SharedChoice, choose_together, log_choice
 
@@ -173,7 +171,8 @@ class SharedRestore:
     def _put_aside(self, found: SharedChoice) -> None:
         """Renames local steps that are newer than the restored one, and those of other saves: training reaches them again."""
         for step in self._catalog.local_steps():
-            if found.step is None or step < found.step or (step == found.step and self._has_save(step, found.save)):
+            is_restored = step == found.step and save_of(self._local, step) == found.save != ''
+            if found.step is None or step < found.step or is_restored:
                 continue
             try:
                 aside = rename_damaged(self._local, step, self._catalog.clock)
@@ -182,9 +181,3 @@ class SharedRestore:
                 _log.warning('t5ckpt: local step %d was not restored, and could not be renamed: %s', step, error)
             else:
                 _log.warning('t5ckpt: local step %d was not restored, and was renamed to %s', step, aside)
-
-    def _has_save(self, step: int, save: str) -> bool:
-        try:
-            return digest(self._local.read(join(step_dir(step), SIDECAR))) == save
-        except T5CkptError:
-            return False

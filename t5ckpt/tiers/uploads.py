@@ -22,7 +22,7 @@ from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Close, Ended, Failed, Orders
-from t5ckpt.tiers.part import Part
+from t5ckpt.tiers.part import Part, save_of
 from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue
 from t5ckpt.tiers.rate_limit import RateLimit
 from t5ckpt.tiers.shared_upload import Follower, Leader
@@ -147,7 +147,7 @@ class Uploads:
         """Uploads a step, and runs the retention of the run; in the thread of the queue."""
         started = time.monotonic()
         self._dir.share_id()
-        overwrite, save = self._intents.overwrites(step), self._intents.save_of(step)
+        overwrite, save = self._intents.overwrites(step), save_of(self.local, step)
 
         def pace(nbytes: int) -> None:
             self._limit.wait(nbytes, self._queue.check)

@@ -21,7 +21,7 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.call_site import CallSite
+from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import (
     Clock,
@@ -48,22 +48,26 @@ from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
-from t5ckpt.save import Notices, Reuse, SaveCall, SaveRequest, TemplateCheck, best_step_of, in_order, monitored_metrics
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
+    SaveCall,
     TierOptions,
     check_no_directory,
     check_policies,
+    in_order,
     warn_of_gda,
     warn_of_idle,
     warn_of_missing_metrics,
 )
 from t5ckpt.save.encoding import CodecSelection, compression_for
+from t5ckpt.save.monitored import best_step_of, monitored_metrics
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
+from t5ckpt.save.request import Reuse, SaveRequest
 from t5ckpt.save.schedule import Environment, SaveSchedule
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.save.stream_writer import StreamRequest
+from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
@@ -436,8 +440,7 @@ class Checkpointer:
             )
             request = self._tiers.persisting(request, preempted=self.should_stop)
             if save_round.is_leader:
-                missing = self._retention.missing_metrics(request.step, call.metrics)
-                warn_of_missing_metrics(self._notices, missing)
+                warn_of_missing_metrics(self._notices, self._retention.missing_metrics(request.step, call.metrics))
             if not call.transforms:
                 self._template_check.check(state, table, request.step, warns=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:

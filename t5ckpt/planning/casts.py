@@ -3,7 +3,7 @@
 :func:`cast_dtype` decides for one leaf. ``planning/save_plan.py`` and ``planning/restore_plan.py`` record its answer, and the
 values are cast where they are in memory:
 
-- in a save, in ``save/staged_leaf.py``, and in ``save/stage.py`` for the leaves of the manifest;
+- in a save, in ``save/staged_leaf.py``;
 - in a restore, in ``reading/local/chunk_reader.py`` while local chunks are read, otherwise in ``restore/read_arrays.py``, and in
   ``restore/make_leaf.py`` for the leaves of the manifest.
 """

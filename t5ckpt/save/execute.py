@@ -29,9 +29,9 @@ from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.save_plan import difference
-from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.staged_leaf import manifest_leaves
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.storage import requests_between

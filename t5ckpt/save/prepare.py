@@ -13,8 +13,8 @@ from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
-from t5ckpt.save import SaveRequest
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
+from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
@@ -62,19 +62,16 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())
+    copies = _copied_files(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     previous = _previous(request)
+    unchanged = _unchanged(plan.writes, request, previous)
     known = leaves_of_writes(plan.writes)
     staging = Staging(
-        plan,
-        request.staging,
-        request.call.budget_bytes,
-        private_host=request.in_background,
-        unchanged=_unchanged(plan.writes, request, previous),
+        plan, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
     )
     samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    copies = _copied_files(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, copies)
 
 

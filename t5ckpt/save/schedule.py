@@ -22,12 +22,13 @@ from typing import Any
 
 from t5ckpt.commit.retention import RunFacts
 from t5ckpt.core.arguments import check_kind
+from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Channel
 from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError
-from t5ckpt.save import Notices, metric_numbers
+from t5ckpt.save.arguments import metric_numbers
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index, Leases
@@ -105,6 +105,8 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
     if lock is None:
         return False
     with contextlib.closing(lock):
+        # Before the look at the lease: one that arrives after it is found by the removal.
+        names = [entry.name for entry in storage.entries(leftover.name)] if leftover.state == 'tmp' else ['']
         if leftover.state != 'tmp' and lock.is_held:
             is_dead = True
         elif leftover.state != 'tmp':
@@ -118,11 +120,27 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
         if is_dead:
             name = leftover.name
             check_removable(storage, name)
+            if _has_lease_in_part(names):
+                return _remove_without_lease(storage, name, names)
             if leftover.state not in ('deleted', 'pruned'):
                 # A removal that was killed may have removed the files that identify the directory.
                 name = renamed_for_deletion(storage, name, leftover.step, leftover.unix)
             remove_checkpoint(storage, name, leftover.step, leftover.unix)
         return is_dead
+
+
+def _has_lease_in_part(names: Collection[str]) -> bool:
+    """Whether the writer of a directory has written nothing, or a part of its lease. T5X and Orbax never use such a name."""
+    return SIDECAR not in names and all(name.startswith(SIDECAR) for name in names)
+
+
+def _remove_without_lease(storage: Storage, name: str, names: Iterable[str]) -> bool:
+    """Removes a directory without a lease, and returns whether it did: not if the lease is there by now.
+
+    A live writer of another host, whose lock is not visible, begins again if it finds the directory gone before its lease.
+    """
+    storage.delete_files([join(name, each) for each in names])
+    return storage.delete_empty(name)
 
 
 def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after: float, *, has_lock: bool) -> bool:
@@ -136,11 +154,10 @@ def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after
       has_lock: whether locks work on this storage, at least on this machine.
     """
     name = leftover.name
-    entries = [entry.name for entry in storage.entries(name)]
+    names = [entry.name for entry in storage.entries(name)]
     is_old = leftover.unix < clock() - stale_after
-    if SIDECAR not in entries:
-        # The writer was killed while it wrote the first file; T5X and Orbax never use such a name.
-        return is_old or (has_lock and all(entry.startswith(SIDECAR) for entry in entries))
+    if SIDECAR not in names:
+        return is_old or (has_lock and _has_lease_in_part(names))
     key, now = join(name, SIDECAR), lease_clock(storage, clock)
     try:
         writer = decode_sidecar(storage.read(key), storage.url(name)).writer

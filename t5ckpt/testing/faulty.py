@@ -199,6 +199,10 @@ class FaultyStorage(Storage):
         self._count('delete_tree', key)
         self._inner.delete_tree(key)
 
+    def delete_empty(self, key: str) -> bool:
+        self._count('delete_empty', key)
+        return self._inner.delete_empty(key)
+
     def open_kvstore(self, key: str) -> Any:
         self._count('open_kvstore', key)
         return self._inner.open_kvstore(key)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage
+from t5ckpt.testing.simulation.disk import Disk
 from t5ckpt.testing.simulation.jobs import job, jobs, preempted, stopped_job
 from t5ckpt.testing.simulation.programs import (
     after,
@@ -81,6 +82,13 @@ def _two_savers(world: World) -> Sequence[Task]:
         world.start('one', saver(world, 1, [7]), machine='a', ahead=250.0),
         world.start('two', saver(world, 2, [7]), machine='b', ahead=-250.0),
     ]
+
+
+def _local_locks(world: World) -> Sequence[Task]:
+    """Savers on machines that do not see each other's locks."""
+    assert isinstance(world.server, Disk)
+    world.server.has_local_locks = True
+    return [*_two_savers(world), world.start('three', saver(world, 3, [8, 9]), machine='c')]
 
 
 def _take_over(world: World) -> Sequence[Task]:
@@ -373,6 +381,8 @@ SCENARIOS = {
     **_of('stopped-remover', Scenario(_stopped_remover, _one_step)),
     **_of_tiers('overwrite-upload', Scenario(_overwrite_upload, tiers_before, kind='tiers')),
     **_of('again', Scenario(_again, _one_step)),
+    'disk-local-locks': Scenario(_local_locks, _one_step, check=_is_saved, kind='disk'),
+    'disk-local-locks-faults': Scenario(_local_locks, _one_step, kind='disk', faults=_DISK_FAULTS),
     'disk-aside': Scenario(_aside, _one_step, kind='disk'),
     'disk-aside-faults': Scenario(_aside, _one_step, kind='disk', faults=_DISK_FAULTS),
     **_of('strip', Scenario(_strip, _with_positions)),

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from t5ckpt.testing.simulation.campaign import continue_report, simulate
+from t5ckpt.testing.simulation.campaign import continue_report, explore, simulate
 from t5ckpt.testing.simulation.choosers import Replay, chooser_of
 from t5ckpt.testing.simulation.disk import Disk
 from t5ckpt.testing.simulation.primitives import Event, Lock, SimpleQueue, Thread
@@ -53,6 +53,20 @@ def test_a_campaign_counts_what_it_ran():
     assert found.points > 40 * 20
     assert found.failures == []
     json.dumps(found.faults)
+
+
+def test_scenarios_are_told_one_by_one():
+    """Each as soon as all workers have it, in the order in which they were asked for."""
+    told = explore(['remove', 'prune-faults', 'save'], range(40), workers=2)
+    assert next(told)[0] == 'remove'
+    assert [(name, found.schedules) for name, found in told] == [('prune-faults', 40), ('save', 40)]
+    told = explore(['remove', 'save', 'remove'], range(9), switches=0, workers=2)
+    assert [(name, found.schedules) for name, found in told] == [('remove', 1), ('save', 1)]
+
+
+def test_a_worker_that_fails_is_an_error():
+    with pytest.raises(RuntimeError, match='KeyError'):
+        simulate(['save', 'none'], range(2), workers=1)
 
 
 def test_a_report_is_continued(tmp_path):

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, continue_report, simulate
+from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, continue_report, explore
 from t5ckpt.testing.simulation.report import table
 
 
@@ -31,14 +31,14 @@ def main() -> int:
         print(table(given.report), *map(str, found.failures), sep='\n\n')
         return int(bool(found.failures))
     failures = 0
-    for name in names:
-        found = simulate([name], seeds, switches=given.switches, **options)
+    for name, found in explore(names, seeds, switches=given.switches, **options):
         faults = ', '.join(f'{count} {fault}' for fault, count in sorted(found.faults.items()) if fault != 'run')
         print(
-            f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}'
+            f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}',
+            *found.failures[:1],
+            sep='\n',
+            flush=True,
         )
-        for failure in found.failures[:1]:
-            print(failure)
         failures += len(found.failures)
     return int(failures > 0)
 

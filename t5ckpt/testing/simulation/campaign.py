@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 OWN_SCENARIOS = 't5ckpt.testing.simulation.scenarios'
 
@@ -59,6 +61,14 @@ class Campaign:
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
+    def merge(self, other: Campaign) -> None:
+        """Adds what was explored of another scenario."""
+        self.schedules += other.schedules
+        self.points += other.points
+        self.states += other.states
+        self.faults.update(other.faults)
+        self.failures += other.failures
+
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds one line of a worker."""
         self.schedules += line['schedules']
@@ -93,7 +103,24 @@ def simulate(
     Raises:
       RuntimeError: a worker could not run.
     """
-    return _run(_jobs(scenarios, seeds, switches, workers, by_scenario=switches is not None), module, '', path)
+    found = Campaign()
+    for _, each in explore(scenarios, seeds, switches=switches, module=module, workers=workers, path=path):
+        found.merge(each)
+    return found
+
+
+def explore(
+    scenarios: Sequence[str],
+    seeds: range,
+    *,
+    switches: int | None = None,
+    module: str = OWN_SCENARIOS,
+    workers: int = 2,
+    path: str | os.PathLike[str] | None = None,
+) -> Iterator[tuple[str, Campaign]]:
+    """As :func:`simulate`; yields each scenario and what was explored of it, as soon as it is."""
+    names = [*dict.fromkeys(scenarios)]
+    return _run(_jobs(names, seeds, switches, workers, by_scenario=switches is not None), names, module, '', path)
 
 
 def continue_report(
@@ -113,30 +140,53 @@ def continue_report(
       module: as for :func:`simulate`.
       workers: the number of processes.
     """
-    return _run(_jobs(scenarios, seeds, None, workers, by_scenario=True), module, os.fspath(report), None)
-
-
-def _run(jobs: Sequence[dict[str, Any]], module: str, report: str, path: str | os.PathLike[str] | None) -> Campaign:
-    found = Campaign()
-    running = [
-        subprocess.Popen(
-            [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', json.dumps(job | given)],
-            env=_environment(path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for given in [{'module': module, 'report': report}]
-        for job in jobs
-        if job['scenarios'] and job['count']
-    ]
-    for worker in running:
-        out, error = worker.communicate()
-        if worker.returncode != 0:
-            raise RuntimeError(f'a worker of the simulation ended with {worker.returncode}:\n{error[-4000:]}')
-        for line in out.splitlines():
-            found.add(json.loads(line))
+    found, names = Campaign(), [*dict.fromkeys(scenarios)]
+    jobs = _jobs(names, seeds, None, workers, by_scenario=True)
+    for _, each in _run(jobs, names, module, os.fspath(report), None):
+        found.merge(each)
     return found
+
+
+def _run(
+    jobs: Sequence[dict[str, Any]],
+    scenarios: Sequence[str],
+    module: str,
+    report: str,
+    path: str | os.PathLike[str] | None,
+) -> Iterator[tuple[str, Campaign]]:
+    """Starts a worker for each job; yields each scenario when all of its workers have explored it."""
+    with contextlib.ExitStack() as stack:
+        running: list[tuple[Sequence[str], subprocess.Popen[str], IO[str]]] = []
+        for job in jobs:
+            if job['scenarios'] and job['count']:
+                words = json.dumps(job | {'module': module, 'report': report})
+                errors = stack.enter_context(tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace'))
+                worker = subprocess.Popen(
+                    [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', words],
+                    env=_environment(path),
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+                stack.enter_context(worker)
+                stack.callback(worker.kill)
+                running.append((job['scenarios'], worker, errors))
+        for name in scenarios:
+            found = Campaign()
+            for names, worker, errors in running:
+                if name in names:
+                    found.add(_line(worker, errors))
+            yield name, found
+
+
+def _line(worker: subprocess.Popen[str], errors: IO[str]) -> Mapping[str, Any]:
+    """What a worker prints about the next of its scenarios."""
+    line = '' if worker.stdout is None else worker.stdout.readline()
+    if not line:
+        code = worker.wait()
+        errors.seek(0)
+        raise RuntimeError(f'a worker of the simulation ended with {code}:\n{errors.read()[-4000:]}')
+    return json.loads(line)
 
 
 def _jobs(

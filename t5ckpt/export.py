@@ -68,7 +68,7 @@ def export_weights(
             meant = meant_pattern(take, map(leaf_name, leaves))
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.{meant}')
         # Checked here, because the checkpointer's error would name its own options.
-        check_cast(cast, {path: getattr(leaf, 'dtype', None) for path, leaf in kept.items()})
+        check_cast(cast, kept)
         infos = flatten_nested(parameter_infos, lambda _: False)
         return unflatten(kept), unflatten(
             {path: infos[path] for path in kept if path in infos and infos[path] is not None}

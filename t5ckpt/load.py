@@ -19,7 +19,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.planning.casts import Cast, array_dtype, cast_dtype, check_cast
+from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
@@ -87,7 +87,7 @@ def load_t5x_checkpoint(
     contents.check_not_part()
     leaves, facts = leaves_of(contents, state_transformation_fns if remap else (), {})
     reader = reader_of(contents, reading)
-    check_cast(cast, {path: array_dtype(leaf) for path, leaf in leaves.items()})
+    check_cast(cast, leaves)
     if lazy_parameters:
         table = {path: _lazy(reader, path, leaf, cast, facts) for path, leaf in leaves.items()}
     else:

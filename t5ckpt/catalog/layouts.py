@@ -177,9 +177,12 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
         return ListedStep(step, name, ORBAX) if _is_committed(storage, name) else None
     if is_orbax(storage, name) and _is_committed(storage, name):
         return ListedStep(step, name, ORBAX, manifest='')
-    if parse_step_dir(name) is not None and _is_flax_file(storage, name):
-        return ListedStep(step, name, FLAX, manifest=name)
-    return None
+    if parse_step_dir(name) is None:
+        return None
+    # Where the size is unknown, the file may be large.
+    is_large = storage.known_size(name) == -1
+    is_flax = storage.is_file(name) if is_large else _map_file(storage, name) is not None
+    return ListedStep(step, name, FLAX, manifest=name) if is_flax else None
 
 
 def _inspect_prefixed(storage: Storage, name: str) -> ListedStep | None:
@@ -222,11 +225,6 @@ def _map_file(storage: Storage, key: str) -> bytes | None:
         # Another process has deleted it since it was listed.
         return None
     return data if is_whole(data) else None
-
-
-def _is_flax_file(storage: Storage, name: str) -> bool:
-    # Where the size is unknown, the file may be large.
-    return storage.is_file(name) if storage.known_size(name) == -1 else _map_file(storage, name) is not None
 
 
 def one_a_step(found: list[ListedStep]) -> list[ListedStep]:

@@ -100,7 +100,7 @@ def _export(
     sources = open_sources(checkpoint, options.step)
     refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
     chosen = sources.select(options.select)
-    check_cast(casting, {source.path: source.dtype for source in chosen.values()})
+    check_cast(casting, {source.path: source for source in chosen.values()})
     kind = 'npz' if write is _write_npz else 'safetensors'
     specs: dict[str, TensorSpec] = {}
     for name, source in chosen.items():

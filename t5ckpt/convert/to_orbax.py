@@ -27,7 +27,7 @@ from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.casts import Cast, array_dtype, cast_dtype, check_cast
+from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
@@ -81,7 +81,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     table = linked_leaves(contents)
     dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
-    check_cast(options.cast, {path: array_dtype(leaf) for path, leaf in kept.items()})
+    check_cast(options.cast, kept)
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in kept.items()}
     names = {leaf_name(path): leaf_name(path) for path in leaves}
     idle = () if options.optimizer or dropped else ('optimizer',)

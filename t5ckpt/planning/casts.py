@@ -106,22 +106,17 @@ class Cast:
         return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
 
 
-def array_dtype(leaf: Any) -> np.dtype | None:
-    """The NumPy dtype of an array; None for any other leaf, such as a typed PRNG key."""
-    dtype = getattr(leaf, 'dtype', None)
-    return dtype if isinstance(dtype, np.dtype) else None
-
-
-def check_cast(cast: Cast | None, dtypes: Mapping[Path, np.dtype | None]) -> None:
+def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
     """Raises UnmatchedPattern for a cast that applies to none of the floating leaves.
 
     Args:
       cast: the cast, if there is one.
-      dtypes: of all leaves; None for a leaf that is not an array.
+      leaves: all leaves. One without a NumPy dtype, such as a typed PRNG key, is not cast.
     """
     if cast is None or (cast.dtype is None and cast.leaves is None):
         return
-    floating = [path for path, dtype in dtypes.items() if dtype is not None and kind(dtype) == 'float']
+    dtypes = {path: getattr(leaf, 'dtype', None) for path, leaf in leaves.items()}
+    floating = [path for path, dtype in dtypes.items() if isinstance(dtype, np.dtype) and kind(dtype) == 'float']
     if any(cast.touches(path) for path in floating):
         return
     asked = f'{cast.option}={"template" if cast.dtype is None else cast.dtype.name}'
@@ -158,7 +153,7 @@ def cast_leaves(leaves: Sequence[LeafToSave], cast: Cast | None) -> Sequence[Lea
     """
     if cast is None:
         return leaves
-    check_cast(cast, {leaf.path: leaf.dtype for leaf in leaves})
+    check_cast(cast, {leaf.path: leaf for leaf in leaves})
     return [
         leaf if leaf.dtype is None else leaf._replace(dtype=cast_dtype(leaf.path, leaf.dtype, cast)) for leaf in leaves
     ]

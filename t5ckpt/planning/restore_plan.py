@@ -175,7 +175,7 @@ def plan_restore(
       UnsupportedLeafError: a transform returned something that cannot be a leaf.
       UnmatchedPattern: the cast selects no leaf of the template.
     """
-    check_cast(options.cast, {path: template.dtype for path, template in templates.items()})
+    check_cast(options.cast, templates)
     options.resize.check(templates)
     matcher = _Matcher(leaves, templates, options)
     for path, template in templates.items():

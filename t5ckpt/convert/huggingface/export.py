@@ -33,7 +33,7 @@ from t5ckpt.convert.huggingface.config import (
     read_config,
 )
 from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
-from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
+from t5ckpt.convert.huggingface.names import Pair, pairs_of
 from t5ckpt.convert.source_arrays import Sources, cast, open_sources, slices_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.progress import Meter
@@ -167,13 +167,10 @@ def _plan(sources: Sources, given: Mapping[str, Any], options: ExportOptions) ->
     copies = _COPIES if needs_embed_tokens(model, config) else ()
     specs += [dataclasses.replace(spec, name=name) for spec in specs if spec.name == _EMBEDDING for name in copies]
     second_norm = needs_larger_norm(model, config)
-    metadata = {'format': 'pt', LAYOUT_KEY: _layout_text(layout, sources.located.step)}
+    text = json.dumps({'step': sources.located.step, **dataclasses.asdict(layout)})
+    metadata = {'format': 'pt', LAYOUT_KEY: text}
     shards = _shards(specs, options.max_shard_bytes, second_norm)
     return _Plan(pairs, dtypes, shards, config, metadata, second_norm, copies)
-
-
-def _layout_text(layout: Layout, step: int | None) -> str:
-    return json.dumps({'step': step, **dataclasses.asdict(layout)})
 
 
 def _shards(specs: Sequence[TensorSpec], limit: int, apart: bool) -> dict[str, list[TensorSpec]]:

@@ -162,7 +162,7 @@ def _summary(
 
 
 def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, None, str]:
-    """What Orbax records beside the arrays, and the text of the error if it does not decode."""
+    """Orbax's metadata of a step as a sidecar, and the text of the error if it does not decode."""
     try:
         return read_orbax_facts(storage, entry.name), None, ''
     except FormatError as error:

@@ -15,8 +15,6 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.storage import Storage, open_storage
 
 _NAMED = re.compile(r'(?P<run>.+)@(?P<step>\d+|latest|best(:(?P<metric>.+?)(:(?P<mode>min|max))?)?)', re.DOTALL)
-
-
 _MISNAMED = re.compile(r'(?P<run>.+)@(?P<word>[^/@:]*)(?P<rest>(:[^@]*)?)', re.DOTALL)
 
 
@@ -166,7 +164,7 @@ def _step_in(named: re.Match[str]) -> int | None:
 
 
 def _refuse_mode(storage: Storage, named: re.Match[str]) -> None:
-    """Raises click.UsageError for ``run@best:loss:lowest``: the steps have the metric, and the word after it is no mode."""
+    """Raises click.UsageError for ``run@best:loss:lowest``: the steps have the metric, and the word after it is not a mode."""
     from t5ckpt.cli.best_step import chosen
 
     metric, _, word = (named['metric'] or '').rpartition(':')

@@ -1,4 +1,4 @@
-"""``t5ckpt pin``: marks steps as never to be deleted by retention."""
+"""``t5ckpt pin``: pins steps, which retention then never deletes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``t5ckpt unpin``: takes the mark of ``t5ckpt pin`` away."""
+"""``t5ckpt unpin``: removes the pins of steps."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ConvertOptions:
     Attributes:
       step: the step of the new checkpoint; None takes the source's.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it; None casts nothing.
-      cast_leaves: a pattern for the whole names, in what is written, of the leaves that are cast instead.
+      cast_leaves: a pattern for the whole names, in the new checkpoint, of the leaves that are cast instead.
       compression: as in ``Checkpointer``.
       optimizer: False leaves the optimizer's state out.
       concurrent_gb: gigabytes (10^9 bytes) of values in flight.
@@ -96,7 +96,8 @@ class Conversion:
       added: leaves that the source does not have.
       dropped: names in the source that were left out.
       without_effect: the names of options that had no effect: 'optimizer'.
-      left_out: what is no leaf and was not converted: items of a step of Orbax; for Orbax, positions in the data and pins.
+      left_out: parts of the source that are not leaves and were not converted: items of a step of Orbax; if the result is one of
+        Orbax, positions in the data and pins.
     """
 
     step: int

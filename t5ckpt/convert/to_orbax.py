@@ -102,7 +102,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
 
 
 def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
-    """What Orbax has no place for: positions in the data and the pin; for a bare tree also metrics and custom metadata."""
+    """The parts of a step that Orbax cannot hold: positions in the data, the pin; in a bare tree, metrics and custom metadata."""
     located, sidecar = contents.located, contents.sidecar
     files = [entry.name for entry in located.storage.entries(located.directory)]
     names = [name for name in files if name == PINNED or name.startswith(TRAIN_DS_PREFIX)]

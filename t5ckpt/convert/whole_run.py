@@ -38,7 +38,7 @@ class RunConversion:
 
     Attributes:
       path: the new run's directory.
-      converted: what was written, ascending by step.
+      converted: the conversions that were written, ascending by step.
       there: the steps that were skipped because an earlier call has converted them.
       gone: the steps that were deleted from the source during the call.
     """

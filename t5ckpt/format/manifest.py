@@ -329,7 +329,7 @@ def _encode_array(array: np.ndarray) -> bytes:
 
 @functools.lru_cache(1024)
 def _packed_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """What stands before the values of an array; most of ten thousand leaves have one of a few shapes."""
+    """The bytes before the values of an array, cached: most of ten thousand leaves have one of a few shapes."""
     nbytes = math.prod(shape) * dtype.itemsize
     packed = _packed([list(shape), name_of(dtype), bytes(nbytes)])
     return packed[: len(packed) - nbytes]

@@ -100,7 +100,7 @@ class Sidecar:
       format: ``FORMAT``; more in a sidecar of a newer program, 0 in ``NO_SIDECAR``.
       writer: the process that wrote it: name and version of the program, host, pid, and what identifies a process on its
         machine. In an unfinished directory also the write lease (``commit/lease_owner.py``), and as ``resume`` the checksum
-        of what the directory was to become.
+        of the copy or conversion that can resume it.
       step: of the checkpoint.
       created_unix: when it was saved, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
@@ -112,7 +112,7 @@ class Sidecar:
       custom_metadata: the argument of ``save``, a JSON object.
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
       facts: ``'unknown'`` if a copy or a repair had no sidecar to take ``tree`` from: typed PRNG keys are then not recorded.
-      source: what a conversion or a copy with changes was made from.
+      source: of a conversion or of a copy with changes.
       repaired: when a repair wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
       other: fields that this program does not know, and values that are not usable. :func:`encode_sidecar` writes them again.
     """

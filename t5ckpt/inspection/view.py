@@ -145,7 +145,7 @@ class CheckpointView(Mapping[str, LazyArray]):
 
     @contextlib.contextmanager
     def in_one(self) -> Generator[CheckpointView]:
-        """Yields a view for many reads; checks once, at the end, whether the step was saved again meanwhile."""
+        """Yields a view for many reads; checks once, at the end, whether the step was saved again before that."""
         with self._contents.identity.reading():
             yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
 

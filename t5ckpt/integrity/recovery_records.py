@@ -34,8 +34,8 @@ from t5ckpt.reading.contents import sidecar_name
 
 ZARRAY = '.zarray'
 _LOST_FACTS = (
-    'the sidecar is lost: metrics and the keep policy are gone, empty containers, too, and what were Python numbers, strings, '
-    'typed PRNG keys or dtypes that zarr does not know come back as T5X would see them'
+    'the sidecar is lost, and with it metrics, the keep policy and empty containers. Python numbers, strings, typed PRNG keys '
+    'and dtypes that zarr does not have are restored as T5X would restore them'
 )
 
 Source = tuple[bytes, bytes, float]

@@ -196,7 +196,7 @@ def plan_restore(
 
 
 class _Pair(NamedTuple):
-    """A leaf of the template, and what the checkpoint, or another ``source``, has at its path."""
+    """A leaf of the template, and the leaf of the checkpoint, or of another ``source``, at its path."""
 
     path: Path
     name: str

@@ -123,7 +123,7 @@ class InlineWrite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What to write; ``facts`` becomes the sidecar's ``tree``."""
+    """The leaves to write; ``facts`` becomes the sidecar's ``tree``."""
 
     writes: tuple[ArrayWrite, ...]
     inline: tuple[InlineWrite, ...]

@@ -1,4 +1,4 @@
-"""Splits a numpy index into what is read and what numpy applies to the result."""
+"""Splits a numpy index into slices to read and an index that numpy applies to the result."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None)
         recorded = FileChecksums.recorded_by(of_sidecar, SIDECAR).lists
     found: dict[str, bytes] = {}
     for name in [*sorted(names), *(name for name in recorded if name not in names)]:
-        # A list that the sidecar does not record may be one of the checkpoint that was replaced, and be removed meanwhile.
+        # A list that the sidecar does not record may belong to the replaced checkpoint, and be deleted before it is read.
         is_sure = name in names and (name in recorded or not recorded)
         with contextlib.suppress(*(() if is_sure else (CheckpointNotFoundError,))):
             found[name] = files.read(name)

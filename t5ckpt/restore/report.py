@@ -27,7 +27,7 @@ _log = logging.getLogger('t5ckpt')
 def report_plan(
     plan: RestorePlan, request: RestoreRequest, contents: Contents, template: LeafTable, fallback: LeafTable
 ) -> None:
-    """Logs and warns of what the caller may not expect.
+    """Logs and warns of results that the caller may not expect.
 
     Args:
       plan: of the restore.

@@ -1,4 +1,4 @@
-"""What a report shows, as JSON: steps, leaves, statistics, changes. Nothing is read here."""
+"""The facts of a report, as JSON: steps, leaves, statistics, changes. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _stats(stats: LeafStats | None, size: int) -> dict[str, Any] | None:
 
 
 def change_facts(steps: tuple[int, int], leaves: Iterable[Changed], same: int) -> dict[str, Any]:
-    """What changed between two steps."""
+    """The changes between two steps."""
     rows = [
         {
             'name': printable(leaf.name),

@@ -18,15 +18,7 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.occupancy import occupant_on_disk
-from t5ckpt.commit.removal import (
-    check_known,
-    check_removable,
-    is_pinned,
-    move_aside,
-    remove_checkpoint,
-    renamed_for_deletion,
-    renamed_for_replacement,
-)
+from t5ckpt.commit.removal import check_known, check_removable, is_pinned, move_aside, remove_checkpoint, rename_aside
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, resume_text
@@ -152,7 +144,7 @@ class RenameTransaction(Transaction):
         if standing == 'file':
             move_aside(storage, final, self.step, self._clock(), ())
         elif standing == 'dir':
-            self.directory = renamed_for_replacement(storage, self.directory, self.step, self._clock())
+            self.directory = rename_aside(storage, self.directory, self.step, 'replaced', self._clock())
             try:
                 return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.may_replace)
             except NotPutBackError:
@@ -180,7 +172,7 @@ class RenameTransaction(Transaction):
         leftover = parse_leftover(self.directory)
         if leftover is not None:
             try:
-                return renamed_for_deletion(self.storage, self.directory, self.step, leftover.unix)
+                return rename_aside(self.storage, self.directory, self.step, 'deleted', leftover.unix)
             except T5CkptError:
                 pass
         self.storage.delete_file(join(self.directory, MANIFEST))
@@ -213,14 +205,14 @@ def hide_by_rename(
         if not even_waiting and step in waiting_steps(storage):
             return None
         _drop_replacements(storage, step, clock)
-        doomed = renamed_for_deletion(storage, step_dir(step), step, clock())
+        doomed = rename_aside(storage, step_dir(step), step, 'deleted', clock())
         if even_pinned or not is_pinned(storage, doomed):
             return Hidden(doomed, step)
         try:
             storage.publish(doomed, step_dir(step))
         except StorageError:
             # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
-            renamed_for_replacement(storage, doomed, step, clock())
+            rename_aside(storage, doomed, step, 'replaced', clock())
             raise
         return None
     finally:
@@ -233,7 +225,7 @@ def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
     for leftover, lock in _locked_leftovers(storage, step, 'replaced'):
         with contextlib.closing(lock):
             if lock.is_held and not is_pinned(storage, leftover.name):
-                renamed_for_deletion(storage, leftover.name, step, clock())
+                rename_aside(storage, leftover.name, step, 'deleted', clock())
 
 
 def _locked_leftovers(storage: Storage, step: int, state: str) -> Generator[tuple[Leftover, Any]]:

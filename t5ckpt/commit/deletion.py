@@ -10,14 +10,7 @@ from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.in_place import Hidden, remove_in_place
 from t5ckpt.commit.read_lease import leased_steps
-from t5ckpt.commit.removal import (
-    check_known,
-    check_not_kept,
-    is_pinned,
-    kept_error,
-    remove_checkpoint,
-    renamed,
-)
+from t5ckpt.commit.removal import check_known, check_not_kept, is_pinned, kept_error, remove_checkpoint, rename_aside
 from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.keys import join
@@ -122,6 +115,6 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
     lease = acquire_to_hide(storage, step, clock)
     try:
         check_not_kept(storage, step, lease.read_steps, 'renamed')
-        return renamed(storage, step_dir(step), step, 'damaged', clock())
+        return rename_aside(storage, step_dir(step), step, 'damaged', clock())
     finally:
         lease.release()

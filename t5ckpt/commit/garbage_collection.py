@@ -20,7 +20,7 @@ from t5ckpt.commit.in_place import collect_in_place
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
 from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
-from t5ckpt.commit.removal import check_removable, remove_checkpoint, renamed_for_deletion
+from t5ckpt.commit.removal import check_removable, remove_checkpoint, rename_aside
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.step_lease import has_live_lease
 from t5ckpt.core.keys import join
@@ -124,7 +124,7 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
                 return _remove_without_lease(storage, name, names)
             if leftover.state not in ('deleted', 'pruned'):
                 # A removal that was killed may have removed the files that identify the directory.
-                name = renamed_for_deletion(storage, name, leftover.step, leftover.unix)
+                name = rename_aside(storage, name, leftover.step, 'deleted', leftover.unix)
             remove_checkpoint(storage, name, leftover.step, leftover.unix)
         return is_dead
 

@@ -11,15 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from t5ckpt.catalog.layouts import (
-    ORBAX,
-    T5X,
-    ListedStep,
-    has_placeholder,
-    inspect_name,
-    orbax_marks,
-    other_layout,
-)
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, orbax_marks, other_layout
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.removal import check_removable, few, foreign_files
 from t5ckpt.core.keys import join

@@ -19,7 +19,7 @@ import msgpack
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, renamed
+from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, rename_aside
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
@@ -181,7 +181,7 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
             return Hidden('', found.step)
         if storage.is_file(join(found.name, PINNED)):
             return None
-        doomed = renamed(storage, found.name, found.step, 'pruned', clock())
+        doomed = rename_aside(storage, found.name, found.step, 'pruned', clock())
         added = (
             [PINNED] if storage.is_file(join(doomed, PINNED)) else unknown_to_its_writer(storage, doomed, found.layout)
         )

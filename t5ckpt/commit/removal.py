@@ -178,7 +178,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
 
 def move_aside(storage: Storage, name: str, step: int, unix: float, foreign: Sequence[str]) -> str:
     """Renames a directory with files of other programs to a name that no program uses, and logs it; returns the name."""
-    aside = renamed(storage, name, step, 'foreign', unix)
+    aside = rename_aside(storage, name, step, 'foreign', unix)
     _log.warning(
         't5ckpt: %s contains files that neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
@@ -225,16 +225,6 @@ def _may_write(path: str) -> bool:
     return os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def renamed_for_deletion(storage: Storage, name: str, step: int, unix: float) -> str:
-    """Renames a directory to one that every garbage collection removes; returns the name."""
-    return renamed(storage, name, step, 'deleted', unix)
-
-
-def renamed_for_replacement(storage: Storage, name: str, step: int, unix: float) -> str:
-    """Renames an old or new checkpoint to a name from which garbage collection restores it if the step is missing."""
-    return renamed(storage, name, step, 'replaced', unix)
-
-
 def is_pinned(storage: Storage, directory: str) -> bool:
     """Whether a checkpoint is pinned, so that it is never deleted."""
     return storage.is_file(join(directory, PINNED))
@@ -274,10 +264,11 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
     return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
 
 
-def renamed(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
+def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
     """Renames a directory to ``aside_dir`` of its step and a state, from a time on the first free one; returns the new name.
 
-    Another process may take a name between the check and the rename.
+    Garbage collection removes a ``'deleted'`` one, and restores a ``'replaced'`` one if the step is missing. Another process may
+    take a name between the check and the rename.
     """
     unix = int(unix)
     while True:

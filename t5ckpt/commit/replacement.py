@@ -14,13 +14,7 @@ import logging
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.lease_owner import REPLACE
-from t5ckpt.commit.removal import (
-    check_known,
-    is_pinned,
-    kept_error,
-    renamed_for_deletion,
-    renamed_for_replacement,
-)
+from t5ckpt.commit.removal import check_known, is_pinned, kept_error, rename_aside
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -46,7 +40,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
     Args:
       storage: the run, which can rename.
       step: of both.
-      directory: the new directory, under its name of :func:`renamed_for_replacement`.
+      directory: the new directory, under its name in the state ``'replaced'``.
       clock: returns unix seconds.
       is_whole: whether the old one is a complete checkpoint. Then it stays if it has a read lease, or is pinned and the new one
         is not, even if the lease or the pin was set after the save began.
@@ -87,8 +81,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
                 _exchange_back(storage, directory, final, error)
                 raise
             return _set_aside(storage, step, directory, clock())
-        rename = renamed_for_replacement if is_whole else renamed_for_deletion
-        old = rename(storage, final, step, clock())
+        old = rename_aside(storage, final, step, 'replaced' if is_whole else 'deleted', clock())
         try:
             check_pin(old)
             publish_step(storage, directory, step)
@@ -129,7 +122,7 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
 def _set_aside(storage: Storage, step: int, name: str, unix: float) -> str:
     """Renames the old checkpoint to a name that garbage collection removes, even if half of it is deleted."""
     try:
-        return renamed_for_deletion(storage, name, step, unix)
+        return rename_aside(storage, name, step, 'deleted', unix)
     except T5CkptError:
         return name
 

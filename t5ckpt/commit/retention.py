@@ -30,11 +30,7 @@ from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import (
-    CheckpointNotFoundError,
-    T5CkptError,
-    UnsupportedFormatError,
-)
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar

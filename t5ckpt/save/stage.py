@@ -26,15 +26,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.private_memory import is_private
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
-from t5ckpt.save.staged_leaf import (
-    ChunkwiseLeaf,
-    DeviceLeaf,
-    HostLeaf,
-    StagedLeaf,
-    ViewedLeaf,
-    is_on_cpu,
-    whole_value,
-)
+from t5ckpt.save.staged_leaf import ChunkwiseLeaf, DeviceLeaf, HostLeaf, StagedLeaf, ViewedLeaf, is_on_cpu, whole_value
 from t5ckpt.tree.leaves import is_jax_array
 
 

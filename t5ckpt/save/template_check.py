@@ -11,12 +11,7 @@ import numpy as np
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import counted, lines, listed, some_of
-from t5ckpt.errors import (
-    LeafProblem,
-    T5CkptError,
-    TemplateMismatchWarning,
-    TreeMismatchError,
-)
+from t5ckpt.errors import LeafProblem, T5CkptError, TemplateMismatchWarning, TreeMismatchError
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
 from t5ckpt.tree.train_state import flatten_state, unsharded_warning

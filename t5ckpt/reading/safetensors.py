@@ -22,7 +22,7 @@ from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, is_npz, parse_header
-from t5ckpt.reading.checkpoint_files import ContainedDirectory, check_size
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, ContainedDirectory
 from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
 from t5ckpt.reading.open_array import read_range
 from t5ckpt.storage import Storage, foreign_errors
@@ -43,19 +43,20 @@ def read_tensors(
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
     local = storage.local_path(directory)
-    files = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
+    headers = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
     versions: dict[str, Any] = {}
 
     def entries(file: str) -> tuple[int, list[Any]]:
         versions[file] = storage.version(join(directory, file))
-        return _entries(files, file)
+        return _entries(headers, file, storage.url(join(directory, file)))
 
-    where = files.where(name)
+    where = storage.url(join(directory, name))
     if not name.endswith(INDEX_SUFFIX):
         found = {name: entries(name)}
     else:
         versions[name] = storage.version(join(directory, name))
-        by_tensor = _weight_map(files.read(name), where)
+        index = CheckpointFiles.at(storage, directory, follow_links=follow_links).read(name, MAX_HEADER)
+        by_tensor = _weight_map(index, where)
         found = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
     _check_places([tensor[0] for _, tensors in found.values() for tensor in tensors], where)
     return json.dumps(found).encode(), versions
@@ -127,11 +128,11 @@ def _check_places(names: Sequence[str], where: str) -> None:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
 
-def _entries(files: _Local | _Bucket, file: str) -> tuple[int, list[Any]]:
-    """A file's size, and (name, dtype, shape, offset) of each tensor."""
+def _entries(headers: _Local | _Bucket, file: str, where: str) -> tuple[int, list[Any]]:
+    """A file's size, and (name, dtype, shape, offset) of each tensor; ``where`` is its path or URL, for errors."""
     if is_npz(file):
-        return files.npz(file)
-    header, size = files.header(file)
+        return headers.npz(file, where)
+    header, size = headers.header(file, where)
     return size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors]
 
 
@@ -139,40 +140,27 @@ class _Local:
     """The files of a local directory."""
 
     def __init__(self, root: str, follow_links: bool):
-        self._root = root
         self._contained = ContainedDirectory(root, follow_links=follow_links)
 
-    def where(self, file: str) -> str:
-        """The path of a file, for messages."""
-        return os.path.join(self._root, file)
-
-    def read(self, file: str) -> bytes:
-        """All bytes of an index."""
-        with self._opened(file) as (opened, size):
-            check_size(size, MAX_HEADER, self.where(file))
-            return opened.read(size)
-
-    def header(self, file: str) -> tuple[Header, int]:
+    def header(self, file: str, where: str) -> tuple[Header, int]:
         """The header of a file, and the file's size."""
-        where = self.where(file)
-        with self._opened(file) as (opened, size):
+        with self._opened(file, where) as (opened, size):
             text = opened.read(header_bytes(opened.read(8), size, where))
         return parse_header(text, size, where), size
 
-    def npz(self, file: str) -> tuple[int, list[Any]]:
+    def npz(self, file: str, where: str) -> tuple[int, list[Any]]:
         """The size of an npz file, and (name, dtype, shape, offset) of each array."""
-        where = self.where(file)
-        with self._opened(file) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
+        with self._opened(file, where) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
             return size, [_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where)]
 
     @contextlib.contextmanager
-    def _opened(self, file: str) -> Generator[tuple[BinaryIO, int]]:
+    def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:
         """Opens a file; yields it and its size."""
-        with foreign_errors(self.where(file)):
+        with foreign_errors(where):
             try:
                 fd, size = self._contained.open(file, file)
             except FileNotFoundError as error:
-                raise CheckpointNotFoundError(f'{self.where(file)} is missing. Copy the directory again.') from error
+                raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
             with os.fdopen(fd, 'rb') as opened:
                 yield opened, size
 
@@ -184,27 +172,17 @@ class _Bucket:
         self._storage = storage
         self._directory = directory
 
-    def where(self, file: str) -> str:
-        """The URL of a file, for messages."""
-        return self._storage.url(join(self._directory, file))
-
-    def read(self, file: str) -> bytes:
-        """All bytes of an index."""
-        return self._storage.read(join(self._directory, file))
-
-    def header(self, file: str) -> tuple[Header, int]:
+    def header(self, file: str, where: str) -> tuple[Header, int]:
         """The header of a file, and the file's size."""
-        key, where = join(self._directory, file), self.where(file)
+        key = join(self._directory, file)
         length = header_bytes(self._storage.read_range(key, 0, 8), 2**62, where)
         text = read_range(self._storage, key, 8, 8 + length)
         size = 8 + length + data_bytes(text)
         return parse_header(text, size, where), size
 
-    def npz(self, file: str) -> tuple[int, list[Any]]:
+    def npz(self, file: str, where: str) -> tuple[int, list[Any]]:  # noqa: ARG002
         """Raises UnsupportedFormatError, since the directory of the archive is at the end of an object of unknown size."""
-        raise UnsupportedFormatError(
-            f'{self.where(file)}: npz files are read on local file systems. Copy it to a disk.'
-        )
+        raise UnsupportedFormatError(f'{where}: npz files are read on local file systems. Copy it to a disk.')
 
 
 def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, where: str) -> tuple[Any, ...]:

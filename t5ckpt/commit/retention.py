@@ -164,13 +164,9 @@ class Retention:
     def _decide(
         self, infos: list[StepInfo], unchecked: set[int], others: Mapping[int, ListedStep], just_saved: int | None
     ) -> tuple[list[StepInfo], list[Decision]]:
-        """What the policy decides about the steps, and the facts of those that exist.
+        """What the policy decides about the steps in T5X's layout and in others, and the facts of those that exist.
 
-        Args:
-          infos: the facts of the steps in T5X's layout.
-          unchecked: the steps that may not exist. The policy decides without those that it would keep and that do not exist.
-          others: the steps in other layouts.
-          just_saved: the step of the save that this follows.
+        Steps that are ``unchecked`` may not exist. The policy decides without those that it would keep and that do not exist.
         """
         given = self._infos_of([*others.values()])
         while True:

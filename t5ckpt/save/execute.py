@@ -263,13 +263,7 @@ def finish(
 ) -> CommittedCheckpoint:
     """After the commit: logs it and runs retention, once for each storage, and keeps the checkpoint for the next save.
 
-    Args:
-      job: from :func:`prepare_save`.
-      written: what this process wrote, relative to ``directory``.
-      directory: of the arrays.
-      sidecar_checksum: of the checkpoint's sidecar.
-      nbytes: of all files of the checkpoint.
-      requests_before: to the storage, when the save began.
+    ``written`` is relative to ``directory``, that of the arrays. ``requests_before`` were sent before the save.
     """
     request, storage, step = job.request, job.request.storage, job.request.step
     done = CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, time.monotonic() - request.started)

@@ -69,11 +69,7 @@ class SaveRequest:
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def decide_to_save(self) -> bool:
-        """Returns whether to save: no complete step exists, or the save replaces it. Logs a save that is skipped.
-
-        Raises:
-          As :meth:`decide_to_replace`.
-        """
+        """Returns whether to save: no complete step exists, or :meth:`decide_to_replace` returns True."""
         if self.retention.is_surely_new(self.step):
             return True
         found = strategy_of(self.storage).occupant(self.storage, self.step)

@@ -41,7 +41,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.names import step_dir
-from t5ckpt.planning.new_state import check_new_state
+from t5ckpt.planning.leaf_match import check_new_state
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.steps import find_checkpoint
 from t5ckpt.storage.base import Storage

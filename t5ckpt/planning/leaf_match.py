@@ -1,16 +1,17 @@
-"""Compares leaves of a checkpoint with leaves of a template, and describes both for messages."""
+"""Compares leaves of a checkpoint, or of a new state, with leaves of a template, and describes them for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
-from t5ckpt.tree.leaf_table import Empty
+from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, base_number
 
 
@@ -65,3 +66,20 @@ def is_empty(leaf: Any) -> bool:
 def first_in(path: Path, paths: Collection[Path]) -> Path | None:
     """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in paths), None)
+
+
+def check_new_state(fresh: LeafTable, template: LeafTable, needed: Sequence[Path]) -> None:
+    """Raises where the state of ``init_fn`` is not one of the checkpointer's template.
+
+    Raises:
+      ValueError: with every leaf that is missing, too many, or of another shape.
+    """
+    problems = [f'{leaf_name(path)}: in the template, not in the new state' for path in needed if path not in fresh]
+    problems += [f'{leaf_name(path)}: in the new state, not in the template' for path in fresh if path not in template]
+    for path in needed:
+        shapes = [getattr(table.get(path), 'shape', None) for table in (fresh, template)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            problems.append(f'{leaf_name(path)}: shape {shapes[0]} in the new state, {shapes[1]} in the template')
+    if problems:
+        cure = 'Let init_fn return a state of the tree that Checkpointer was given.'
+        raise ValueError(lines("init_fn: its state is not one of the checkpointer's template.", *problems, cure))

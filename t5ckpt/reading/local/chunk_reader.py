@@ -54,7 +54,7 @@ class ChunkMemory:
 
     def __init__(self, scratch_bytes: int) -> None:
         self._free = threading.BoundedSemaphore(os.cpu_count() or 1)
-        self._spare: list[_Pair] = []
+        self._spare: list[tuple[_Memory, _Memory]] = []
         self._scratch_bytes = scratch_bytes
         self._local = threading.local()
 
@@ -65,33 +65,27 @@ class ChunkMemory:
         return self._local.scratch[:size].data
 
     @contextlib.contextmanager
-    def reserved(self) -> Generator[_Pair]:
-        """Memory for one chunk; waits for another thread if all is in use."""
+    def reserved(self) -> Generator[tuple[_Memory, _Memory]]:
+        """Memory for the encoded and the decoded bytes of a chunk; waits for another thread if all is in use."""
         with self._free:
-            pair = self._spare.pop() if self._spare else _Pair()
+            pair = self._spare.pop() if self._spare else (_Memory(), _Memory())
             try:
                 yield pair
             finally:
                 self._spare.append(pair)
 
 
-class _Pair:
-    """Memory for the encoded and the decoded bytes of a chunk."""
+class _Memory:
+    """Memory of the largest size that was asked for."""
 
     def __init__(self) -> None:
-        self._encoded = self._decoded = np.empty(0, np.uint8)
+        self._bytes = np.empty(0, np.uint8)
 
-    def encoded(self, size: int) -> memoryview:
-        """The first ``size`` bytes of the memory for encoded bytes."""
-        if self._encoded.size < size:
-            self._encoded = np.empty(size, np.uint8)
-        return self._encoded[:size].data
-
-    def decoded(self, size: int) -> memoryview:
-        """The first ``size`` bytes of the memory for decoded bytes."""
-        if self._decoded.size < size:
-            self._decoded = np.empty(size, np.uint8)
-        return self._decoded[:size].data
+    def first(self, size: int) -> memoryview:
+        """The first ``size`` bytes."""
+        if self._bytes.size < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size].data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,14 +225,14 @@ class _DecodingReader(ChunkReader):
                 'step, or copy the checkpoint again.'
             )
         check_chunk(chunk_bytes, lambda: size, f'{self._leaf} ({file.path})')
-        with self._memory.reserved() as memory:
-            encoded = memory.encoded(size)
+        with self._memory.reserved() as (memory, decoded):
+            encoded = memory.first(size)
             file.read(encoded, 0)
             if self._checks is not None:
                 self._checks.compare(f'{self._array.location}/{part.name}', self._leaf, entry_of(encoded))
             into, others = _first_straight(part.regions, 0, chunk_bytes)
             if into is None:
-                into = memory.decoded(chunk_bytes)
+                into = decoded.first(chunk_bytes)
             try:
                 decode(encoded, into)
             except ValueError as error:

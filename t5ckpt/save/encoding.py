@@ -166,6 +166,9 @@ def _cost(sample: np.ndarray, codec: dict[str, Any], rate: float, cores: float) 
         started = time.thread_time()
         nbytes = len(encode_chunk(array, sample))
         seconds = min(seconds, time.thread_time() - started)
+        if seconds / cores <= nbytes / rate:
+            # The storage is the limit, so the least time does not matter.
+            break
     return max(nbytes / rate, seconds / cores) / sample.nbytes
 
 

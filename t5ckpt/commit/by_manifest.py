@@ -68,6 +68,7 @@ from t5ckpt.storage import Storage
 
 # How long a writer whose lease has expired waits for garbage collection or a deleter.
 _COLLECTOR_SECONDS = 3.0
+_REFUSED_SECONDS = 3.0
 # The actions of processes that remove no files of a writer without a manifest.
 _WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
@@ -198,10 +199,11 @@ class ManifestTransaction(Transaction):
         """Writes the manifest, unless the step has that of another writer; returns its version.
 
         What was there may be gone by then: a program has deleted the step that is overwritten, or a writer has removed its
-        manifest again. A manifest whose files were collected counts as gone, since its writer removes it.
+        manifest again. A manifest whose files were collected counts as gone, since its writer removes it. A server or a proxy
+        may refuse every write.
         """
         version = self._version
-        while True:
+        for _ in attempts(_REFUSED_SECONDS):
             written = self._put(manifest, version)
             if written is not None:
                 return written
@@ -210,9 +212,14 @@ class ManifestTransaction(Transaction):
                 found, version = self.storage.read_with_version(self._key)
             except CheckpointNotFoundError:
                 version = None
-                continue
-            if version == before or self._overwrites or not is_remnant(self.storage, self.directory, found):
-                raise self._already_committed('replaced or deleted' if self._overwrites else 'saved')
+            else:
+                if version == before or self._overwrites or not is_remnant(self.storage, self.directory, found):
+                    raise self._already_committed('replaced or deleted' if self._overwrites else 'saved')
+        raise StorageError(
+            errno.EIO,
+            f'{self.storage.url(self._key)}: the storage refuses to create it as if it existed, but has no such object. Ask for '
+            'the cause at its server or proxy, and save again.',
+        )
 
     def _put(self, manifest: bytes, version: Any) -> Any:
         try:

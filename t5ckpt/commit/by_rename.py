@@ -98,8 +98,15 @@ class RenameTransaction(Transaction):
         """Checks nothing: directories are exchanged whole."""
 
     def _try_take_lease(self, writer: Mapping[str, Any]) -> bool:
-        """Takes the write lease. Returns False if another host, which does not see the lock, removed the empty directory."""
+        """Takes the write lease of a new directory; returns False if it is not that of this writer.
+
+        Until it is locked, garbage collection may remove it, because it is empty, and another writer may use the name and be
+        killed. Another host, which does not see the lock, may still remove it after that.
+        """
         try:
+            if self.storage.entries(self.directory):
+                self.release()
+                return False
             self.take_lease(writer)
         except CheckpointNotFoundError:
             self.release()

@@ -29,7 +29,11 @@ On an object store, a request that a process has given up may arrive later. A re
 process may take the step at once. Garbage collection takes the step when the record is an hour old (it is written as twenty
 minutes old): it removes what has arrived by then, or marks the step if its manifest has. The same holds for requests of dead
 owners. So ``release`` and ``leave`` let the record linger, too, if they took over that of a dead owner and cannot know that
-nothing of it is left: ``release`` in the first hour after its last heartbeat, ``leave`` always.
+nothing of it is left: ``release`` if they took it over in the first hour after its last heartbeat, because a request may have
+arrived after the files were listed; ``leave`` always.
+
+Where the store compares versions, a heartbeat replaces the version that the one before it wrote. So a record that was removed
+does not come back, and a record that is there shows that no process has taken the step over, however long the heartbeat took.
 
 An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that it left.
 
@@ -67,6 +71,8 @@ SETTLED_SECONDS = 3600.0
 """After so long, no request of an owner is on its way to a server."""
 # The age of a record that lingers: dead for another owner of the step, whose clock may be behind, and not for garbage collection.
 _LINGERING_SECONDS = TAKE_OVER_SECONDS + CLOCK_SECONDS
+# Attempts to replace a record; each but the first follows a write of this lease that was applied after its error.
+_REPLACEMENTS = 5
 _log = logging.getLogger('t5ckpt')
 
 
@@ -131,8 +137,9 @@ class WriteLease:
         self._action = action
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._beat = -math.inf
-        self._is_lost = False
+        self._acquired = self._beat = -math.inf
+        self._version: Any = None
+        self._has_expired = self._is_lost = False
         try:
             self._write()
         except BaseException:
@@ -140,24 +147,56 @@ class WriteLease:
             raise
 
     def _write(self) -> None:
-        beat = self._clock()
+        before, beat = self._beat, self._clock()
         owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), replaces=self.replaces)
         record = self._encode(dataclasses.asdict(owner))
-        try:
-            if self._beat == -math.inf and self.nonce in self.key:
-                # The first conditional write of a process shows whether the store checks conditions. No other process creates
-                # this name, so a store that refuses it gets it without a condition.
-                is_written = self._storage.replace(self.key, record, None) is not None
-            else:
-                is_written = False
-            if not is_written:
-                self._storage.write(self.key, record)
-        except CheckpointNotFoundError:
-            if self.nonce not in self.key:
-                raise
-            # Garbage collection removed the file while it was empty, as that of a dead process.
+        is_of_step = self.nonce in self.key
+        if not is_of_step:
             self._storage.write(self.key, record)
+        elif before == -math.inf:
+            self._create(record)
+            self._acquired = beat
+        elif not self._storage.compares_versions:
+            self._storage.write(self.key, record)
+        elif not self._replace(record):
+            self._is_lost = True
+            return
         self._beat = beat
+        if is_of_step and self._is_expired(before):
+            # The process or the request was stopped, and the record may have been removed before it was written.
+            self._has_expired = True
+            self._is_lost |= not self._storage.compares_versions
+
+    def _create(self, record: bytes) -> None:
+        """Writes the record of a step for the first time.
+
+        The first conditional write of a process shows whether the store checks conditions. No other process creates this name, so
+        a store that refuses it gets it without a condition.
+        """
+        try:
+            self._version = self._storage.replace(self.key, record, None)
+        except CheckpointNotFoundError:
+            # Garbage collection removed the file while it was empty, as that of a dead process.
+            self._version = None
+        if self._version is None:
+            self._storage.write(self.key, record)
+            self._version = self._storage.version(self.key)
+
+    def _replace(self, record: bytes) -> bool:
+        """Writes the record if it is there; returns False if another process has removed it."""
+        for _ in range(_REPLACEMENTS):
+            if self._version is None:
+                break
+            version = self._storage.replace(self.key, record, self._version)
+            if version is not None:
+                self._version = version
+                return True
+            # It is there if a write of this lease was applied after its error.
+            self._version = self._storage.version(self.key)
+        return False
+
+    def _is_expired(self, beat: float) -> bool:
+        return -math.inf < beat < self._clock() - TAKE_OVER_SECONDS
 
     def start(self) -> None:
         """Starts a thread that renews the record. If no thread can be started, the lease expires without renewal."""
@@ -175,21 +214,19 @@ class WriteLease:
 
     def _beat_once(self) -> bool:
         """Renews the record. Returns False if another process may have taken the step over."""
-        before, is_alone = self._beat, self.nonce not in self.key
-        if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
+        if self.nonce in self.key and not self._storage.compares_versions and self._is_expired(self._beat):
             # A process that takes the step over removes the record, which must not be written again after that.
             return False
         self._write()
-        if not is_alone and self._clock() - before > TAKE_OVER_SECONDS:
-            # The process was stopped meanwhile, and the record may have been removed before it was written.
-            self._is_lost = True
-            return False
-        return True
+        return not self._is_lost
 
     @property
     def renewed(self) -> float:
-        """When the record was last written. It may be taken over from ``TAKE_OVER_SECONDS`` later on, at any moment."""
-        return self._beat
+        """When the record was last written, or -inf if it was not renewed in time.
+
+        It may be taken over from ``TAKE_OVER_SECONDS`` later on, at any moment.
+        """
+        return -math.inf if self._has_expired else self._beat
 
     def is_ours(self) -> bool:
         """Returns whether the record on storage is that of this lease. An expired one may be taken over right after."""
@@ -206,7 +243,7 @@ class WriteLease:
     def release(self) -> None:
         """Ends the lease of an owner that has finished the step. Only requests of a dead owner may still arrive."""
         sent = max((owner.beat for owner in self.predecessors), default=-math.inf)
-        self._end(lingers=self.replaces or self._clock() - sent <= SETTLED_SECONDS)
+        self._end(lingers=self.replaces or self._acquired - sent <= SETTLED_SECONDS)
 
     def leave(self) -> None:
         """Ends the lease of an owner that has changed nothing. The files of a dead owner stay for the next owner."""

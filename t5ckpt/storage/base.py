@@ -182,6 +182,11 @@ class Storage(ABC):
         self.write(key, data)
         return self.version(key)
 
+    @property
+    def compares_versions(self) -> bool:
+        """Whether :meth:`replace` of an existing key compares and writes in one operation, as far as is known."""
+        return False
+
     def rewrite(self, key: str, data: bytes, version: Any) -> Any:
         """Writes the bytes of a key again, as :meth:`replace`, so that it has a new version; where it cannot, the old one."""
         return self.replace(key, data, version)

@@ -129,6 +129,10 @@ class BucketStorage(Storage):
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
         return written or (self.version(key) if self._has_data(key, data) else None)
 
+    @property
+    def compares_versions(self) -> bool:
+        return not self._conditional.are_ignored(b'')
+
     def delete_unchanged(self, key: str, version: Any) -> bool:
         try:
             is_done = self._delete_if_unchanged(key, version)

@@ -82,6 +82,10 @@ class FaultyStorage(Storage):
         self._count('replace', key)
         return self._inner.replace(key, data, version)
 
+    @property
+    def compares_versions(self) -> bool:
+        return self._inner.compares_versions
+
     def rewrite(self, key: str, data: bytes, version: Any) -> Any:
         self._count('rewrite', key)
         return self._inner.rewrite(key, data, version)

@@ -541,6 +541,26 @@ def test_an_overwrite_is_told_of_a_writer_that_was_faster(tmp_path, caplog, exch
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_4']
 
 
+def test_a_name_that_another_writer_used_before_it_was_locked(tmp_path):
+    """Garbage collection removes the empty directory; the other writer takes its name and is killed."""
+    storage = Acting(open_storage(tmp_path))
+
+    def other():
+        (directory,) = tmp_path.iterdir()
+        directory.rmdir()
+        directory.mkdir()
+        (directory / 'integrity.9.json').touch()
+
+    storage.acts['try_lock checkpoint_1.tmp'] = other
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        ck.save(state(1), step=1)
+    assert not (tmp_path / 'checkpoint_1' / 'integrity.9.json').exists()
+    assert t5ckpt.verify(tmp_path, full=True).ok
+    with Checkpointer(state(), checkpoints_dir=tmp_path, clock=lambda: time.time() + 7200) as ck:
+        ck.save(state(2), step=2)
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+
+
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Write leases and read leases: who excludes whom, with the other process acting at exactly one operation."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -81,6 +82,80 @@ def test_a_lease_of_another_process_is_neither_overwritten_nor_removed():
     assert [each.key for each in write_leases_of(storage, 1)] == [lease.key]
     clock.advance(3601)
     collect_leftovers(storage, clock)
+    assert write_leases_of(storage, 1) == []
+
+
+def test_a_late_file_of_a_pin_is_collected_after_a_deletion_of_an_hour():
+    """The pin is killed and its file arrives after the deleter has listed the files, which needs an hour to remove them."""
+    run, clock = saved_run(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+
+    class Dying(FaultyStorage):
+        def write(self, key, data):
+            if key.endswith('PINNED'):
+                raise Killed
+            super().write(key, data)
+
+    with pytest.raises(Killed):
+        pin_in(Dying(run), 'checkpoint_1', '1', clock)
+    hidden = strategy_of(run).hide(run, 1, clock)
+    run.write('checkpoint_1/PINNED', b'1')
+    clock.advance(4000)
+    remove_hidden(run, hidden, clock)
+    assert [key for key, _ in run.walk('checkpoint_1')] == ['checkpoint_1/PINNED']
+    clock.advance(3601)
+    collect_leftovers(run, clock)
+    assert list(run.walk('checkpoint_1')) == []
+    assert write_leases_of(run, 1) == []
+
+
+@pytest.mark.parametrize('compares', [True, False])
+@pytest.mark.parametrize('is_removed', [False, True])
+def test_a_heartbeat_that_takes_longer_than_the_lease(compares, is_removed):
+    """A record that is there shows that no process has taken the step over, where the store compares versions."""
+    storage, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+
+    class Late(FaultyStorage):
+        compares_versions = compares
+
+        def _count(self, name, key):
+            super()._count(name, key)
+            if name in ('write', 'replace') and lease is not None:
+                clock.advance(700)
+                if is_removed:
+                    storage.delete_file(key)
+
+    lease = None
+    lease = acquire_lease(Late(storage), 1, clock)
+    lease.note(replaces=True)
+    assert lease.is_ours() is (compares and not is_removed)
+    assert lease.renewed == -math.inf or is_removed
+    lease.note(replaces=False)
+    assert lease.is_ours() is (compares and not is_removed)
+    assert len(write_leases_of(storage, 1)) == (not (compares and is_removed))
+    lease.close()
+
+
+def test_a_heartbeat_whose_reply_was_lost_does_not_lose_the_lease():
+    storage, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
+
+    class Lost(FaultyStorage):
+        is_lost = False
+
+        def replace(self, key, data, version):
+            written = super().replace(key, data, version)
+            if self.is_lost:
+                self.is_lost = False
+                raise StorageError(5, 'injected: the reply was lost')
+            return written
+
+    lossy = Lost(storage)
+    lease = acquire_lease(lossy, 1, clock)
+    lossy.is_lost = True
+    with pytest.raises(StorageError, match='the reply was lost'):
+        lease.note(replaces=True)
+    lease.note(replaces=False)
+    assert lease.is_ours()
+    lease.release()
     assert write_leases_of(storage, 1) == []
 
 

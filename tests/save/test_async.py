@@ -547,12 +547,17 @@ def test_a_save_while_another_thread_imports_jax(tmp_path):
     """Until the import is done, ``sys.modules`` has a module that lacks most of its names."""
     done = run_python(
         """
-        import importlib, sys, threading
+        import importlib, sys, threading, time
         import numpy as np, t5ckpt
-        state = {'x': np.arange(9)}
+        state, has_begun = {'x': np.arange(9)}, threading.Event()
+        class Slow:
+            def find_spec(name, path, target=None):
+                if name.startswith('jax.') and not has_begun.is_set():
+                    has_begun.set()
+                    time.sleep(1)
+        sys.meta_path.insert(0, Slow)
         threading.Thread(target=importlib.import_module, args=('jax',)).start()
-        while 'jax' not in sys.modules:
-            pass
+        has_begun.wait()
         t5ckpt.Checkpointer(state, checkpoints_dir='run').save(state, step=1)
         """,
         tmp_path,

@@ -277,7 +277,8 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
             try:
                 storage.publish(name, target)
             except StorageError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or storage.kind(target) is None:
+                # The process that took it may have left it again.
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             else:
                 return target

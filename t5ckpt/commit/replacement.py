@@ -103,12 +103,21 @@ def publish_step(storage: Storage, directory: str, step: int) -> None:
       StorageError: it could not be renamed.
     """
     final = step_dir(step)
-    try:
-        storage.publish(directory, final)
-    except StorageError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and storage.is_file(join(final, MANIFEST)):
-            raise AlreadyCommittedError(f'{storage.url(final)} was saved by another writer in the meantime') from error
-        raise
+    while True:
+        try:
+            storage.publish(directory, final)
+        except StorageError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            if storage.is_file(join(final, MANIFEST)):
+                raise AlreadyCommittedError(
+                    f'{storage.url(final)} was saved by another writer in the meantime'
+                ) from error
+            # The step of the other writer may be deleted again.
+            if storage.kind(final) is not None:
+                raise
+        else:
+            return
 
 
 def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptError) -> None:

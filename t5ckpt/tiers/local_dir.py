@@ -109,7 +109,7 @@ class LocalDir:
         """Locks the directory and checks its record. Returns False if it does not exist and is not to be created.
 
         Raises:
-          LocalDirError: another process has it, or its steps are those of another run.
+          LocalDirError: another process has it, it cannot be locked, or its steps are those of another run.
         """
         local = self.storage
         if create:
@@ -122,6 +122,12 @@ class LocalDir:
                 raise LocalDirError(
                     f'{local.url()} is in use by another process, or by another checkpointer of this one. End that process, '
                     'close that checkpointer, or pass another local_dir; several processes of a machine need one each.'
+                )
+            if not self._lock.is_held:
+                self._release()
+                raise LocalDirError(
+                    f'{local.url()} cannot be locked (flock), so another process could use it at the same time. Pass a '
+                    'local_dir on a disk of this machine or in its memory.'
                 )
             weakref.finalize(self, self._lock.close)
         if self._record is None:

@@ -27,6 +27,8 @@ from t5ckpt import (
 )
 from t5ckpt.cli.app import run
 from t5ckpt.commit.deletion import delete_step
+from t5ckpt.commit.removal import rename_aside
+from t5ckpt.commit.replacement import publish_step
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     NoSpaceError,
@@ -559,6 +561,23 @@ def test_a_name_that_another_writer_used_before_it_was_locked(tmp_path):
     with Checkpointer(state(), checkpoints_dir=tmp_path, clock=lambda: time.time() + 7200) as ck:
         ck.save(state(2), step=2)
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+
+
+def test_a_name_that_another_process_takes_and_leaves(tmp_path):
+    """Between the look at the name and the rename it is taken; it is free again when the rename has failed."""
+    storage = Acting(open_storage(tmp_path))
+
+    def take(name, then):
+        storage.make_dir(name)
+        storage.write(f'{name}/w', b'')
+        storage.acts[f'{then} {name}'] = lambda: storage.delete_tree(name)
+
+    storage.make_dir('new')
+    storage.acts['publish checkpoint_1.replaced-5'] = lambda: take('checkpoint_1.replaced-5', 'kind')
+    assert rename_aside(storage, 'new', 1, 'replaced', 5) == 'checkpoint_1.replaced-6'
+    storage.acts['publish checkpoint_1'] = lambda: take('checkpoint_1', 'is_file')
+    publish_step(storage, 'checkpoint_1.replaced-6', 1)
+    assert os.listdir(tmp_path / 'checkpoint_1') == []
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------

@@ -554,11 +554,13 @@ def test_a_save_while_another_thread_imports_jax(tmp_path):
             def find_spec(name, path, target=None):
                 if name.startswith('jax.') and not has_begun.is_set():
                     has_begun.set()
-                    time.sleep(1)
+                    time.sleep(2)
+        Checkpointer = t5ckpt.Checkpointer
+        assert 'jax' not in sys.modules
         sys.meta_path.insert(0, Slow)
         threading.Thread(target=importlib.import_module, args=('jax',)).start()
         has_begun.wait()
-        t5ckpt.Checkpointer(state, checkpoints_dir='run').save(state, step=1)
+        Checkpointer(state, checkpoints_dir='run').save(state, step=1)
         """,
         tmp_path,
     )

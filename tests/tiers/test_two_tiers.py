@@ -18,7 +18,9 @@ from support import forked
 import t5ckpt
 from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError
 from t5ckpt.storage import open_storage
+from t5ckpt.storage.directory_lock import DirectoryLock
 from t5ckpt.testing import FaultyStorage
+from t5ckpt.tiers.local_dir import LocalDir
 
 AWAY = {'retry_seconds': 1.0}
 
@@ -615,3 +617,16 @@ def test_prefetching_without_a_local_directory_says_so(run_dir):
     ck = t5ckpt.Checkpointer(state(0), None, run_dir)
     with pytest.warns(t5ckpt.errors.NoEffectWarning, match='prefetch has no effect without local_dir'):
         ck.prefetch()
+
+
+def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
+    """Two processes would upload and delete each other's steps."""
+
+    class Unlockable(FaultyStorage):
+        def try_lock(self, key):
+            return DirectoryLock(os.open(tmp_path, os.O_RDONLY), False)
+
+    local = LocalDir(Unlockable(open_storage(tmp_path / 'local')), open_storage(tmp_path / 'run'), 2, read_only=False)
+    for _ in range(2):
+        with pytest.raises(LocalDirError, match=r'local cannot be locked \(flock\).* Pass a local_dir on a disk'):
+            local.open(create=True)

@@ -228,36 +228,39 @@ class Retention:
             self._coverage.note(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
-        for decision in plan:
-            if decision.keep:
-                self._log.note(decision)
-                continue
-            if confirmed is not None and decision.step not in confirmed:
-                continue
-            try:
-                found = self._hide(decision.step, others.get(decision.step))
-            except CheckpointNotFoundError:
-                # Another process has deleted it.
-                done.append(decision)
-                continue
-            except T5CkptError as error:
-                self._log_failure(decision.step, error)
-                continue
+        try:
+            for decision in plan:
+                if decision.keep:
+                    self._log.note(decision)
+                elif confirmed is None or decision.step in confirmed:
+                    self._prune(decision, others.get(decision.step), done, hidden)
+            if self.keep_datasets is not None:
+                steps = self._steps.prunable(listing(self._storage).steps)
+                remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
+        finally:
+            # On an object store, each of them has a write lease, which would be renewed until this process ends.
+            self.wait()
+            if hidden:
+                self._remover = start_thread(lambda: self._remove(hidden), 't5ckpt-delete', daemon=False)
+                if self._remover is None:
+                    self._remove(hidden)
+        return done
+
+    def _prune(self, decision: Decision, other: ListedStep | None, done: list[Decision], hidden: list[Hidden]) -> None:
+        """Hides a step; adds it to ``done`` and ``hidden``, unless it is kept. A failure is logged."""
+        try:
+            found = self._hide(decision.step, other)
             if found is None:
-                self._log_kept(decision.step, others.get(decision.step))
+                self._log_kept(decision.step, other)
             else:
                 hidden.append(found)
                 done.append(decision)
                 _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
-        if self.keep_datasets is not None:
-            steps = self._steps.prunable(listing(self._storage).steps)
-            remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
-        self.wait()
-        if hidden:
-            self._remover = start_thread(lambda: self._remove(hidden), 't5ckpt-delete', daemon=False)
-            if self._remover is None:
-                self._remove(hidden)
-        return done
+        except CheckpointNotFoundError:
+            # Another process has deleted it.
+            done.append(decision)
+        except T5CkptError as error:
+            self._log_failure(decision.step, error)
 
     def _log_kept(self, step: int, other: ListedStep | None) -> None:
         name = step_dir(step) if other is None else other.name

@@ -22,11 +22,13 @@ from t5ckpt.commit.garbage_collection import collect, collect_leftovers
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.errors import StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.names import busy_key, deleting_file, index_complete, read_lease_file
+from t5ckpt.format.names import TRAIN_DS_PREFIX, busy_key, deleting_file, index_complete, read_lease_file
+from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -230,11 +232,30 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     assert t5ckpt.all_steps(run.url()) == [2, 3]
 
 
+def test_a_retention_that_fails_half_way_keeps_no_lease():
+    """Step 1 is hidden by then. Its lease would be renewed until the process ends, and its files would stay."""
+
+    class Failing(FaultyStorage):
+        def names(self, key, beginning, without=()):
+            if beginning == TRAIN_DS_PREFIX:
+                raise StorageError(5, 'injected')
+            return super().names(key, beginning, without)
+
+    run = saved_run(f'memory://{uuid.uuid4().hex}/run')
+    retention = Retention(Failing(run), KeepLatest(1), time.time, 1)
+    with pytest.raises(StorageError, match='injected'):
+        retention.carry_out()
+    retention.wait()
+    assert write_leases_of(run, 1) == []
+    assert list(run.walk('checkpoint_1')) == []
+
+
 _KILLED_DELETER = """
 import sys, time
 from support.faultshim import KILL, RENAME, WRITE, Shim
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.integrity.verify import verify_located
+from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 place, kind = sys.argv[1], {'write': WRITE, 'rename': RENAME}[sys.argv[2]]
 # The first change that a deletion makes is its lease.
@@ -415,6 +436,7 @@ from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.integrity.verify import verify_located
+from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 storage, steps = open_storage(sys.argv[1]), range(int(sys.argv[2]))
 print('ready', flush=True)

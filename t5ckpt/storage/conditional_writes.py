@@ -15,6 +15,7 @@ import logging
 from t5ckpt.errors import AccessDeniedError, StorageError
 from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.error_mapping import bucket_errors
+from t5ckpt.storage.server_requests import RefusedError, is_conflict, retried
 
 ABSENT = b'\x02'
 """TensorStore's version of a key that does not exist."""
@@ -61,11 +62,20 @@ class ConditionalWrites:
 
     def _write(self, path: str, data: bytes | None, version: bytes) -> bytes:
         with bucket_errors(f'{self._connection.url} ({path})'):
-            if data is None:
-                request = self._connection.delete(path, if_equal=version)
-            else:
-                request = self._connection.kvstore().write(path, data, if_equal=version)
+            return retried(lambda: self._sent(path, data, version), self._connection.patience or 0.0)
+
+    def _sent(self, path: str, data: bytes | None, version: bytes) -> bytes:
+        if data is None:
+            request = self._connection.delete(path, if_equal=version)
+        else:
+            request = self._connection.kvstore().write(path, data, if_equal=version)
+        try:
             return self._connection.wait(request, is_conditional=True).generation
+        except ValueError as error:
+            # TensorStore does not repeat a request that the server refused because another one was under way.
+            if is_conflict(str(error)):
+                raise RefusedError(409, str(error)) from error
+            raise
 
     def _note(self, *, is_ignored: bool) -> None:
         self._is_known, self._is_ignored = True, is_ignored

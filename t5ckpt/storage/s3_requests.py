@@ -113,7 +113,7 @@ class S3Requests(ServerRequests):
         try:
             self._send('DELETE', 'DELETE', self._target(key), headers)
         except RefusedError as error:
-            if error.is_transient:
+            if error.is_transient or error.status in (401, 403):
                 raise
             if error.is_of_object:
                 return False

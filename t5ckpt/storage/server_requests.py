@@ -14,6 +14,7 @@ import collections
 import http.client
 import logging
 import random
+import re
 import ssl
 import time
 import urllib.parse
@@ -25,7 +26,10 @@ from typing import TypeVar
 
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED', 416: 'OUT_OF_RANGE'}
+# Of S3: another request to the same key was under way. Other answers of this status do not change.
+_CONFLICT = re.compile(r'\b(ConditionalRequestConflict|OperationAborted)\b')
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
+_LONGEST_PAUSE = 3600.0
 _log = logging.getLogger('t5ckpt')
 _Answer = TypeVar('_Answer')
 
@@ -41,19 +45,23 @@ class RefusedError(ValueError):
     @classmethod
     def of(cls, status: int, text: str) -> RefusedError:
         """The error of one attempt; a status of 0 is a connection that failed."""
-        shown = f"{text} [http_response_code='{status}']" if status else text
-        transient = not status or status in _TRANSIENT
-        return cls(status, shown if transient else f'{_CODES.get(status, "INVALID_ARGUMENT")}: {shown}')
+        error = cls(status, f"{text} [http_response_code='{status}']" if status else text)
+        return error if error.is_transient else cls(status, f'{_CODES.get(status, "INVALID_ARGUMENT")}: {error}')
 
     @property
     def is_transient(self) -> bool:
         """Whether another attempt may succeed; a status of 0 is a connection that failed."""
-        return not self.status or self.status in _TRANSIENT
+        return not self.status or self.status in _TRANSIENT or is_conflict(str(self))
 
     @property
     def is_of_object(self) -> bool:
         """Whether the object is gone or another one, which is not a failure of the server."""
         return self.status in (404, 412)
+
+
+def is_conflict(text: str) -> bool:
+    """Whether an error says that another request to the key was under way, so that this one is to be sent again."""
+    return "[http_response_code='409']" in text and _CONFLICT.search(text) is not None
 
 
 def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
@@ -93,18 +101,31 @@ class ServerRequests(ABC):
         self._endpoint = urllib.parse.urlsplit(endpoint)
         self._url = url
         self._patience = patience
+        # After a copy that failed for all of the patience, none is sent for a while: as long at first, then twice as long.
+        self._pause, self._paused_until = patience, 0.0
         self._idle: list[http.client.HTTPConnection] = []
         weakref.finalize(self, _close, self._idle)
 
     def copy(self, source: str, target: str, version: bytes) -> bytes | None:
         """Copies an object if it has this version; returns the version of the copy, None if nothing is known to be copied."""
+        if not self.copies or time.monotonic() < self._paused_until:
+            return None
         try:
-            return self._copy(source, target, version) if self.copies else None
+            copied = self._copy(source, target, version)
         except RefusedError as error:
             if not error.is_of_object:
-                self.copies = False
-                _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
+                self.copies = self.copies and error.is_transient
+                self._pause_copies(error)
             return None
+        self._pause = self._patience
+        return copied
+
+    def _pause_copies(self, error: RefusedError) -> None:
+        now = time.monotonic()
+        if now >= self._paused_until:
+            self._paused_until = now + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
 
     @abstractmethod
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
@@ -146,19 +167,30 @@ class ServerRequests(ABC):
         return retried(attempt, self._patience)
 
     def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        while True:
+            connection = self._reused()
+            is_new = connection is None
+            connection = self._connected() if connection is None else connection
+            try:
+                connection.request(method, f'{self._endpoint.path}{target}', body, dict(headers))
+                reply = connection.getresponse()
+                status, data = reply.status, reply.read()
+            except BaseException as error:
+                connection.close()
+                # A server closes connections that are idle, and each of them would take one of the attempts.
+                while (idle := self._reused()) is not None:
+                    idle.close()
+                if is_new or isinstance(error, TimeoutError) or not isinstance(error, OSError):
+                    raise
+            else:
+                self._idle.append(connection)
+                return status, data
+
+    def _reused(self) -> http.client.HTTPConnection | None:
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = self._connected()
-        try:
-            connection.request(method, f'{self._endpoint.path}{target}', body, dict(headers))
-            reply = connection.getresponse()
-            status, data = reply.status, reply.read()
-        except BaseException:
-            connection.close()
-            raise
-        self._idle.append(connection)
-        return status, data
+            return None
 
     def _connected(self) -> http.client.HTTPConnection:
         # An attempt must end before the patience does.

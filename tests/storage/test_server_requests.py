@@ -1,6 +1,7 @@
 """Requests that TensorStore does not send: copies of unchanged arrays inside the store, and deletions of many keys."""
 
 import datetime
+import time
 
 import jax
 import numpy as np
@@ -63,6 +64,28 @@ def test_a_device_array_that_is_saved_again(bucket, caplog):
     assert np.array_equal(t5ckpt.load_t5x_checkpoint(url, 1)['frozen'], state()['frozen'])
 
 
+def test_many_files_are_copied_at_once(bucket):
+    """Also those of arrays that are not staged, since they are the objects of the previous save; nothing is read for them."""
+    url, tree, in_flight, at_once = bucket.url(), jax.device_put(state(0)), set(), []
+
+    def choose(kind, key):
+        if kind == 'copy':
+            in_flight.add(key)
+            at_once.append(len(in_flight))
+            time.sleep(0.2)
+            in_flight.discard(key)
+
+    with checkpointer(url) as ck:
+        ck.save(tree, step=0)
+        sent(bucket)
+        bucket.proxy.choose = choose
+        ck.save(tree, step=1)
+    assert max(at_once) > 4
+    assert 'read' not in [request.kind for request in bucket.proxy.clear() if request.key.endswith('.zarray')]
+    found = t5ckpt.load_t5x_checkpoint(url, 1, verify='full')
+    assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
 def test_what_was_replaced_or_removed_is_uploaded(bucket):
     """The server compares the version of each object."""
     url = bucket.url()
@@ -79,7 +102,7 @@ def test_what_was_replaced_or_removed_is_uploaded(bucket):
     assert is_state(url, 1)
 
 
-@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html', '412', '404'])
+@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html', 'InternalError', '412', '404'])
 def test_a_copy_that_fails_is_an_upload(bucket, fault):
     url = bucket.url()
     with checkpointer(url, storage_options={'retry_seconds': 2}) as ck:
@@ -111,6 +134,26 @@ def test_a_copy_is_tried_again(bucket, fault):
         assert len(failed) == 6
         assert sent(bucket)[0] < first / 20
     assert is_state(url, 1)
+
+
+def test_copies_are_sent_again_some_time_after_the_server_has_failed_them(bucket):
+    """An outage does not end them for the rest of a training."""
+    url = bucket.url()
+    with checkpointer(url, storage_options={'retry_seconds': 1}) as ck:
+        ck.save(state(0), step=0)
+        bucket.proxy.choose = lambda kind, key: '503' if kind == 'copy' else None
+        ck.save(state(1), step=1)
+        bucket.proxy.choose = lambda kind, key: None
+        for step in range(2, 50):
+            time.sleep(0.1)
+            sent(bucket)
+            ck.save(state(step), step=step)
+            if sent(bucket)[1].count('copy') == 6:
+                break
+        else:
+            pytest.fail('nothing was copied')
+    assert is_state(url, 1)
+    assert is_state(url, step)
 
 
 def test_other_values_of_the_same_shape_are_uploaded(bucket):
@@ -150,7 +193,7 @@ def test_a_request_deletes_a_thousand_keys(s3):
     assert not list(storage.walk('a'))
 
 
-@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html'])
+@pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html', 'InternalError'])
 def test_without_bulk_deletions_keys_are_deleted_one_by_one(s3, fault):
     url = s3.url()
     storage = open_storage(url)
@@ -168,6 +211,60 @@ def test_without_bulk_deletions_keys_are_deleted_one_by_one(s3, fault):
     storage.delete_files(['a', 'b', 'none'])
     assert failed
     assert [key for key, _ in storage.walk('')] == ['c']
+
+
+# --- conditions and connections ----------------------------------------------------------------------------------------
+
+
+def test_connections_that_the_server_has_closed_take_no_attempts(s3):
+    """It closes those that are idle between two saves. There are as many as there were copies at once."""
+    url = s3.url()
+    with checkpointer(url, storage_options={'retry_seconds': 1}) as ck:
+        ck.save(state(0), step=0)
+        s3.proxy.choose = lambda kind, key: 'slow' if kind == 'copy' else None
+        ck.save(state(1), step=1)
+        s3.proxy.hang_up()
+        ck.delete(0)
+    assert t5ckpt.all_steps(url) == [1]
+
+
+def test_a_request_is_sent_again_while_another_one_to_its_key_is_under_way(s3):
+    """S3 answers with 409: neither is the manifest there, nor does the server not know the condition."""
+    url, failed = s3.url(), set()
+
+    def choose(kind, key):
+        if not key.endswith('/checkpoint') or kind not in ('write', 'delete') or (kind, key) in failed:
+            return None
+        failed.add((kind, key))
+        return 'ConditionalRequestConflict'
+
+    with checkpointer(url, storage_options={'retry_seconds': 5}) as ck:
+        s3.proxy.choose = choose
+        assert ck.save(state(0), step=0) is not None
+        assert ck.save(state(1), step=0, overwrite=True) is not None
+        s3.proxy.clear()
+        ck.delete(0)
+        assert {kind for kind, _ in failed} == {'write', 'delete'}
+    assert [request.status for request in conditional_deletions(s3)] == [409, 204, 204]
+
+
+def conditional_deletions(bucket):
+    return [request for request in bucket.proxy.clear() if request.kind == 'delete' and 'if-match' in request.headers]
+
+
+def test_a_deletion_that_is_refused_keeps_its_condition(s3):
+    """The clock of the machine was wrong for a while."""
+    url = s3.url()
+    with checkpointer(url, storage_options={'retry_seconds': 1}) as ck:
+        ck.save(state(0), step=0)
+        s3.proxy.choose = lambda kind, key: 'RequestTimeTooSkewed' if kind == 'delete' else None
+        with pytest.raises(t5ckpt.errors.AccessDeniedError):
+            ck.delete(0)
+        s3.proxy.choose = lambda kind, key: None
+        s3.proxy.clear()
+        ck.delete(0)
+    assert conditional_deletions(s3)
+    assert t5ckpt.all_steps(url) == []
 
 
 # --- signatures --------------------------------------------------------------------------------------------------------

@@ -41,11 +41,14 @@ ANSWERS = {
     'html 500': (500, _HTML, _PORTAL),
     'html 502': (502, _HTML, _PORTAL),
     'SlowDown': (503, _XML, _xml('SlowDown')),
+    'ConditionalRequestConflict': (409, _XML, _xml('ConditionalRequestConflict')),
     'ExpiredToken': (400, _XML, _xml('ExpiredToken')),
     'RequestTimeTooSkewed': (403, _XML, _xml('RequestTimeTooSkewed')),
     'PermanentRedirect': (301, _XML, _xml('PermanentRedirect')),
     'TemporaryRedirect': (307, _XML, _xml('TemporaryRedirect')),
     'NoSuchBucket': (404, _XML, _xml('NoSuchBucket')),
+    # Of S3, whose copies and whose deletions of many keys begin to answer before they are done.
+    'InternalError': (200, _XML, _xml('InternalError')),
 }
 # 'lost' is applied by the server, and its reply never comes.
 FAULTS = ('500', '503', '429', '403', 'dropped', 'lost', 'truncated', 'slow')
@@ -93,6 +96,7 @@ class Proxy:
         # What is done to a condition, 'create' (that there is no object) or 'change': '501', 'strip' or nothing.
         self.conditions: Callable[[str], str | None] = lambda condition: None
         self.held: list[tuple[str, str, bytes, dict[str, str]]] = []
+        self.connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         # One conditional request at a time: the comparison and the write are two requests to the server.
         self.comparing = threading.Lock()
@@ -130,6 +134,12 @@ class Proxy:
             connection.close()
         assert not self.held
 
+    def hang_up(self) -> None:
+        """Closes the connections of all clients, as a server does with those that are idle."""
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def reset(self) -> None:
         """Forgets what has passed, and lets everything pass."""
         self.held.clear()
@@ -159,9 +169,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        self.owner.connections.add(self.connection)
         self._upstream = http.client.HTTPConnection(self.owner.target, timeout=60)
 
     def finish(self) -> None:
+        self.owner.connections.discard(self.connection)
         self._upstream.close()
         super().finish()
 

@@ -37,6 +37,8 @@ _SHUFFLES = {0: 'no shuffle', 1: 'byte shuffle', 2: 'bit shuffle'}
 _BLOSC_HEADER = struct.Struct('<4B3I')
 # c-blosc may be built with snappy, too; numcodecs' is not.
 _BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'zlib', 'zstd')
+# BLOSC_MAX_BUFFERSIZE of c-blosc.
+_BLOSC_BYTES = 2**31 - 17
 _WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
 
 
@@ -51,6 +53,11 @@ def codec_text(compressor: Any) -> str:
     return (
         f'blosc {compressor["cname"]}, {_SHUFFLES[shuffle]}' if shuffle in _SHUFFLES else f'blosc {compressor["cname"]}'
     )
+
+
+def takes(compressor: Any, nbytes: int) -> bool:
+    """Whether a codec encodes a chunk of so many bytes."""
+    return nbytes <= _BLOSC_BYTES or not isinstance(compressor, Mapping) or compressor.get('id') != 'blosc'
 
 
 def is_native(compressor: Any) -> bool:

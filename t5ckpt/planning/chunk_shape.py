@@ -25,6 +25,8 @@ _OVERSHOOT = 8
 _TRIAL_LIMIT = 2**20
 # Smaller chunks are not worth distributing: a file takes 0.3 to 0.8 ms.
 _MIN_SPLIT_BYTES = 2**20
+# blosc encodes 2 GiB at most, and S3 takes 5 GiB in one request.
+_LARGEST_BYTES = 2**30
 
 
 def chunk_shape_for(
@@ -33,11 +35,14 @@ def chunk_shape_for(
     """The chunk shape of an array whose shards are held by up to ``replicas`` processes each.
 
     With replicas, a shard is cut so that each holder writes about the same number of bytes, but not into chunks below 1 MiB.
-    If no divisor gives enough chunks, an axis that is not sharded is cut unevenly; its last chunk exceeds the array.
+    If no divisor gives enough chunks, or a chunk would have more than 1 GiB and ``limit``, an axis that is not sharded is cut
+    unevenly; its last chunk exceeds the array.
     """
     nbytes = math.prod(shard_shape) * itemsize
     parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))
     chunks = list(choose_chunks(shard_shape, itemsize, min(limit, ceil_div(nbytes, parts))))
+    if math.prod(chunks) * itemsize > max(limit, _LARGEST_BYTES):
+        parts = max(parts, ceil_div(nbytes, limit))
     whole = [axis for axis, size in enumerate(shape) if shard_shape[axis] == size]
     for axis in sorted(whole, key=lambda axis: (-chunks[axis], axis)):
         grid = ChunkGrid(tuple(shard_shape), tuple(chunks))

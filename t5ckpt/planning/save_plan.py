@@ -32,7 +32,7 @@ from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.codecs import CODECS
+from t5ckpt.format.codecs import CODECS, takes
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_leaves
@@ -257,7 +257,13 @@ def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment:
     chunk_shape, chunks, copied = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
     stored = StoredArray(directory, leaf.shape, on_disk, metadata=metadata)
-    return ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, copied)
+    write = ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, copied)
+    if not takes(metadata['compressor'], write.chunk_bytes):
+        raise UnsupportedLeafError(
+            f'{leaf.name}: {options.codec} encodes chunks of less than 2 GiB, and those of {leaf.shape} have '
+            f"{write.chunk_bytes:,} bytes. Pass compression='auto', or a smaller chunk_bytes."
+        )
+    return write
 
 
 def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFacts:

@@ -20,11 +20,11 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import json
+import itertools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,7 +39,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.codecs import AUTO
+from t5ckpt.format.codecs import AUTO, takes
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
@@ -118,8 +118,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
     """Writes every stored leaf: first those that can be linked, then wave by wave as they are staged."""
     writer = _Writer(job, staging)
     try:
-        for write in staging.unchanged:
-            writer.link_array(write)
+        writer.link_arrays(staging.unchanged)
         with contextlib.closing(staging.waves()) as waves:
             for wave in waves:
                 writer.write_wave(wave)
@@ -163,9 +162,8 @@ class _Writer:
         self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
         self.reused = ReusedChunks(job.storage, job.directory, job.previous)
         self._copies_inside = job.storage.copies
-        cores = os.cpu_count() or 1
         copiers = _COPIERS if self._copies_inside and job.previous is not None else 0
-        self._encoders = Pool(max(cores, copiers), 't5ckpt-encode')
+        self._encoders = Pool(max(os.cpu_count() or 1, copiers), 't5ckpt-encode')
         self._selection = CodecSelection(job.storage) if job.selection is None else job.selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
@@ -180,7 +178,7 @@ class _Writer:
     @property
     def checksums(self) -> dict[str, FileEntry]:
         """Size and checksum of each file, written or linked."""
-        return self._written | self.reused.files
+        return self.reused.files | self._written
 
     def write_wave(self, wave: StagedWave) -> None:
         """Writes a wave and waits for it."""
@@ -189,31 +187,33 @@ class _Writer:
             source.release()
         self.drain()
 
-    def link_array(self, write: ArrayWrite) -> None:
-        """Links all files of a leaf that is the same object as in the previous save.
+    def link_arrays(self, writes: Sequence[ArrayWrite]) -> None:
+        """Links all files of the leaves that are the same objects as in the previous save. An object store copies many at once.
 
         If a file cannot be linked, the leaf is written, from the caller's array since it was not staged.
 
         Raises:
           StorageError: a file cannot be linked, and the array has been donated in the meantime.
         """
-        previous = self._job.previous
-        for key in [write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files:
-            entry = None if previous is None else previous.checksums.get(key)
-            if previous is None or entry is None or not self.reused.link(key, entry):
-                if write.leaf.is_deleted():
-                    where = self._storage.url(join('' if previous is None else previous.directory, key))
-                    raise StorageError(
-                        errno.ENOENT,
-                        f'{write.name}: {where} is gone, and the array was donated. Save again.',
-                    )
+        files = [[write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files for write in writes]
+        link = self._encoders.map if self._copies_inside else map
+        linked = link(self._is_linked_again, itertools.chain.from_iterable(files))
+        for write, keys in zip(writes, files, strict=True):
+            found = [*itertools.islice(linked, len(keys))]
+            if all(found):
+                if self._job.is_leader:
+                    self.arrays[write.path] = _with_codec(write.array, self._last_codec(write))
+                self._count(write.chunk_bytes * len(write.chunks), linked=True)
+            elif write.leaf.is_deleted():
+                where = join(self._where, keys[found.index(False)])
+                text = f'{write.name}: {where} cannot be linked, and the array was donated. Save again.'
+                raise StorageError(errno.ENOENT, text)
+            else:
                 self.write_array(write, DeviceLeaf(write.leaf))
-                return
-        if self._job.is_leader:
-            zarray = json.loads(self._storage.read(join(self._job.directory, write.zarray)))
-            metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
-            self.arrays[write.path] = dataclasses.replace(write.array, metadata=metadata)
-        self._count(write.chunk_bytes * len(write.chunks), linked=True)
+
+    def _is_linked_again(self, key: str) -> bool:
+        entry = None if self._job.previous is None else self._job.previous.checksums.get(key)
+        return entry is not None and self.reused.link(key, entry)
 
     def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""
@@ -282,13 +282,16 @@ class _Writer:
         """Chooses the codec, if the plan leaves the choice to the data, and writes the metadata."""
         array = write.array
         if array.metadata['compressor'] == AUTO:
-            codecs, previous = self._job.codecs, self._job.previous
-            last = None if previous is None else previous.codec(self._storage, array.location)
+            codecs, last = self._job.codecs, self._last_codec(write)
             codec = self._selection.choose(sample, last) if codecs is None else codecs.get(array.location)
-            array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
+            array = _with_codec(array, codec if takes(codec, write.chunk_bytes) else None)
         if self._job.is_leader:
             self._write_metadata(array, write.name)
         self.arrays[write.path] = array
+
+    def _last_codec(self, write: ArrayWrite) -> Any:
+        previous = self._job.previous
+        return None if previous is None else previous.codec(self._storage, write.array.location)
 
     def _write_metadata(self, array: StoredArray, leaf: str) -> None:
         data = zarray_bytes(array)
@@ -391,3 +394,7 @@ class _Writer:
         """Ends the threads."""
         self._encoders.shutdown(wait=False)
         self._direct_writers.shutdown(wait=False)
+
+
+def _with_codec(array: StoredArray, codec: Any) -> StoredArray:
+    return dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})

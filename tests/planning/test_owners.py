@@ -86,6 +86,14 @@ def test_a_replicated_array_is_divided(shape, processes):
     assert sum(own) < 1.1 * math.prod(shape)
 
 
+@pytest.mark.parametrize('shape', [(600_000_007,), (3, 600_000_007), (2 * 300_000_007, 4)])
+def test_no_file_has_more_than_a_gibibyte(shape):
+    """Of arrays without useful divisors, such as flattened weights: blosc encodes 2 GiB, and S3 takes 5 GiB in one request."""
+    grid = ChunkGrid(shape, chunk_shape_for(shape, shape, 4, 64 * MB, 1))
+    assert math.prod(grid.chunk_shape) * 4 <= 1024 * MB
+    assert grid.num_chunks * math.prod(grid.chunk_shape) < 1.01 * math.prod(shape)
+
+
 def test_small_arrays_are_dealt_out_whole():
     """A hundred arrays of 100 KB over four processes: one chunk each, 25 for everybody."""
     shape = (160, 160)

@@ -52,6 +52,18 @@ def test_constructor_options(options, tmp_path):
     assert repr(value)[:80] in str(caught.value)
 
 
+@pytest.mark.parametrize('compression', ['lz4', 'blosc'])
+def test_chunks_that_a_codec_cannot_encode(compression, tmp_path):
+    """No byte of the array is read."""
+    tree = {'w': np.zeros(2**31, np.uint8)}
+    options = {'chunk_bytes': 2**31, 'compression': compression}
+    with (
+        Checkpointer(tree, checkpoints_dir=tmp_path, **options) as ck,
+        pytest.raises(t5ckpt.errors.UnsupportedLeafError, match=r'^w: .* less than 2 GiB.*2,147,483,648 bytes'),
+    ):
+        ck.save(tree, step=1)
+
+
 @pytest.mark.parametrize('bad', ['1', 0, -1, math.inf, math.nan, None, True, 10**400], ids=lambda bad: repr(bad)[:9])
 def test_concurrent_gb(bad, tmp_path):
     with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:

@@ -176,7 +176,7 @@ class ManifestTransaction(Transaction):
             raise self._taken_over()
         version = self._put_alone(manifest)
         was_stopped = self._clock() - renewed > TAKE_OVER_SECONDS
-        while was_stopped and self._has_withdrawn(version, sidecar):
+        while was_stopped and self._withdraw(version, sidecar):
             version = self._put_alone(manifest)
         self._finish(version, was_stopped=was_stopped)
 
@@ -231,14 +231,19 @@ class ManifestTransaction(Transaction):
             self._keeps_files = True
             raise
 
-    def _has_withdrawn(self, version: Any, sidecar: bytes | None) -> bool:
+    def _withdraw(self, version: Any, sidecar: bytes | None) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
         of a checkpoint without arrays, the sidecar is its own. Garbage collection removes the sidecar first.
 
         Returns:
-          True if the manifest was removed and the files are there, since garbage collection found the manifest before.
+          False if the manifest stays. True if it was removed and is to be written again: the files are there, since garbage
+          collection found the manifest before.
+
+        Raises:
+          AlreadyCommittedError: another writer has committed an equal manifest.
+          BeingWrittenError: the manifest was removed, and the files are gone.
         """
         others = actions_of_others(self.storage, self.step, self._lease)
         found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)

@@ -86,7 +86,7 @@ def hide_in_place(
             raise
         check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
         end = lease.linger
-        if not _is_manifest_deleted(storage, key, manifest, version):
+        if not _delete_manifest(storage, key, manifest, version):
             end = lease.leave
             _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
@@ -106,7 +106,7 @@ def _raise_replaced(storage: Storage, step: int) -> None:
     raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
 
 
-def _is_manifest_deleted(storage: Storage, key: str, manifest: bytes, version: Any) -> bool:
+def _delete_manifest(storage: Storage, key: str, manifest: bytes, version: Any) -> bool:
     """Deletes a manifest that has this version; returns False if another process has replaced it.
 
     If the deletion fails, its request may still arrive. So the manifest is written again: a store that compares versions in a

@@ -229,7 +229,7 @@ class _Writer:
                 # To be copied by a later save, a chunk needs a version, which TensorStore's arrays do not return.
                 is_plain = not self._copies_inside and not is_encoded(self.arrays[write.path], data)
                 entry = (data.nbytes, digest(data)) if is_plain else None
-                if self._is_linked(write, key, data, entry):
+                if self._link_if_equal(write, key, data, entry):
                     self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
                     continue
@@ -268,7 +268,8 @@ class _Writer:
             return self._write_direct(key, np.frombuffer(encoded, np.uint8))
         return self._kvstore.write(key, encoded)
 
-    def _is_linked(self, write: ArrayWrite, key: str, data: np.ndarray, entry: FileEntry | None) -> bool:
+    def _link_if_equal(self, write: ArrayWrite, key: str, data: np.ndarray, entry: FileEntry | None) -> bool:
+        """Links or copies a chunk that the previous checkpoint has; returns whether it did."""
         if entry is not None:
             return self.reused.link_equal(key, entry)
         codec = self.arrays[write.path].metadata['compressor']

@@ -146,7 +146,7 @@ class SharedRestore:
             raise
         except Exception as error:
             # The other processes have a RemoteError and come here, too.
-            if self._is_mended(error, provider, last=last):
+            if self._drop_damage(error, provider, last=last):
                 return None
             raise
         nbytes = provider.provided
@@ -156,8 +156,11 @@ class SharedRestore:
         )  # fmt: skip
         return (restored,)
 
-    def _is_mended(self, error: Exception, provider: Provider, *, last: bool) -> bool:
-        """Whether a damaged file was deleted anywhere, so that the processes choose again."""
+    def _drop_damage(self, error: Exception, provider: Provider, *, last: bool) -> bool:
+        """Deletes the damaged files of this process; returns, in all processes, whether they choose again.
+
+        They do if any of them has deleted a file, except after the last attempt.
+        """
         at = self._coordinator.round(_ACTION)
         with at.failing_together(Phase.NEED):
             deleted = provider.drop_damaged() if isinstance(error, _DAMAGES) else 0

@@ -4,7 +4,9 @@
 (the leader) reduces the votes to a decision, and every process returns the decision. It costs one barrier and one key for
 each process; in a job of one process it is a function call. Rounds are numbered, so the keys of two rounds never collide.
 
-A save calls it twice, the second time before the commit (``save/execute.py``), and a restore once (``restore/execute.py``).
+A save calls it twice, the second time before the commit (``save/execute.py``). A restore calls it once, and once more with
+``share_replicated`` (``restore/execute.py``). Saves to local directories and restores from them call it more often
+(``save/parts.py``, ``tiers/``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Decide = Callable[[Sequence[Any]], Any]
 
 
 class Phase(enum.StrEnum):
-    """The part of an action after which all processes meet; each occurs once in a round, and errors name it."""
+    """The part of an action that ends with a vote of all processes; each occurs at most once in a round, and errors name it."""
 
     PLAN = 'plan'  # a save: all plans are equal, and process 0 has made the directory
     WRITE = 'write'  # a save: all chunks are written, and process 0 commits
@@ -237,7 +239,13 @@ class CoordinationRound:
 
     @contextlib.contextmanager
     def failing_together(self, phase: Phase) -> Generator[None]:
-        """Sends an error of this process to the others, which would otherwise wait for it until the time-out."""
+        """Sends an error of this process to the others, as its vote in a phase; there they raise a RemoteError.
+
+        Args:
+          phase: that of the next :meth:`reduce_on_leader`, in which the others wait. They do not receive the error in another
+            phase, and wait until the time-out. If the block itself has voted in this phase, an error after that is not sent:
+            a vote cannot be written twice.
+        """
         try:
             yield
         except BaseException as error:

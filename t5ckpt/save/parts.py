@@ -173,6 +173,7 @@ def _commit(
         stack.enter_context(request.around_commit(done['reason']))
         work.commit(manifest, sidecar, directories)
         try:
+            # After this vote, ``failing_together`` sends nothing.
             request.round.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
         except (CoordinationError, ProcessMissingError):
             raise

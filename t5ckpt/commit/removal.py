@@ -233,7 +233,8 @@ def is_pinned(storage: Storage, directory: str) -> bool:
 def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str | None:
     """The reason not to remove a checkpoint: it is pinned, or the step has a read lease. None if it may be removed.
 
-    Called after the checkpoint was renamed, so that no process can pin it or begin to read it.
+    Another process may pin or lease the step afterwards. So a process that removes or replaces it checks both again, under the
+    write lease of the step.
 
     Args:
       storage: the run.

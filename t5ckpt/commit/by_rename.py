@@ -41,6 +41,7 @@ class RenameTransaction(Transaction):
         """Takes the directory and its lock; :meth:`take_lease` must follow."""
         super().__init__(storage, step, directory, clock)
         self._lock = lock
+        self._lease: WriteLease | None = None
 
     @classmethod
     def begin(
@@ -119,8 +120,8 @@ class RenameTransaction(Transaction):
     def take_lease(self, writer: Mapping[str, Any]) -> None:
         """Writes the write lease into the directory and renews it until it is closed."""
         key = join(self.directory, SIDECAR)
-        self._lock = WriteLease(self.storage, key, self._clock, self._lock, sidecar_record(writer, self.step))
-        self._lock.start()
+        self._lease = WriteLease(self.storage, key, self._clock, self._lock, sidecar_record(writer, self.step))
+        self._lease.start()
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
@@ -131,7 +132,7 @@ class RenameTransaction(Transaction):
         self.directory = final
         if old is not None:
             self._remove_replaced(old)
-        self._lock.close()
+        self._close()
 
     def _write_sidecar(self, sidecar: bytes | None) -> None:
         """Replaces the record of the writer by the sidecar, or deletes it."""
@@ -169,7 +170,11 @@ class RenameTransaction(Transaction):
 
     def release(self) -> None:
         """Releases the lock and the lease and keeps the files."""
-        self._lock.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Ends the lease, which then releases the lock, or the lock alone before there is a lease."""
+        (self._lock if self._lease is None else self._lease).close()
 
     def _remove(self) -> None:
         remove_checkpoint(self.storage, self._hide(), self.step, self._clock())

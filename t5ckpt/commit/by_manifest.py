@@ -131,7 +131,7 @@ class ManifestTransaction(Transaction):
                 record = Sidecar(writer=writer, step=step)
                 storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
         except BaseException:
-            work.release()
+            work.abandon()
             raise
         return work
 
@@ -310,8 +310,8 @@ class ManifestTransaction(Transaction):
             # The record stays, so the step is listed without a marker.
             self._lease.linger()
 
-    def release(self) -> None:
-        """Ends the lease: files of this writer may be in the directory, or arrive, and so may its manifest."""
+    def abandon(self) -> None:
+        """Lets the lease linger: files of this writer may be in the directory, or arrive, and so may its manifest."""
         self._lease.replaces = True
         self._lease.linger()
 
@@ -335,7 +335,7 @@ class ManifestTransaction(Transaction):
         ):
             # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
-            self.release()
+            self.abandon()
         else:
             self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
             self._lease.leave()

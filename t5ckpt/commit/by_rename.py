@@ -110,7 +110,7 @@ class RenameTransaction(Transaction):
                 return False
             self.take_lease(writer)
         except CheckpointNotFoundError:
-            self.release()
+            self.abandon()
             return False
         except BaseException:
             self.rollback()
@@ -168,8 +168,8 @@ class RenameTransaction(Transaction):
         except T5CkptError as error:
             _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', self.storage.url(name), error)
 
-    def release(self) -> None:
-        """Releases the lock and the lease and keeps the files."""
+    def abandon(self) -> None:
+        """Ends the lease as a crash does, releases the lock and keeps the files."""
         self._close()
 
     def _close(self) -> None:

@@ -108,7 +108,7 @@ class Transaction(ABC):
         self._may_arrive = not isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
         # If the step is complete already, no later attempt needs the files.
         if kind is not None and issubclass(kind, self.kept_after) and not issubclass(kind, AlreadyCommittedError):
-            self.release()
+            self.abandon()
         else:
             self.rollback()
 
@@ -162,11 +162,12 @@ class Transaction(ABC):
             where = self.storage.url(self.directory)
             _log.warning('t5ckpt: could not remove %s after a failed save: %s', where, error)
         finally:
-            self.release()
+            # Does nothing if the lease has ended.
+            self.abandon()
 
     @abstractmethod
-    def release(self) -> None:
-        """Releases the lock and the lease and keeps the files, for a resumed write or for garbage collection."""
+    def abandon(self) -> None:
+        """Ends the write without a commit, and keeps the files for a resumed write or for garbage collection."""
 
     @abstractmethod
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:

@@ -161,7 +161,7 @@ def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
 def unfinished(storage, clock, **facts):
     """What the writer of another machine with this one's name, whose locks are its own, has written so far."""
     work = begin(storage, 1, clock, writer_facts())
-    work.release()
+    work.abandon()
     key = f'{work.directory}/t5ckpt.json'
     sidecar = decode_sidecar(storage.read(key), key)
     writer = {**sidecar.writer, **facts}

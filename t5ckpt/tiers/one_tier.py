@@ -45,7 +45,7 @@ class StepCatalog(ABC):
         """The first tier that has a step, or else the run's storage."""
 
 
-class RunCatalog(StepCatalog):
+class _OneTierCatalog(StepCatalog):
     """The complete steps of the run's storage."""
 
     def __init__(self, storage: Storage):
@@ -134,7 +134,7 @@ class OneTier(StepTiers):
     def __init__(self, run: Storage, retention: Retention, clock: Clock, notices: Notices):
         """Reads nothing."""
         self.local = run
-        self.catalog = RunCatalog(run)
+        self.catalog = _OneTierCatalog(run)
         self.facts = self.retention = retention
         self._clock = clock
         self._notices = notices

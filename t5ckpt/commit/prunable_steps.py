@@ -57,20 +57,20 @@ class PrunableSteps(ABC):
 
     has_index = False
 
-    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, log: StayLog, *, prunes_others: bool):
+    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
         """Takes the run, the facts of its steps, and the log. With ``prunes_others``, :meth:`prunable` logs no others."""
         self.index: Index | None = None
         self._storage = storage
         self._clock = clock
         self._facts = facts
-        self._log = log
+        self._stay_log = stay_log
         self._prunes_others = prunes_others
 
     def prunable(self, steps: Sequence[ListedStep]) -> list[int]:
         """The steps in T5X's layout; logs that the others stay."""
         for each in steps:
             if not each.is_t5x and not self._prunes_others:
-                self._log.note(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
+                self._stay_log.note(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
         return [each.step for each in steps if each.is_t5x]
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
@@ -101,7 +101,7 @@ class StepsOnDisk(PrunableSteps):
     def _with_leased(self) -> tuple[list[int], set[int]]:
         found = listing(self._storage)
         for name, error in found.unreadable.items():
-            self._log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
+            self._stay_log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
         return self.prunable(found.steps), leased_steps(self._storage, self._clock)
 
     def check_sidecar(self, step: int) -> None:

@@ -88,9 +88,9 @@ class Retention:
         self._coverage = MetricCoverage()
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
-        self._log = StayLog(storage)
+        self._stay_log = StayLog(storage)
         steps = self._strategy.prunable_steps
-        self._steps = steps(storage, clock, self._facts, self._log, prunes_others=prune_others)
+        self._steps = steps(storage, clock, self._facts, self._stay_log, prunes_others=prune_others)
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
@@ -121,7 +121,10 @@ class Retention:
         return sorted(found, key=lambda info: info.step)
 
     def note_index(self, index: Index | None) -> None:
-        """Stores the index that a save listed on an object store, for the retention after this save."""
+        """Stores the index that garbage collection listed on an object store, for the retention after this save.
+
+        The next :meth:`carry_out` uses it, once. Without it, that call lists the index again, which costs requests.
+        """
         self._steps.index = index
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
@@ -231,7 +234,7 @@ class Retention:
         try:
             for decision in plan:
                 if decision.keep:
-                    self._log.note(decision)
+                    self._stay_log.note(decision)
                 elif confirmed is None or decision.step in confirmed:
                     self._prune(decision, others.get(decision.step), done, hidden)
             if self.keep_datasets is not None:
@@ -266,12 +269,12 @@ class Retention:
         name = step_dir(step) if other is None else other.name
         reason = None if other is None else reason_to_stay(self._storage, other)
         if reason is not None:
-            self._log.warn(step, name, reason, 'stays')
+            self._stay_log.warn(step, name, reason, 'stays')
         else:
             pinned = is_pinned(self._storage, name)
             waits = WAITS if step in waiting_steps(self._storage) else HELD
             held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
-            self._log.note(Decision(step, True, held, overruled=True))
+            self._stay_log.note(Decision(step, True, held, overruled=True))
 
     def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
         """Hides a step; returns None if it is kept."""
@@ -294,7 +297,7 @@ class Retention:
     def _log_failure(self, step: int, error: T5CkptError) -> None:
         """Logs that a step could not be deleted; once for a step that a newer program wrote."""
         if isinstance(error, UnsupportedFormatError):
-            self._log.note(Decision(step, True, str(error), overruled=True))
+            self._stay_log.note(Decision(step, True, str(error), overruled=True))
         else:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
 

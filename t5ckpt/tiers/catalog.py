@@ -39,10 +39,10 @@ class Choice:
     is_local: bool
 
 
-def _newest(local: Collection[int], run: Collection[int], step: int | None = None) -> Choice:
+def _choice(local: Collection[int], run: Collection[int], step: int | None = None) -> Choice:
     """The requested step, or else the newest one that a tier has; the local one if both have it."""
-    newest = max([*local, *run], default=None) if step is None else step
-    return Choice(newest, newest in local)
+    chosen = max([*local, *run], default=None) if step is None else step
+    return Choice(chosen, chosen in local)
 
 
 class TierCatalog(StepCatalog):
@@ -150,8 +150,8 @@ class TierCatalog(StepCatalog):
             return [] if found is None else [found.step]
 
         run = self._query_run(newest_of_run, lambda: [] if local else None)
-        own = _newest([each for each in local if each not in foreign], run, step)
-        return _newest(local, run) if own.step is None else own
+        own = _choice([each for each in local if each not in foreign], run, step)
+        return _choice(local, run) if own.step is None else own
 
     def latest(self) -> int | None:
         return self.choose(None).step

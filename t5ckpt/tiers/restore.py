@@ -75,7 +75,7 @@ def restore_from_tiers(
             fetched, is_local, counted.nbytes = found or 0, found is not None, 0
             restored = run_restore(local if is_local else from_run)
             if not is_local:
-                _put_aside(tiers, step)
+                _put_damaged_aside(tiers, step)
     local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
     urls = tiers.local.url(), tiers.run.url()
     _log.info(
@@ -118,7 +118,7 @@ def _mended(tiers: TierCatalog, step: int, error: T5CkptError) -> int | None:
     return nbytes
 
 
-def _put_aside(tiers: TierCatalog, step: int) -> None:
+def _put_damaged_aside(tiers: TierCatalog, step: int) -> None:
     """Renames a damaged local step that is complete in the run's storage."""
     if tiers.read_only:
         return

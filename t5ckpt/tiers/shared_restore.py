@@ -87,7 +87,7 @@ class SharedRestore:
                     continue
                 (restored,) = outcome
             if wanted is None:
-                self._put_aside(found)
+                self._put_others_aside(found)
             return restored
         raise AssertionError('the last attempt returns or raises')
 
@@ -171,7 +171,7 @@ class SharedRestore:
 
         return at.reduce_on_leader(Phase.NEED, kind, decide)
 
-    def _put_aside(self, found: SharedChoice) -> None:
+    def _put_others_aside(self, found: SharedChoice) -> None:
         """Renames local steps that are newer than the restored one, and those of other saves: training reaches them again."""
         for step in self._catalog.local_steps():
             is_restored = step == found.step and save_of(self._local, step) == found.save != ''

@@ -78,7 +78,11 @@ WAITS = 'waits for its upload'
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Whether to keep a step, and the reason; ``overruled`` if a pin or a read lease decides instead of the policy."""
+    """Whether to keep a step, and the reason.
+
+    ``overruled``: it is kept for another reason than the policy, such as a pin, a read lease, an upload for which it waits, or
+    files of another or a newer program.
+    """
 
     step: int
     keep: bool

@@ -63,7 +63,7 @@ class Owner:
 
 # An object is never half written, so a record that does not parse is of another program.
 UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
-# Written by an owner that took over the lease of a dead process, so that garbage collection inspects the step.
+# In every record that lingers: it has no owner, so that others may take the step and garbage collection inspects it.
 EXPIRED = Owner('', '', '', 0, '', 0.0, MEND)
 
 

@@ -32,7 +32,7 @@ from t5ckpt.storage import Storage
 # How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
 _RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
 # Attempts after that time, if the other process has given the step up as well.
-_MORE_ATTEMPTS = 10
+_LATE_ATTEMPTS = 10
 # The pauses between attempts.
 _FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
 
@@ -81,20 +81,24 @@ def acquire_lease(
     """
     if index is not None:
         owners = _owners(storage, (each for each in index.write_leases if each.step == step))
+        # Only object stores have an index. There ``clock`` is the clock of the leases.
         owner = _first_live(owners, clock, stale_after)
         if owner is not None and owner.action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, owner))
-    times, more = attempts(0.0 if action == MEND else _RIVAL_SECONDS), _MORE_ATTEMPTS
+    times = attempts(0.0 if action == MEND else _RIVAL_SECONDS)
+    late_attempts = 0
     while True:
-        has_time = next(times, False)
-        more -= not has_time
+        if not next(times, False):
+            late_attempts += 1
         try:
             return _acquire(storage, step, clock, action, stale_after)
         except BeingWrittenError as error:
             key = join(step_dir(step), MANIFEST)
             if action == DELETE and not storage.is_file(key):
                 raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
-            if not has_time and (action == MEND or not more or _has_owner(storage, step, clock, stale_after)):
+            if late_attempts == 0:
+                continue
+            if action == MEND or late_attempts == _LATE_ATTEMPTS or _has_owner(storage, step, clock, stale_after):
                 raise
 
 

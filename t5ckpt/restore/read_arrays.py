@@ -198,13 +198,13 @@ class _RestoreScheduler:
         hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
-        self._values[read.path] = on_devices = make_leaf(
-            hosts, read.template, read.template.shape, read.dtype, read.name
-        )
+        leaf = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
+        self._values[read.path] = leaf
         self._reading.popleft()
-        self._moving.append((None if read.is_on_cpu else on_devices, item.size))
-        if self._moving[-1][0] is None:
-            self._budget.release(self._moving.pop()[1])
+        if read.is_on_cpu:
+            self._budget.release(item.size)
+        else:
+            self._moving.append((leaf, item.size))
         self._meter.add(read.leaf.array.nbytes)
 
     def _release_next(self) -> None:

@@ -1,4 +1,4 @@
-"""``t5ckpt prune``: deletes the steps that a policy lets go."""
+"""``t5ckpt prune``: deletes the steps that a policy does not keep."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ the positions of data iterators (T5X's names), and the files of a copy, which ha
 A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
 the first manifest to arrive commits, with all of its files, and the other writer finds that the step exists. Only deletion and
 garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its files gone after
-the write of its manifest removes the manifest again. Another writer that meets such a manifest replaces it. If the files may be
-removed, it writes the manifest again when they were not. So not both of two writers give a step up.
+the write of its manifest removes the manifest again. Another writer that finds such a manifest replaces it. A writer that has
+removed its manifest waits for the processes that may remove its files. If the files are still there, it writes the manifest
+again. So two writers of a step do not both give it up.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
 leases the step between the look at the leases and the write waits, as for a deleter. If another program has pinned the step in

@@ -1,8 +1,8 @@
 """Deletion and garbage collection on object stores, which cannot rename.
 
-``commit/write_lease.py`` documents the order of the requests. A write lease without an owner lists a step for garbage collection,
-also for files that arrive after their save has failed: without a manifest they are removed, beside that of another save as well;
-with their own manifest, the step is complete.
+``commit/write_lease.py`` documents the order of the requests. A write lease without an owner lists a step for garbage collection.
+It also removes files that arrive after their save has failed, whether the step has no manifest or that of another save. If
+their own manifest arrives as well, the step is complete.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Hidden:
 def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     """Removes the files of a step without a manifest that T5X or t5ckpt wrote.
 
-    Files are listed before the last look at the lease, so those of a process that takes the step over later are not among them.
+    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
 
     Raises:
       StorageError: the lease has expired and another process has taken the step over, or the step has a manifest by now.

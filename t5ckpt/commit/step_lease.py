@@ -29,8 +29,8 @@ from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
 from t5ckpt.storage import Storage
 
-# How long to wait for another process that begins or hides the same step, and for one that steps back: a few requests.
-_RIVAL_SECONDS, _STEP_BACK_SECONDS = 5.0, 1.0
+# How long to wait for another process that begins or hides the same step, and for one that gives it up: a few requests.
+_RIVAL_SECONDS, _GIVE_UP_SECONDS = 5.0, 1.0
 # Attempts after that time, if the other process has given the step up as well.
 _LATE_ATTEMPTS = 10
 # The pauses between attempts.
@@ -136,10 +136,10 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
 def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
     """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
     now = lease_clock(storage, clock)
-    for has_time in attempts(_STEP_BACK_SECONDS):
+    for has_time in attempts(_GIVE_UP_SECONDS):
         listed = catalog_of(storage).leases()
         if all(each.key != lease.key for each in listed.of_writers):
-            # This process has stood still for longer than a lease lasts.
+            # This process was stopped for longer than a lease lasts.
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)

@@ -61,7 +61,7 @@ def is_of_one_save(key: str) -> bool:
 def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     """Removes the files that do not belong to the current manifest.
 
-    Files are listed before the last look at the lease, so those of a process that takes the step over later are not among them.
+    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
 
     Raises:
       CorruptCheckpointError: no sidecar has the checksum of the manifest, so its files are unknown.

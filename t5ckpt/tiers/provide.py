@@ -116,7 +116,7 @@ class Provider:
     def _turn(
         self, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None, missing: dict[str, Any]
     ) -> CoordinationRound:
-        """Exchanges what the disks have of that, and fetches the rest from the run's storage.
+        """Exchanges the missing files that the disks have, and fetches the others from the run's storage.
 
         Returns:
           The next round.

@@ -84,7 +84,7 @@ class StoredRead:
         """Whether the bits in memory differ from those on disk."""
         array = self.leaf.array
         stored = array.dtype if array.bits_of is None else array.bits_of
-        return not self.dtype == self.leaf.dtype == stored
+        return self.dtype != self.leaf.dtype or self.leaf.dtype != stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +247,8 @@ class _Matcher:
             if isinstance(found, StoredLeaf):
                 self.stored.append(StoredRead(path, pair.name, found, template, dtype))
             else:
-                self.inline.append(
-                    InlineRead(path, pair.name, found, template, dtype, tuple(found.shape) != template.shape)
-                )
+                resizes = tuple(found.shape) != template.shape
+                self.inline.append(InlineRead(path, pair.name, found, template, dtype, resizes))
 
     def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""
@@ -311,30 +310,32 @@ class _Matcher:
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.
         casts = self._cast is not None and (pair.source == '' or self._cast.dtype is None)
         cast = cast_dtype(pair.path, dtype, self._cast, wanted) if casts else dtype
-        resizes = shape != template.shape and self._may_resize(pair)
-        problem = self._wrong_keys(pair)
-        if problem is None and shape != template.shape and not resizes:
-            problem = LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(template.shape))
-        if (
-            problem is None
-            and dtype != wanted
-            and kind(dtype) != kind(wanted)
-            and not both_python_ints(dtype, template)
-        ):
-            problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{dtype.name}', wanted.name)
-        differs = cast != wanted and template.kind == 'array'
-        if problem is None and self._strict == 'exact' and differs:
-            hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
-            problem = LeafProblem(pair.name, 'dtype', f'{pair.source}{cast.name}', wanted.name, hint)
+        problem = self._problem_of(pair, wanted, cast)
         if problem is not None:
             self.problems.append(problem)
             return None
-        if resizes:
+        if shape != template.shape:
             self.resized.append(f'{pair.name}: {shape} to {template.shape}')
+        differs = cast != wanted and template.kind == 'array'
         # A cast that the caller asked for is not worth a note.
         if differs and cast == dtype and not (template.device and canonical_dtype(cast) == wanted):
             self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {wanted.name}')
         return cast
+
+    def _problem_of(self, pair: _Pair, wanted: np.dtype, cast: np.dtype) -> LeafProblem | None:
+        """Why a leaf does not fit: the first of its keys, its shape, its kind of dtype, and its dtype after the cast."""
+        template, shape, dtype = pair.template, tuple(pair.found.shape), np.dtype(pair.found.dtype)
+        problem = self._wrong_keys(pair)
+        if problem is not None:
+            return problem
+        if shape != template.shape and not self._may_resize(pair):
+            return LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(template.shape))
+        if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, template):
+            return LeafProblem(pair.name, 'dtype', f'{pair.source}{dtype.name}', wanted.name)
+        if self._strict == 'exact' and cast != wanted and template.kind == 'array':
+            hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
+            return LeafProblem(pair.name, 'dtype', f'{pair.source}{cast.name}', wanted.name, hint)
+        return None
 
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
@@ -350,9 +351,8 @@ class _Matcher:
         if written is None or written == template.impl or template.dtype is None:
             return None
         found = f'PRNG keys of {written}' if written else np.dtype(pair.found.dtype).name
-        return LeafProblem(
-            pair.name, 'dtype', found, f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
-        )
+        wanted = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
+        return LeafProblem(pair.name, 'dtype', found, wanted)
 
     def leftovers(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""

@@ -13,7 +13,7 @@ from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, 
 from t5ckpt.tiers.part import Part
 
 _log = logging.getLogger('t5ckpt')
-ACTION = 'the look at the local directories'
+ACTION = 'the choice of the step to restore'
 # The processes report the chunks on their disks before it is known whether a step can be restored.
 _UNKNOWN = 'unknown'
 

@@ -34,7 +34,7 @@ from t5ckpt.restore.request import LocalSource, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.part import Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
-from t5ckpt.tiers.shared_choice import ACTION as LOOK_ACTION, RunStep, SharedChoice, choose_together, log_choice
+from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedChoice, choose_together, log_choice
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a restore from local directories'
@@ -70,7 +70,7 @@ class SharedRestore:
         wanted = request.call.step
         of_run = functools.partial(self._of_run, wanted)
         for attempt in range(_ATTEMPTS):
-            at = self._coordinator.round(LOOK_ACTION)
+            at = self._coordinator.round(CHOICE_ACTION)
             with at.failing_together(Phase.LOOK):
                 parts = parts_in(self._local)
             found = choose_together(at, self._coordinator, parts, of_run, wanted, needs_positions=positions)

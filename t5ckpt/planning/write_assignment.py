@@ -109,13 +109,13 @@ class WriteAssignment:
             return chunks if holders[0] == self.index else []
         loads = self._loads.setdefault(holders, [(0, process) for process in holders])
         size = math.prod(grid.chunk_shape) * itemsize
-        mine: list[Box] = []
+        assigned: list[Box] = []
         for chunk in chunks:
             load, process = loads[0]
             heapq.heapreplace(loads, (load + size, process))
             if process == self.index:
-                mine.append(chunk)
-        return mine
+                assigned.append(chunk)
+        return assigned
 
     def chunks_of(
         self, leaf: LeafToSave, itemsize: int, limit: int

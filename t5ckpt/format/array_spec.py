@@ -167,7 +167,7 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
     return {'driver': 'zarr', 'dtype': name_of(array.dtype), 'kvstore': kvstore, 'metadata': metadata}
 
 
-def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
+def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
     """Parses a spec against the allow-list of fields that T5X has ever written.
 
     Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are ignored;
@@ -184,18 +184,18 @@ def parse_spec(spec: Mapping[str, Any], version: int, leaf: str) -> StoredArray:
     unknown = sorted(map(str, set(spec) - _ALLOWED_SPEC_KEYS))
     if unknown or spec['driver'] != 'zarr':
         raise UnsafeSpecError(
-            f'{leaf}: spec with driver {spec["driver"]!r:.40} and fields {unknown} is not one that T5X writes; only '
+            f'{name}: spec with driver {spec["driver"]!r:.40} and fields {unknown} is not one that T5X writes; only '
             'zarr arrays inside the checkpoint are read.'
         )
-    location = _location(spec, leaf)
+    location = _location(spec, name)
     metadata = spec['metadata']
     if not isinstance(metadata, Mapping):
-        raise CorruptCheckpointError(f'{leaf}: spec metadata is {type(metadata).__name__}, expected a map.')
-    shape = shape_of(metadata.get('shape'), leaf)
-    _check_transform(spec.get('transform'), shape, leaf)
+        raise CorruptCheckpointError(f'{name}: spec metadata is {type(metadata).__name__}, expected a map.')
+    shape = shape_of(metadata.get('shape'), name)
+    _check_transform(spec.get('transform'), shape, name)
     kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
-    _check_metadata(kept, shape, leaf)
-    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), leaf)
+    _check_metadata(kept, shape, name)
+    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), name)
     bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
     return StoredArray(location, shape, dtype, bits_of, kept)
 
@@ -214,12 +214,12 @@ def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[P
             yield from untyped_specs(value, (*path, key))
 
 
-def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> None:
+def typed_by_zarray(spec: SpecDict, name: str, read: Callable[[str], bytes]) -> None:
     """Adds the dtype in the array's ``.zarray`` to a spec without one; ``read`` takes the file's name.
 
     If the ``.zarray`` has none either, the spec stays as it is and ``parse_spec`` raises the error.
     """
-    text = read(f'{_location(spec, leaf)}/.zarray')
+    text = read(f'{_location(spec, name)}/.zarray')
     try:
         typestr = json.loads(text).get('dtype')
     except (ValueError, AttributeError, RecursionError):
@@ -228,7 +228,7 @@ def typed_by_zarray(spec: SpecDict, leaf: str, read: Callable[[str], bytes]) -> 
         spec['metadata'] = {**spec['metadata'], 'dtype': typestr}
 
 
-def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: str) -> None:
+def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: str) -> None:
     """Checks the metadata that replaces a missing ``.zarray``; TensorStore gets only these fields."""
     chunks = metadata.get('chunks', [1] * len(shape))
     good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
@@ -238,7 +238,7 @@ def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], leaf: s
     good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
     if not good:
         raise CorruptCheckpointError(
-            f'{leaf}: the metadata in the spec is not zarr v2 metadata for shape {shape}: {metadata!r:.200}.'
+            f'{name}: the metadata in the spec is not zarr v2 metadata for shape {shape}: {metadata!r:.200}.'
         )
 
 
@@ -252,48 +252,48 @@ def _is_list_of_sizes(value: Any) -> bool:
     )
 
 
-def shape_of(value: Any, leaf: str) -> tuple[int, ...]:
+def shape_of(value: Any, name: str) -> tuple[int, ...]:
     """The shape of an array by its metadata. ``reading/size_limits.py`` limits its size.
 
     Raises:
       CorruptCheckpointError: it is not a list of sizes.
     """
     if not _is_list_of_sizes(value) or len(value) > MAX_RANK:
-        raise CorruptCheckpointError(f'{leaf}: metadata has shape {value!r:.120}, expected a list of sizes.')
+        raise CorruptCheckpointError(f'{name}: metadata has shape {value!r:.120}, expected a list of sizes.')
     return tuple(value)
 
 
-def _location(spec: Mapping[str, Any], leaf: str) -> str:
+def _location(spec: Mapping[str, Any], name: str) -> str:
     kvstore = spec['kvstore']
     if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
-        raise UnsafeSpecError(f'{leaf}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
+        raise UnsafeSpecError(f'{name}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
     parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise CorruptCheckpointError(f'{leaf}: the spec has no path, neither in "kvstore" nor at the top.')
+        raise CorruptCheckpointError(f'{name}: the spec has no path, neither in "kvstore" nor at the top.')
     path = '/'.join(part.rstrip('/') for part in parts)
     if not is_inside(path):
         raise UnsafeSpecError(
-            f'{leaf}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
+            f'{name}: array path {path!r:.120} leads outside the checkpoint; only relative paths inside it are read.'
         )
     return path
 
 
-def _spec_dtype(name: Any, typestr: Any, leaf: str) -> np.dtype:
-    if isinstance(name, str):
+def _spec_dtype(dtype_name: Any, typestr: Any, name: str) -> np.dtype:
+    if isinstance(dtype_name, str):
         try:
-            return dtype_from_name(name)
+            return dtype_from_name(dtype_name)
         except KeyError:
-            raise CorruptCheckpointError(f'{leaf}: spec has unknown dtype {name!r:.60}.') from None
+            raise CorruptCheckpointError(f'{name}: spec has unknown dtype {dtype_name!r:.60}.') from None
     dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
     if dtype is None:
         raise CorruptCheckpointError(
-            f'{leaf}: the dtype in the spec ({name!r:.40}) and in its metadata or .zarray ({typestr!r:.40}) is unknown. '
+            f'{name}: the dtype in the spec ({dtype_name!r:.40}) and in its metadata or .zarray ({typestr!r:.40}) is unknown. '
             'Restore an older step, or copy the checkpoint again.'
         )
     return dtype
 
 
-def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
+def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
     """Accepts the identity that ``ts.Spec.to_json`` adds; any other transform selects other elements, which is not supported."""
     if transform is None:
         return
@@ -307,7 +307,7 @@ def _check_transform(transform: Any, shape: tuple[int, ...], leaf: str) -> None:
             end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends
         ] == list(shape)
     if not identity:
-        raise UnsupportedFormatError(f'{leaf}: spec has the transform {transform!r:.200}; only the identity is read.')
+        raise UnsupportedFormatError(f'{name}: spec has the transform {transform!r:.200}; only the identity is read.')
 
 
 def zarray_of(array: StoredArray) -> dict[str, Any]:

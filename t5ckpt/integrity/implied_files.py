@@ -32,7 +32,7 @@ class ArrayFiles:
     """The files of one array.
 
     Attributes:
-      leaf: its name.
+      name: of the leaf.
       stored: the leaf.
       store: the opened array.
       grid: of its chunks.
@@ -42,7 +42,7 @@ class ArrayFiles:
       chunks: the indices of the chunks that exist in the right size.
     """
 
-    leaf: str
+    name: str
     stored: StoredLeaf
     store: Any
     grid: ChunkGrid
@@ -73,14 +73,14 @@ class ImpliedFiles:
         self._budget = ByteBudget(_DECODED_BYTES)
         self._databases: dict[str, dict[str, int]] = {}
 
-    def files(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
+    def files(self, name: str, stored: StoredLeaf) -> ArrayFiles:
         """Opens an array and lists its files.
 
         Raises:
           FormatError: its metadata cannot be read, contradicts the manifest, or it leads outside the checkpoint.
           StorageError: a directory cannot be listed.
         """
-        array = self._open(leaf, stored)
+        array = self._open(name, stored)
         location = stored.array.location
         present = self._present(array)
         if stored.array.layout.is_in_database:
@@ -88,17 +88,17 @@ class ImpliedFiles:
         metadata = stored.array.layout.metadata_file
         if stored.array.layout.has_chunk_files and metadata not in present:
             text = 'only t5ckpt can open the array without it'
-            array.damages.append(Damage('missing', f'{location}/{metadata}', text, leaf))
+            array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
         for chunk_index in array.grid:
             key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
             if key not in present:
                 if len(array.damages) >= _MAX_NAMED:
                     left = array.grid.num_chunks - len(array.chunks) - _MAX_NAMED
                     array.damages.append(
-                        Damage('missing', location, f'and up to {left:,} more chunks are missing', leaf)
+                        Damage('missing', location, f'and up to {left:,} more chunks are missing', name)
                     )
                     break
-                array.damages.append(Damage('missing', file, 'the metadata implies this chunk', leaf, chunk_index, box))
+                array.damages.append(Damage('missing', file, 'the metadata implies this chunk', name, chunk_index, box))
                 continue
             size = present[key]
             if size is None:
@@ -109,7 +109,7 @@ class ImpliedFiles:
             if array.file_bytes is not None and size != array.file_bytes:
                 text = f'has {size:,} bytes, its chunk {array.file_bytes:,}'
                 ends = (min(size, array.file_bytes), max(size, array.file_bytes))
-                array.damages.append(Damage('size', file, text, leaf, chunk_index, box, ends))
+                array.damages.append(Damage('size', file, text, name, chunk_index, box, ends))
             else:
                 array.chunks.append(chunk_index)
         return array
@@ -128,23 +128,23 @@ class ImpliedFiles:
         is_in_database = array.stored.array.layout.is_in_database
         file_bytes = sum(array.sizes.values()) if is_in_database else array.sizes.get(file)
         if file_bytes is not None:
-            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.leaf} ({file})')
+            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.name} ({file})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            with foreign_errors(f'{array.leaf} ({self._storage.url(join(self._directory, file))})'):
+            with foreign_errors(f'{array.name} ({self._storage.url(join(self._directory, file))})'):
                 array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
             self._budget.release(array.chunk_bytes)
 
-    def _open(self, leaf: str, stored: StoredLeaf) -> ArrayFiles:
-        store = self._arrays.open(stored.array, leaf)
+    def _open(self, name: str, stored: StoredLeaf) -> ArrayFiles:
+        store = self._arrays.open(stored.array, name)
         metadata = store.spec().to_json()['metadata']
         file_bytes = None
         if is_uncompressed(stored.array):
             plain = uncompressed_chunks(json.dumps(metadata).encode(), stored.array)
             file_bytes = None if plain is None else plain.file_bytes
         chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
-        return ArrayFiles(leaf, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
+        return ArrayFiles(name, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
 
     def _present(self, array: ArrayFiles) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""

@@ -275,6 +275,6 @@ class _RepairWriter:
                 chunks += [(found, chunk_index) for chunk_index in found.chunks]
         for (array, chunk_index), error in in_threads(chunks, lambda item: implied.decode(*item)):
             if isinstance(error, T5CkptError):
-                damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.leaf, chunk_index))
+                damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.name, chunk_index))
         if damages:
             raise unrecoverable_error(damages)

@@ -378,5 +378,5 @@ class _Check:
             meter.add(self.sizes[name])
         for (array, chunk_index), result in in_threads(chunks, lambda item: self.implied.decode(*item)):
             if isinstance(result, T5CkptError):
-                self.findings.failed(array.file(chunk_index), result, array.leaf, chunk_index)
+                self.findings.failed(array.file(chunk_index), result, array.name, chunk_index)
             meter.add(array.chunk_bytes)

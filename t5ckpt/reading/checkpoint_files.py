@@ -96,7 +96,7 @@ class ContainedDirectory:
         self._root = root
         self._follow = follow_links
 
-    def open_dir(self, name: str, leaf: str) -> int:
+    def open_dir(self, name: str, where: str) -> int:
         """A descriptor of a directory below the root, which the caller closes.
 
         Raises:
@@ -105,33 +105,33 @@ class ContainedDirectory:
         """
         fd = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         try:
-            return self._below(fd, '', name, leaf, _DIRECTORY) if name else os.dup(fd)
+            return self._below(fd, '', name, where, _DIRECTORY) if name else os.dup(fd)
         finally:
             os.close(fd)
 
-    def open(self, name: str, leaf: str) -> tuple[int, int]:
+    def open(self, name: str, where: str) -> tuple[int, int]:
         """As :meth:`open_file`, for a name below the root."""
-        directory = self.open_dir('', leaf)
+        directory = self.open_dir('', where)
         try:
-            return self.open_file(directory, '', name, leaf)
+            return self.open_file(directory, '', name, where)
         finally:
             os.close(directory)
 
-    def open_file(self, directory: int, above: str, name: str, leaf: str) -> tuple[int, int]:
+    def open_file(self, directory: int, above: str, name: str, where: str) -> tuple[int, int]:
         """A descriptor of a file, which the caller closes, and the file's size.
 
         Args:
           directory: a descriptor of an open directory.
           above: the directory's name below the root.
           name: relative to that directory.
-          leaf: for messages.
+          where: for messages, such as the name of a leaf.
 
         Raises:
           CorruptCheckpointError: it is not a regular file.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           OSError: it cannot be opened.
         """
-        fd = self._below(directory, above, name, leaf, _FILE)
+        fd = self._below(directory, above, name, where, _FILE)
         try:
             info = os.fstat(fd)
         except OSError:
@@ -140,9 +140,9 @@ class ContainedDirectory:
         if stat.S_ISREG(info.st_mode):
             return fd, info.st_size
         os.close(fd)
-        raise self._irregular(leaf, self._path(above, name))
+        raise self._irregular(where, self._path(above, name))
 
-    def check(self, name: str, leaf: str) -> None:
+    def check(self, name: str, where: str) -> None:
         """Checks a name and everything below it for links out of the checkpoint, before another library opens it.
 
         Raises:
@@ -152,20 +152,20 @@ class ContainedDirectory:
         """
         parts = name.split('/') if name else []
         for length in range(1, len(parts)):
-            self._check_link('/'.join(parts[:length]), leaf)
+            self._check_link('/'.join(parts[:length]), where)
         for each in self._tree(name):
-            mode = self._check_link(each, leaf)
+            mode = self._check_link(each, where)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise self._irregular(leaf, self._path(each))
+                raise self._irregular(where, self._path(each))
         # TensorStore allocates what the file claims to have, and ends the process where this fails.
         metadata = os.path.join(self._path(name), '.zarray')
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{leaf}: {metadata}')
+            check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{where}: {metadata}')
 
     @staticmethod
-    def _irregular(leaf: str, path: str) -> CorruptCheckpointError:
+    def _irregular(where: str, path: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f'{leaf}: {path} is not a regular file. Restore an older step, or copy the checkpoint again.'
+            f'{where}: {path} is not a regular file. Restore an older step, or copy the checkpoint again.'
         )
 
     def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
@@ -184,12 +184,12 @@ class ContainedDirectory:
             else:
                 yield below
 
-    def _check_link(self, name: str, leaf: str) -> int | None:
+    def _check_link(self, name: str, where: str) -> int | None:
         """The mode of the file with a name; None if there is none."""
         path = self._path(name)
         try:
             if stat.S_ISLNK(os.lstat(path).st_mode):
-                path = self._resolved(name, leaf)
+                path = self._resolved(name, where)
             return os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -197,7 +197,7 @@ class ContainedDirectory:
     def _path(self, *names: str) -> str:
         return os.path.join(self._root, *(name for name in names if name))
 
-    def _below(self, fd: int, above: str, name: str, leaf: str, flags: int) -> int:
+    def _below(self, fd: int, above: str, name: str, where: str, flags: int) -> int:
         *parents, last = name.split('/')
         opened = [fd]
         try:
@@ -208,19 +208,19 @@ class ContainedDirectory:
             # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
-            return os.open(self._resolved(f'{above}/{name}' if above else name, leaf), flags)
+            return os.open(self._resolved(f'{above}/{name}' if above else name, where), flags)
         finally:
             for each in opened[1:]:
                 os.close(each)
 
-    def _resolved(self, name: str, leaf: str) -> str:
+    def _resolved(self, name: str, where: str) -> str:
         """The target of a link, if it is inside the checkpoint or links may be followed."""
         root = os.path.realpath(self._root)
         path = os.path.join(root, name)
         real = os.path.realpath(path)
         if not self._follow and os.path.commonpath([root, real]) != root:
             raise UnsafeSpecError(
-                f'{leaf}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
+                f'{where}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
                 'if you trust who made the link, pass follow_links=True.'
             )
         return real
@@ -248,7 +248,7 @@ class CheckpointFiles(abc.ABC):
         return CheckpointFiles.at(located.storage, located.directory, follow_links=located.follow_links)
 
     @abc.abstractmethod
-    def check(self, name: str, leaf: str) -> None:
+    def check(self, name: str, where: str) -> None:
         """Checks a name and everything below it for links out and special files, before another library reads it.
 
         Raises:
@@ -305,7 +305,7 @@ class CheckpointFiles(abc.ABC):
 class _RemoteFiles(CheckpointFiles):
     """Files in memory or in a bucket, which has no links. A file is read in one request."""
 
-    def check(self, name: str, leaf: str) -> None:
+    def check(self, name: str, where: str) -> None:
         pass
 
     def read(self, file: str, limit: int | None = None) -> bytes:  # noqa: ARG002
@@ -333,9 +333,9 @@ class _LocalFiles(CheckpointFiles):
         self._contained = contained
         self._local = threading.local()
 
-    def check(self, name: str, leaf: str) -> None:
+    def check(self, name: str, where: str) -> None:
         with foreign_errors(self.storage.url(self._key(name))):
-            self._contained.check(name, leaf)
+            self._contained.check(name, where)
 
     def read(self, file: str, limit: int | None = None) -> bytes:
         url, size = self.storage.url(self._key(file)), self.storage.size(self._key(file)) or 0

@@ -41,19 +41,19 @@ class ChecksumVerifier:
         """The files with a checksum whose names begin with ``prefix``."""
         return self._checksums.below(prefix)
 
-    def compare(self, file: str, leaf: str, found: FileEntry) -> None:
+    def compare(self, file: str, name: str, found: FileEntry) -> None:
         """Compares a file's length and checksum with the recorded ones.
 
         Raises:
           CorruptCheckpointError: they differ, or the file has none.
         """
         if file not in self._checksums:
-            raise CorruptCheckpointError(f'{leaf}: {file} has no checksum in this checkpoint. {_CURE}')
-        self._checksums.check(file, found, f'{leaf}: {file}', _CURE)
+            raise CorruptCheckpointError(f'{name}: {file} has no checksum in this checkpoint. {_CURE}')
+        self._checksums.check(file, found, f'{name}: {file}', _CURE)
         with self._guard:
             self._good.add(file)
 
-    def check(self, file: str, leaf: str) -> None:
+    def check(self, file: str, name: str) -> None:
         """Reads and verifies a file, once.
 
         Raises:
@@ -66,10 +66,10 @@ class ChecksumVerifier:
         try:
             found = self._files.digest(file)
         except CheckpointNotFoundError as error:
-            raise CorruptCheckpointError(f'{leaf}: {file} is missing. {_CURE}') from error
-        self.compare(file, leaf, found)
+            raise CorruptCheckpointError(f'{name}: {file} is missing. {_CURE}') from error
+        self.compare(file, name, found)
 
-    def tasks(self, array: StoredArray, leaf: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
+    def tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """One check per chunk file that the boxes overlap; none if the metadata is inconsistent."""
         chunks = array.metadata.get('chunks', ())
         if len(chunks) != len(array.shape):
@@ -78,14 +78,14 @@ class ChecksumVerifier:
         files = {f'{array.location}/{grid.key(index)}' for box in boxes for index in grid.chunks_of(box)}
         metadata = f'{array.location}/.zarray'
         return [
-            lambda: self._check_metadata(metadata, leaf),
-            *(lambda file=file: self.check(file, leaf) for file in files),
+            lambda: self._check_metadata(metadata, name),
+            *(lambda file=file: self.check(file, name) for file in files),
         ]
 
-    def _check_metadata(self, file: str, leaf: str) -> None:
+    def _check_metadata(self, file: str, name: str) -> None:
         """Verifies a ``.zarray``; a missing one is replaced by the manifest, which has the same metadata."""
         try:
             found = self._files.digest(file)
         except CheckpointNotFoundError:
             return
-        self.compare(file, leaf, found)
+        self.compare(file, name, found)

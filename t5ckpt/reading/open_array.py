@@ -61,9 +61,9 @@ class TensorStoreArrays:
         """The location of an array, for messages."""
         return self._storage.url(join(self._directory, array.location))
 
-    def open(self, array: StoredArray, leaf: str) -> Any:
+    def open(self, array: StoredArray, name: str) -> Any:
         """The TensorStore of an array; raises as :meth:`start_open` and the function that it returns."""
-        return self._finish_open(array, self._start_open(array), leaf)
+        return self._finish_open(array, self._start_open(array), name)
 
     def start_open(self, leaf: StoredLeaf, name: str, where: str) -> Callable[[], OpenArray]:
         """Starts to open an array.
@@ -89,15 +89,15 @@ class TensorStoreArrays:
         with foreign_errors(self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
-    def _finish_open(self, array: StoredArray, future: Any, leaf: str) -> Any:
+    def _finish_open(self, array: StoredArray, future: Any, name: str) -> Any:
         try:
             store = self._storage.wait(future)
         except TENSORSTORE_ERRORS as error:
             if 'NOT_FOUND' not in str(error) or not array.layout.has_chunk_files or 'chunks' not in array.metadata:
-                with foreign_errors(f'{leaf} ({self.url(array)})'):
+                with foreign_errors(f'{name} ({self.url(array)})'):
                     raise
-            store = self._open_without_metadata(array, leaf)
-        self._check_sizes(array, store, f'{leaf} ({self.url(array)})')
+            store = self._open_without_metadata(array, name)
+        self._check_sizes(array, store, f'{name} ({self.url(array)})')
         return store
 
     def _check_sizes(self, array: StoredArray, store: Any, where: str) -> None:
@@ -131,12 +131,12 @@ class TensorStoreArrays:
             'recheck_cached_metadata': False,
         }
 
-    def _open_without_metadata(self, array: StoredArray, leaf: str) -> Any:
+    def _open_without_metadata(self, array: StoredArray, name: str) -> Any:
         metadata = {key: value for key, value in array.metadata.items() if value is not None or key == 'compressor'}
         metadata |= {'shape': list(array.shape), 'zarr_format': 2}
         metadata.setdefault('dtype', zarr_typestr(array.dtype))
         spec = self._spec(array) | {'metadata': metadata}
-        with foreign_errors(f'{leaf} ({self.url(array)}, without .zarray)'):
+        with foreign_errors(f'{name} ({self.url(array)}, without .zarray)'):
             return self._storage.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
 
 

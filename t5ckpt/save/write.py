@@ -142,7 +142,7 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
 
 @dataclasses.dataclass
 class _InFlight:
-    leaf: str
+    name: str
     future: Any
     size: int
     key: str = ''
@@ -294,20 +294,20 @@ class _Writer:
         previous = self._job.previous
         return None if previous is None else previous.codec(self._storage, write.array.location)
 
-    def _write_metadata(self, array: StoredArray, leaf: str) -> None:
+    def _write_metadata(self, array: StoredArray, name: str) -> None:
         data = zarray_bytes(array)
         key = join(array.location, '.zarray')
-        self._in_flight.append(_InFlight(leaf, self._kvstore.write(key, data), 0, key))
+        self._in_flight.append(_InFlight(name, self._kvstore.write(key, data), 0, key))
         self._written[key] = entry_of(data)
 
-    def _open(self, array: StoredArray, leaf: str) -> Any:
+    def _open(self, array: StoredArray, name: str) -> Any:
         spec = {
             'driver': 'zarr',
             'kvstore': self._storage.array_kvstore(join(self._job.directory, array.location)),
             'metadata': zarray_of(array),
             'store_data_equal_to_fill_value': True,
         }
-        with foreign_errors(leaf, writing=True):
+        with foreign_errors(name, writing=True):
             opening = ts.open(spec, open=True, create=True, assume_metadata=True, context=self._storage.context())
             return self._storage.wait(opening)
 
@@ -335,7 +335,7 @@ class _Writer:
         """Waits for the oldest write without reporting progress; returns its bytes. An interrupt leaves it in flight."""
         item = self._in_flight[0]
         try:
-            with foreign_errors(f'{item.leaf} in {self._where}', writing=True):
+            with foreign_errors(f'{item.name} in {self._where}', writing=True):
                 future = item.future.result() if item.is_encoded else item.future
                 written = None if future is None else self._storage.wait(future)
         except Exception:

@@ -161,13 +161,14 @@ class ChunkFile:
 
     Attributes:
       fd: its descriptor, which ``close`` closes.
-      path, leaf: for messages.
+      path: of the file, for messages.
+      name: of the leaf, for messages.
       base: the offset of the chunk in the file; other offsets are relative to it.
     """
 
     fd: int
     path: str
-    leaf: str
+    name: str
     base: int = 0
 
     def announce(self, start: int, stop: int) -> None:
@@ -203,7 +204,7 @@ class ChunkFile:
 
     def _cut_off(self) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f'{self.leaf}: {self.path} became shorter while it was read. Restore an older step, or copy the checkpoint again.'
+            f'{self.name}: {self.path} became shorter while it was read. Restore an older step, or copy the checkpoint again.'
         )
 
     def close(self) -> None:
@@ -214,13 +215,13 @@ class ChunkFile:
 class ChunkFiles:
     """The files of one array, in its directory."""
 
-    def __init__(self, root: str, location: str, leaf: str, *, follow_links: bool = False):
+    def __init__(self, root: str, location: str, name: str, *, follow_links: bool = False):
         """Opens the array's directory; with ``follow_links`` a symbolic link may lead out of the checkpoint."""
         self._contained = ContainedDirectory(root, follow_links=follow_links)
         self._root = root
         self._location = location
-        self.leaf = leaf
-        self._fd = self._contained.open_dir(location, leaf)
+        self._name = name
+        self._fd = self._contained.open_dir(location, name)
 
     def __enter__(self) -> Self:
         return self
@@ -228,9 +229,9 @@ class ChunkFiles:
     def __exit__(self, *args: object) -> None:
         os.close(self._fd)
 
-    def path(self, name: str) -> str:
+    def path(self, file: str) -> str:
         """The path of a file, for messages."""
-        return os.path.join(self._root, self._location, name)
+        return os.path.join(self._root, self._location, file)
 
     def metadata(self) -> bytes:
         """The ``.zarray``; at most 1 MiB of it."""
@@ -240,7 +241,7 @@ class ChunkFiles:
         finally:
             os.close(fd)
 
-    def open_chunk(self, name: str, size: int | None) -> int:
+    def open_chunk(self, file: str, size: int | None) -> int:
         """A descriptor of a chunk file, which the caller closes.
 
         Raises:
@@ -249,18 +250,18 @@ class ChunkFiles:
           OSError: it cannot be read.
         """
         try:
-            fd, found = self._open(name)
+            fd, found = self._open(file)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f'{self.leaf}: the chunk {self.path(name)} is missing. Restore an older step, or copy the checkpoint again.'
+                f'{self._name}: the chunk {self.path(file)} is missing. Restore an older step, or copy the checkpoint again.'
             ) from error
         if size is None or found == size:
             return fd
         os.close(fd)
         raise CorruptCheckpointError(
-            f'{self.leaf}: {self.path(name)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
+            f'{self._name}: {self.path(file)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
             'an older step, or copy the checkpoint again.'
         )
 
-    def _open(self, name: str) -> tuple[int, int]:
-        return self._contained.open_file(self._fd, self._location, name, self.leaf)
+    def _open(self, file: str) -> tuple[int, int]:
+        return self._contained.open_file(self._fd, self._location, file, self._name)

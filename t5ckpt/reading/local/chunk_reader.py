@@ -134,7 +134,7 @@ class ChunkReader(abc.ABC):
 
     def __init__(self, request: ReadRequest, chunks: NativeChunks, blocks: Blocks, limits: Limits):
         self._array = request.array
-        self._leaf = request.leaf
+        self._name = request.name
         self._chunks = chunks
         self._limits = limits
         self._converts_from = request.dtype if request.converts else None
@@ -196,8 +196,8 @@ class _VerifyingReader(ChunkReader):
             file.read(into, start)
             state.update(into)
             self._copy(into, self._block(index, others))
-        name = f'{self._array.location}/{part.name}'
-        self._checks.compare(name, self._leaf, (self._chunks.chunk_bytes, state.hexdigest()))
+        found = (self._chunks.chunk_bytes, state.hexdigest())
+        self._checks.compare(f'{self._array.location}/{part.name}', self._name, found)
 
 
 class _DecodingReader(ChunkReader):
@@ -221,15 +221,15 @@ class _DecodingReader(ChunkReader):
         size, chunk_bytes = file.size(), self._chunks.chunk_bytes
         if size > chunk_bytes + _OVERHEAD:
             raise CorruptCheckpointError(
-                f'{self._leaf}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged; restore an older '
+                f'{self._name}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged; restore an older '
                 'step, or copy the checkpoint again.'
             )
-        check_chunk(chunk_bytes, lambda: size, f'{self._leaf} ({file.path})')
+        check_chunk(chunk_bytes, lambda: size, f'{self._name} ({file.path})')
         with self._memory.reserved() as (memory, decoded):
             encoded = memory.first(size)
             file.read(encoded, 0)
             if self._checks is not None:
-                self._checks.compare(f'{self._array.location}/{part.name}', self._leaf, entry_of(encoded))
+                self._checks.compare(f'{self._array.location}/{part.name}', self._name, entry_of(encoded))
             into, others = _first_straight(part.regions, 0, chunk_bytes)
             if into is None:
                 into = decoded.first(chunk_bytes)
@@ -237,7 +237,7 @@ class _DecodingReader(ChunkReader):
                 decode(encoded, into)
             except ValueError as error:
                 raise CorruptCheckpointError(
-                    f'{self._leaf}: {file.path} cannot be decoded: {error}. It is damaged; restore an older step, or copy the '
+                    f'{self._name}: {file.path} cannot be decoded: {error}. It is damaged; restore an older step, or copy the '
                     'checkpoint again.'
                 ) from error
             self._copy(into, self._block(0, others))

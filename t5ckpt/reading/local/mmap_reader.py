@@ -162,13 +162,13 @@ class ArrayMapper:
         self._runs: dict[Any, dict[Box, _Run] | None] = {}
 
     def map_boxes(
-        self, array: StoredArray, leaf: str, boxes: Sequence[Box], *, strided: bool = False
+        self, array: StoredArray, name: str, boxes: Sequence[Box], *, strided: bool = False
     ) -> dict[Box, np.ndarray] | None:
         """Maps parts of an array.
 
         Args:
           array: the array as the manifest describes it; must agree with its ``.zarray``.
-          leaf: its name, for errors.
+          name: of the leaf, for errors.
           boxes: (start, stop) per dimension.
           strided: also maps boxes that are not contiguous, for a caller that copies them.
 
@@ -183,7 +183,7 @@ class ArrayMapper:
         if not is_uncompressed(array):
             return None
         try:
-            with ChunkFiles(self._root, array.location, leaf, follow_links=self._follow_links) as files:
+            with ChunkFiles(self._root, array.location, name, follow_links=self._follow_links) as files:
                 runs = (_runs if strided else self._kept_runs)(files.metadata(), array, boxes)
                 if runs is None or not (strided or all(run.contiguous for run in runs.values())):
                     return None

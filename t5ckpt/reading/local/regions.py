@@ -18,13 +18,13 @@ class ReadRequest:
 
     Attributes:
       array: the array as the manifest describes it.
-      leaf: its name, for errors.
+      name: of the leaf, for errors.
       dtype: of the leaf; ``array.dtype`` may be a stored form of it (``dtypes.from_stored``).
       buffers: C-order arrays of the boxes' shapes, all in ``array.dtype`` or all in the dtype to convert to.
     """
 
     array: StoredArray
-    leaf: str
+    name: str
     dtype: np.dtype
     buffers: Mapping[Box, np.ndarray]
 

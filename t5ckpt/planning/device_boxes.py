@@ -24,7 +24,7 @@ def boxes_wanted(template: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
     return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
 
 
-def is_on_cpu(template: LeafTemplate) -> bool:
+def uses_host_buffer(template: LeafTemplate) -> bool:
     """Whether the result can use a host buffer in place: a numpy array, or default memory of the CPU backend."""
     if not template.device:
         return True

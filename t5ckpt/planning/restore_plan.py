@@ -30,7 +30,7 @@ from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
-from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, is_on_cpu
+from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, uses_host_buffer
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, describe, first_in, held, is_empty
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.tree.leaf_table import Empty, LeafTable
@@ -70,9 +70,9 @@ class StoredRead:
         return boxes_wanted(self.template, self.template.shape)
 
     @functools.cached_property
-    def is_on_cpu(self) -> bool:
+    def uses_host_buffer(self) -> bool:
         """Whether the restored leaf can use a host buffer in place."""
-        return is_on_cpu(self.template)
+        return uses_host_buffer(self.template)
 
     @property
     def resizes(self) -> bool:
@@ -80,7 +80,7 @@ class StoredRead:
         return self.template.shape != self.leaf.shape
 
     @property
-    def converts(self) -> bool:
+    def changes_bits(self) -> bool:
         """Whether the bits in memory differ from those on disk."""
         array = self.leaf.array
         stored = array.dtype if array.bits_of is None else array.bits_of

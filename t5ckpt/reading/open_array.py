@@ -180,12 +180,12 @@ class OpenArray(abc.ABC):
     """An opened array.
 
     Attributes:
-      converts: whether buffers may have the dtype to convert to instead of the dtype on disk.
+      can_convert: whether buffers may have the dtype to convert to instead of the dtype on disk.
     """
 
-    def __init__(self, leaf: StoredLeaf, where: str, *, converts: bool = False):
+    def __init__(self, leaf: StoredLeaf, where: str, *, can_convert: bool = False):
         """Takes the array; ``where`` has the names of the leaf and of the array, for errors."""
-        self.converts = converts
+        self.can_convert = can_convert
         self._leaf = leaf
         self._where = where
 

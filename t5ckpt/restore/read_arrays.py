@@ -97,10 +97,10 @@ def read_arrays(
             values[read.path] = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
     meter = Meter(progress, sum(read.leaf.array.nbytes for read in reads))
     meter.add(sum(read.leaf.array.nbytes for read in reads if read.path in values))
-    here = [read for read in rest if read.is_on_cpu]
-    if here:
-        needed = sum(_bytes_wanted(read) for read in here)
-        check_memory(needed, f'{here[0].name}{f" and {len(here) - 1} more leaves" if len(here) > 1 else ""}')
+    in_host = [read for read in rest if read.uses_host_buffer]
+    if in_host:
+        more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
+        check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
         with Pool(_threads(), 't5ckpt-read') as pool:
             try:
@@ -113,7 +113,7 @@ def read_arrays(
 
 def _mapped(reader: ArrayReader, read: StoredRead) -> dict[Box, np.ndarray] | None:
     """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
-    if read.resizes or read.converts or not read.is_on_cpu:
+    if read.resizes or read.changes_bits or not read.uses_host_buffer:
         return None
     return reader.map_boxes(read.leaf, read.name, read.boxes)
 
@@ -187,7 +187,7 @@ class _RestoreScheduler:
                 return
 
     def _start(self, read: StoredRead, opened: OpenArray, boxes: Sequence[Box], size: int) -> _LeafInFlight:
-        dtype = read.dtype if read.converts and opened.converts else read.leaf.array.dtype
+        dtype = read.dtype if read.changes_bits and opened.can_convert else read.leaf.array.dtype
         buffers = {box: _buffer(box, dtype) for box in boxes}
         return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
@@ -201,7 +201,7 @@ class _RestoreScheduler:
         leaf = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
         self._values[read.path] = leaf
         self._reading.popleft()
-        if read.is_on_cpu:
+        if read.uses_host_buffer:
             self._budget.release(item.size)
         else:
             self._moving.append((leaf, item.size))

@@ -67,7 +67,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     unchanged = _unchanged(plan.writes, request, previous)
     known = leaves_of_writes(plan.writes)
     staging = Staging(
-        plan, request.staging, request.call.budget_bytes, private_host=request.in_background, unchanged=unchanged
+        plan, request.staging, request.call.budget_bytes, in_background=request.in_background, unchanged=unchanged
     )
     samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():

@@ -72,10 +72,10 @@ class _Method(enum.Enum):
     CHUNKWISE = enum.auto()  # the caller's array, larger than a wave
 
     @classmethod
-    def of(cls, leaf: Any, mode: StagingMode, private_host: bool) -> _Method:
+    def of(cls, leaf: Any, mode: StagingMode, in_background: bool) -> _Method:
         if not is_jax_array(leaf):
-            return cls.HOST_COPY if private_host and isinstance(leaf, np.ndarray) else cls.UNCOPIED
-        if private_host and is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
+            return cls.HOST_COPY if in_background and isinstance(leaf, np.ndarray) else cls.UNCOPIED
+        if in_background and is_on_cpu(leaf) and leaf.is_ready() and not is_private(leaf):
             return cls.SHARD_COPIES
         if mode is StagingMode.AUTO:
             if not is_on_cpu(leaf):
@@ -97,8 +97,8 @@ class _Leaf:
     copied_bytes: int
 
     @classmethod
-    def of(cls, write: ArrayWrite, mode: StagingMode, private_host: bool, limit: int) -> _Leaf:
-        method = _Method.of(write.leaf, mode, private_host)
+    def of(cls, write: ArrayWrite, mode: StagingMode, in_background: bool, limit: int) -> _Leaf:
+        method = _Method.of(write.leaf, mode, in_background)
         if method in (_Method.UNCOPIED, _Method.VIEW):
             return cls(write, method, 0)
         size = _bytes_here(write)
@@ -120,7 +120,7 @@ class Staging:
       inline: the inline leaves, staged, for ``staged_leaf.manifest_leaves``.
       unchanged: the leaves that are not staged, because the previous checkpoint holds them.
       total_bytes, chunk_count, array_count: of all leaves to write.
-      private_host: whether the caller continues after staging, so that its host arrays are copied.
+      in_background: whether the caller continues after staging, so that its host arrays are copied.
       limit: the bytes that staged copies may take, half of the save's budget; the other half is for the writer.
     """
 
@@ -130,7 +130,7 @@ class Staging:
         mode: StagingMode,
         budget_bytes: int,
         *,
-        private_host: bool = False,
+        in_background: bool = False,
         unchanged: Collection[Path] = (),
     ):
         """Splits the plan into waves; nothing is copied yet."""
@@ -140,11 +140,11 @@ class Staging:
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.array_count = len(plan.writes)
         self.is_staged = InterruptSafeEvent()
-        self.private_host = private_host
+        self.in_background = in_background
         self.limit = max(1, budget_bytes // 2)
         self._mode = mode
         writes = (write for write in plan.writes if write.path not in linked)
-        self._waves = _split((_Leaf.of(write, mode, private_host, self.limit) for write in writes), self.limit)
+        self._waves = _split((_Leaf.of(write, mode, in_background, self.limit) for write in writes), self.limit)
         self._next: StagedWave | None = None
         self._interrupted = False
         self._inline_writes = plan.inline
@@ -154,10 +154,10 @@ class Staging:
         """Stages the inline leaves and the first wave."""
         writes, self._inline_writes = self._inline_writes, ()
         copies = _dispatch_copies(
-            [(write.leaf, _Method.of(write.leaf, self._mode, self.private_host)) for write in writes]
+            [(write.leaf, _Method.of(write.leaf, self._mode, self.in_background)) for write in writes]
         )
         self.inline = [
-            (_without_inline_array(write), _inline_source(write.leaf, self.private_host) if copy is None else copy)
+            (_without_inline_array(write), _inline_source(write.leaf, self.in_background) if copy is None else copy)
             for write, copy in zip(writes, copies, strict=True)
         ]
         self._stage_next()
@@ -288,7 +288,7 @@ def _without_inline_array(write: InlineWrite) -> InlineWrite:
     return write._replace(leaf=None) if _is_array(write.leaf) else write
 
 
-def _inline_source(leaf: Any, private: bool) -> Any:
+def _inline_source(leaf: Any, in_background: bool) -> Any:
     if leaf is None or not is_jax_array(leaf):
-        return np.array(leaf) if private and leaf is not None and not isinstance(leaf, LazyArray) else leaf
-    return np.array(whole_value(leaf)) if private else whole_value(leaf)
+        return np.array(leaf) if in_background and leaf is not None and not isinstance(leaf, LazyArray) else leaf
+    return np.array(whole_value(leaf)) if in_background else whole_value(leaf)

@@ -157,7 +157,7 @@ class _Writer:
         self._storage = job.storage
         self._where = job.storage.url(job.directory)
         self._kvstore = job.storage.open_kvstore(job.directory)
-        direct_bytes = job.storage.direct_bytes(in_background=staging.private_host)
+        direct_bytes = job.storage.direct_bytes(in_background=staging.in_background)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
         self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
         self.reused = ReusedChunks(job.storage, job.directory, job.previous)

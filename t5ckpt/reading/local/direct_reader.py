@@ -98,7 +98,7 @@ class DirectArray(FileArray):
     def __init__(self, reader: DirectReader, leaf: StoredLeaf, name: str, where: str, chunks: NativeChunks):
         """Takes what ``DirectReader`` found."""
         # A cast reads blocks into a scratch, which would read more of a file of many tensors than the boxes.
-        super().__init__(leaf, where, converts=not chunks.file)
+        super().__init__(leaf, where, can_convert=not chunks.file)
         self._reader = reader
         self._name = name
         self._chunks = chunks

@@ -74,14 +74,14 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayWrite:
-    """One stored leaf. ``dtype`` is the leaf's after the cast, ``array.dtype`` the one on disk.
+    """One stored leaf. ``value`` is the caller's array, ``dtype`` its dtype after the cast, ``array.dtype`` the one on disk.
 
     ``copied`` are the boxes of the chunks that are assigned to other processes, see ``WriteAssignment.with_copies``.
     """
 
     path: Path
     name: str
-    leaf: Any
+    value: Any
     dtype: np.dtype
     array: StoredArray
     chunks: tuple[ChunkWrite, ...]
@@ -110,14 +110,14 @@ class ArrayWrite:
 
 
 class InlineWrite(NamedTuple):
-    """One leaf of the manifest; ``dtype`` is the leaf's after the cast, or None for a leaf that is None.
+    """One leaf of the manifest; ``dtype`` is that of ``value`` after the cast, or None for a leaf that is None.
 
     A named tuple, since there may be many, and a frozen dataclass takes three times as long to make.
     """
 
     path: Path
     name: str
-    leaf: Any
+    value: Any
     dtype: np.dtype | None
 
 
@@ -286,10 +286,10 @@ def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
 
 
 def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> str:
-    leaf = write.leaf
-    if leaf is None:
+    value = write.value
+    if value is None:
         return 'None'
-    sharding = getattr(leaf, 'sharding', None)
+    sharding = getattr(value, 'sharding', None)
     if sharding is None:
         memory = 'host'
     else:
@@ -297,7 +297,7 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
         if id(sharding) not in shardings:
             shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
         memory = shardings[id(sharding)]
-    shape = tuple(getattr(leaf, 'shape', ()))
+    shape = tuple(getattr(value, 'shape', ()))
     chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
     dtype = '' if write.dtype is None else write.dtype.name
     return f'{dtype} {shape} in {chunks}, {memory}'

@@ -83,7 +83,7 @@ class PreviousCheckpoint:
     def is_same(self, write: ArrayWrite, *, with_metadata: bool) -> bool:
         """Whether this process saved the same leaf object there, with the same layout."""
         saved = self.leaves.get(write.array.location)
-        if saved is None or saved[0]() is not write.leaf or saved[1] != _layout_text(write):
+        if saved is None or saved[0]() is not write.value or saved[1] != _layout_text(write):
             return False
         has_metadata = not with_metadata or write.zarray in self.checksums
         return has_metadata and all(name in self.checksums for name in write.chunk_files)
@@ -171,9 +171,9 @@ def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.re
     An array whose memory has another owner is left out, since its values may change while its identity does not.
     """
     return {
-        write.array.location: (weakref.ref(write.leaf), _layout_text(write))
+        write.array.location: (weakref.ref(write.value), _layout_text(write))
         for write in writes
-        if is_jax_array(write.leaf) and is_private(write.leaf)
+        if is_jax_array(write.value) and is_private(write.value)
     }
 
 

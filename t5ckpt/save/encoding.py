@@ -108,8 +108,8 @@ class CodecSelection:
         ]
         samples: dict[str, Any] = {}
         for write in chosen:
-            shards = write.leaf.addressable_shards if is_jax_array(write.leaf) else None
-            data = write.leaf if shards is None else shards[0].data if shards else None
+            shards = write.value.addressable_shards if is_jax_array(write.value) else None
+            data = write.value if shards is None else shards[0].data if shards else None
             if data is not None and not isinstance(data, LazyArray):
                 samples[write.array.location] = beginning_of(data, _SAMPLES_BYTES // len(chosen)), write.dtype
         return samples

@@ -88,7 +88,7 @@ def _unchanged(writes: Sequence[ArrayWrite], request: SaveRequest, previous: Pre
 
 def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:
     """Whether a process other than 0 writes the manifest, too: in a save ``in_parts``, if it has a device of every leaf in it."""
-    return request.in_parts and all(not is_jax_array(each.leaf) or each.leaf.addressable_shards for each in inline)
+    return request.in_parts and all(not is_jax_array(each.value) or each.value.addressable_shards for each in inline)
 
 
 def _copied_files(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:

@@ -98,7 +98,7 @@ class _Leaf:
 
     @classmethod
     def of(cls, write: ArrayWrite, mode: StagingMode, in_background: bool, limit: int) -> _Leaf:
-        method = _Method.of(write.leaf, mode, in_background)
+        method = _Method.of(write.value, mode, in_background)
         if method in (_Method.UNCOPIED, _Method.VIEW):
             return cls(write, method, 0)
         size = _bytes_here(write)
@@ -154,10 +154,10 @@ class Staging:
         """Stages the inline leaves and the first wave."""
         writes, self._inline_writes = self._inline_writes, ()
         copies = _dispatch_copies(
-            [(write.leaf, _Method.of(write.leaf, self._mode, self.in_background)) for write in writes]
+            [(write.value, _Method.of(write.value, self._mode, self.in_background)) for write in writes]
         )
         self.inline = [
-            (_without_inline_array(write), _inline_source(write.leaf, self.in_background) if copy is None else copy)
+            (_without_inline_array(write), _inline_source(write.value, self.in_background) if copy is None else copy)
             for write, copy in zip(writes, copies, strict=True)
         ]
         self._stage_next()
@@ -205,7 +205,7 @@ def _bytes_here(write: ArrayWrite) -> int:
     shards = {chunk.shard for chunk in write.chunks if chunk.shard is not None}
     if not shards:
         return write.array.nbytes
-    return sum(int(write.leaf.addressable_shards[index].data.nbytes) for index in shards)
+    return sum(int(write.value.addressable_shards[index].data.nbytes) for index in shards)
 
 
 def _split(leaves: Iterable[_Leaf], limit: int) -> collections.deque[list[_Leaf]]:
@@ -222,18 +222,18 @@ def _split(leaves: Iterable[_Leaf], limit: int) -> collections.deque[list[_Leaf]
 
 
 def _staged(wave: Sequence[_Leaf]) -> StagedWave:
-    copies = _dispatch_copies([(leaf.write.leaf, leaf.method) for leaf in wave])
+    copies = _dispatch_copies([(leaf.write.value, leaf.method) for leaf in wave])
     staged = [_staged_leaf(leaf, copy) for leaf, copy in zip(wave, copies, strict=True)]
     writes = [
         # The array of the caller is not kept alive.
-        dataclasses.replace(leaf.write, leaf=None) if _is_array(leaf.write.leaf) else leaf.write
+        dataclasses.replace(leaf.write, value=None) if _is_array(leaf.write.value) else leaf.write
         for leaf in wave
     ]
     return list(zip(writes, staged, strict=True))
 
 
 def _staged_leaf(leaf: _Leaf, copy: Any) -> StagedLeaf:
-    array = leaf.write.leaf
+    array = leaf.write.value
     match leaf.method:
         case _Method.DEVICE_COPY | _Method.PINNED_COPY:
             return DeviceLeaf(copy)
@@ -250,7 +250,7 @@ def _staged_leaf(leaf: _Leaf, copy: Any) -> StagedLeaf:
 
 
 def _views(write: ArrayWrite) -> dict[int, np.ndarray]:
-    shards = write.leaf.addressable_shards
+    shards = write.value.addressable_shards
     wanted = {chunk.shard for chunk in write.chunks if chunk.shard is not None}
     return {index: np.asarray(shards[index].data) for index in sorted(wanted)}
 
@@ -285,10 +285,10 @@ def _pinned_copies(arrays: list[Any]) -> list[Any]:
 
 def _without_inline_array(write: InlineWrite) -> InlineWrite:
     """The write without the caller's array, which is not kept alive."""
-    return write._replace(leaf=None) if _is_array(write.leaf) else write
+    return write._replace(value=None) if _is_array(write.value) else write
 
 
-def _inline_source(leaf: Any, in_background: bool) -> Any:
-    if leaf is None or not is_jax_array(leaf):
-        return np.array(leaf) if in_background and leaf is not None and not isinstance(leaf, LazyArray) else leaf
-    return np.array(whole_value(leaf)) if in_background else whole_value(leaf)
+def _inline_source(value: Any, in_background: bool) -> Any:
+    if value is None or not is_jax_array(value):
+        return np.array(value) if in_background and value is not None and not isinstance(value, LazyArray) else value
+    return np.array(whole_value(value)) if in_background else whole_value(value)

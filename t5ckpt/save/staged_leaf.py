@@ -171,7 +171,7 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     array = np.asarray(value)
     if write.dtype is not None and array.dtype != write.dtype:
         array = array.astype(write.dtype)
-    was_scalar = isinstance(write.leaf, (bool, int, float, complex, np.generic))
+    was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
     return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 
 

@@ -194,12 +194,12 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
-        leaf = write.leaf
-        array = linkable_array(leaf, write) if isinstance(leaf, LinkedArray) else None
+        value = write.value
+        array = linkable_array(value, write) if isinstance(value, LinkedArray) else None
         planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
         files = None if is_new else _files_here(request.storage, directory, planned)
-        if files is None and isinstance(leaf, LinkedArray) and array is not None:
-            files = link_or_copy_chunks(leaf, planned, request.storage, directory)
+        if files is None and isinstance(value, LinkedArray) and array is not None:
+            files = link_or_copy_chunks(value, planned, request.storage, directory)
         if files is None:
             continue
         taken.add(_with_codec(request.storage, directory, planned), files)

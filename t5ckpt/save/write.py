@@ -197,21 +197,22 @@ class _Writer:
         """
         files = [[write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files for write in writes]
         link = self._encoders.map if self._copies_inside else map
-        linked = link(self._is_linked_again, itertools.chain.from_iterable(files))
+        linked = link(self._link_again, itertools.chain.from_iterable(files))
         for write, keys in zip(writes, files, strict=True):
             found = [*itertools.islice(linked, len(keys))]
             if all(found):
                 if self._job.is_leader:
                     self.arrays[write.path] = _with_codec(write.array, self._last_codec(write))
                 self._count(write.chunk_bytes * len(write.chunks), linked=True)
-            elif write.leaf.is_deleted():
+            elif write.value.is_deleted():
                 where = join(self._where, keys[found.index(False)])
                 text = f'{write.name}: {where} cannot be linked, and the array was donated. Save again.'
                 raise StorageError(errno.ENOENT, text)
             else:
-                self.write_array(write, DeviceLeaf(write.leaf))
+                self.write_array(write, DeviceLeaf(write.value))
 
-    def _is_linked_again(self, key: str) -> bool:
+    def _link_again(self, key: str) -> bool:
+        """Links a file of the previous checkpoint; returns whether it did."""
         entry = None if self._job.previous is None else self._job.previous.checksums.get(key)
         return entry is not None and self.reused.link(key, entry)
 

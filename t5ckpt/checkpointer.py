@@ -634,10 +634,9 @@ class Checkpointer:
         from t5ckpt.convert.tf.model import restore_tf
 
         restore_round = self._round('a restore')
-        with restore_round.failing_together(Phase.RESTORE):
+        with restore_round.together(Phase.RESTORE):
             found = tf_leaves(open_tf(path_or_dir), translator)
             restored = restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
-        restore_round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
         return restored
 
     def convert_from_tf_checkpoint(

@@ -124,9 +124,9 @@ class Channel:
         with _mapped_errors(f'the signal {name!r}', name, (0,), self._timeout):
             return bool(self.processes.get_all(f'{self.prefix}/signals/{name}', self._timeout))
 
-    def drop(self, name: str) -> None:
-        """Removes the broadcast messages below a name; no process may receive them afterwards."""
-        with _mapped_errors('the check-in of maybe_save', name, (0,), self._timeout):
+    def drop(self, name: str, action: str) -> None:
+        """Removes the broadcast messages below a name; no process may receive them afterwards. ``action`` is for errors."""
+        with _mapped_errors(action, name, (0,), self._timeout):
             self.processes.remove(f'{self.prefix}/broadcast/{name}', self._timeout)
 
 
@@ -188,6 +188,10 @@ class CoordinationRound:
         self._send_decision(prefix, phase, {'value': value})
         return value
 
+    def barrier(self, phase: Phase) -> None:
+        """Waits until all processes have reached the end of a phase; raises as :meth:`reduce_on_leader`."""
+        self.reduce_on_leader(phase, None, lambda _: None)
+
     def _mapped(self, phase: str, awaited: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
         return _mapped_errors(self._action, phase, awaited, self._timeout)
 
@@ -238,11 +242,18 @@ class CoordinationRound:
         return decision['value']
 
     @contextlib.contextmanager
+    def together(self, phase: Phase) -> Generator[None]:
+        """Runs a block, and then waits until all processes have run theirs; if one fails, the others raise a RemoteError."""
+        with self.failing_together(phase):
+            yield
+        self.barrier(phase)
+
+    @contextlib.contextmanager
     def failing_together(self, phase: Phase) -> Generator[None]:
         """Sends an error of this process to the others, as its vote in a phase; there they raise a RemoteError.
 
         Args:
-          phase: that of the next :meth:`reduce_on_leader`, in which the others wait. They do not receive the error in another
+          phase: that of the next :meth:`reduce_on_leader` or :meth:`barrier`, in which the others wait. They do not receive the error in another
             phase, and wait until the time-out. If the block itself has voted in this phase, an error after that is not sent:
             a vote cannot be written twice.
         """

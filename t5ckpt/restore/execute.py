@@ -45,13 +45,11 @@ def run_restore(
         planned = _provided(request, request.source, planned, dataset)
     with request.round.failing_together(last):
         finish = _read(request, planned, dataset)
-    if request.reading.share_replicated and not request.round.is_single_process:
+    if request.reading.share_replicated:
         # A collective follows, which must not begin before all processes are known to have succeeded.
-        request.round.reduce_on_leader(Phase.READ, None, lambda _: None)
-    with request.round.failing_together(Phase.RESTORE):
+        request.round.barrier(Phase.READ)
+    with request.round.together(Phase.RESTORE):
         restored = finish()
-    if not request.round.is_single_process:
-        request.round.reduce_on_leader(Phase.RESTORE, None, lambda _: None)
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     sent = requests_between(before, request.storage.requests())

@@ -174,7 +174,7 @@ def _commit(
         work.commit(manifest, sidecar, directories)
         try:
             # After this vote, ``failing_together`` sends nothing.
-            request.round.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
+            request.round.barrier(Phase.COMMIT)
         except (CoordinationError, ProcessMissingError):
             raise
         except T5CkptError:

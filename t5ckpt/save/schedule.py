@@ -305,7 +305,7 @@ class SaveSchedule:
         self._best = with_best(self._best, begun.metrics)
         if self._channel is not None:
             # All processes have entered that save, so they have received the messages before it.
-            self._channel.drop(str(begun.epoch))
+            self._channel.drop(str(begun.epoch), 'the check-in of maybe_save')
         done = begun.pending.result()
         view.write = view.write if done is None else done.seconds
 

@@ -244,13 +244,12 @@ def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: 
     """
     some_lack = at.reduce_on_leader(Phase.LOOK, part is None, any)
     if some_lack:
-        with at.failing_together(Phase.SEND):
+        with at.together(Phase.SEND):
             if at.processes.index == sender and part is not None:
                 at.share('manifest', part.manifest)
                 at.share('sidecar', part.sidecar)
             if part is None:
                 part = _begun(storage, step, at.receive('manifest'), at.receive('sidecar'), clock)
-        at.reduce_on_leader(Phase.SEND, None, lambda _: None)
     if part is None:
         raise AssertionError('every process has a part now')
     return part

@@ -102,9 +102,8 @@ class Tiers(StepTiers):
             self._open(create=True)
             vote = {'id': self._dir.known_id(), 'waiting': self._uploads.waiting_parts()}
         decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
-        with at.failing_together(Phase.COMMIT):
+        with at.together(Phase.COMMIT):
             self._dir.adopt(decided['id'])
-        at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
             lost = self._find_lost_files(step, save, index, sender)

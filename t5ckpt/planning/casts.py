@@ -145,15 +145,13 @@ def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtyp
     return dtype if wanted is None else wanted
 
 
-def cast_leaves(leaves: Sequence[LeafToSave], cast: Cast | None) -> Sequence[LeafToSave]:
-    """The leaves of a save, each with its dtype after the cast.
+def dtypes_after_cast(leaves: Sequence[LeafToSave], cast: Cast | None) -> dict[Path, np.dtype]:
+    """The dtypes of the leaves of a save after the cast, by path; without a cast, none.
 
     Raises:
       UnmatchedPattern: the cast applies to no leaf.
     """
     if cast is None:
-        return leaves
+        return {}
     check_cast(cast, {leaf.path: leaf for leaf in leaves})
-    return [
-        leaf if leaf.dtype is None else leaf._replace(dtype=cast_dtype(leaf.path, leaf.dtype, cast)) for leaf in leaves
-    ]
+    return {leaf.path: cast_dtype(leaf.path, leaf.dtype, cast) for leaf in leaves if leaf.dtype is not None}

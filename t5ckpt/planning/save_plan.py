@@ -35,7 +35,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS, takes
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
-from t5ckpt.planning.casts import Cast, cast_leaves
+from t5ckpt.planning.casts import Cast, dtypes_after_cast
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
 from t5ckpt.tree.leaves import LeafToSave, is_jax_array
@@ -131,7 +131,7 @@ class SavePlan:
 
 
 class _Array(NamedTuple):
-    """A leaf with a dtype; ``array_name`` is the name of its directory if it is stored."""
+    """A leaf with its dtype after the cast; ``array_name`` is the name of its directory if it is stored."""
 
     path: Path
     leaf: LeafToSave
@@ -163,17 +163,19 @@ def plan_save(
     assignment = WriteAssignment() if assignment is None else assignment
     if assignment.count > 1:
         _refuse_local(given, assignment.count)
-    given = cast_leaves(given, options.cast)
+    dtypes = dtypes_after_cast(given, options.cast)
     # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
     leaves = sorted(given, key=operator.attrgetter('path')) if assignment.count > 1 else given
-    arrays = [_sized(leaf, leaf.dtype, infos.get(leaf.path)) for leaf in leaves if leaf.dtype is not None]
+    arrays = [
+        _sized(leaf, dtypes.get(leaf.path, leaf.dtype), infos.get(leaf.path)) for leaf in leaves if leaf.dtype is not None
+    ]
     stored = _stored_paths(arrays, options, assignment, {} if rule is None else rule)
     directories = _directories([array for array in arrays if array.path in stored])
     writes = tuple(
         _plan_array(array, directories[array.path], options, assignment) for array in arrays if array.path in stored
     )
     inline = tuple(
-        InlineWrite(leaf.path, leaf.name, leaf.value, leaf.dtype)
+        InlineWrite(leaf.path, leaf.name, leaf.value, dtypes.get(leaf.path, leaf.dtype))
         for leaf in leaves
         if leaf.path not in stored and leaf.kind not in ('empty', 'text')
     )

@@ -226,7 +226,7 @@ class LeafToSave(NamedTuple):
         number is that number.
       kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none' or 'empty'.
       shape: of the array; of the key data for keys.
-      dtype: of the array, after the cast once a save is planned; None for text, none and empty.
+      dtype: of the array; None for text, none and empty.
       note: what the sidecar records of the kind: the name of the number's type, of the keys' implementation, or of the
         empty container's type; the text itself.
     """

@@ -178,7 +178,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         options.progress,
         files=found.files,
         sidecar=found.sidecar,
-        rule=dict.fromkeys(found.inline, True),
+        t5x_inlines=dict.fromkeys(found.inline, True),
     )
     facts = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)
     if options.dry_run:

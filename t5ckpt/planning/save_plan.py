@@ -8,7 +8,7 @@ compared with 7.5 s). So small leaves that this process holds whole go inline, s
 inline leaves everywhere it reads stored ones.
 
 The reverse is not true: T5X inlines a leaf whose mesh axes are None, whatever its size, and cannot restore such a leaf when
-it is stored. With a partitioner, ``rule`` names these leaves. Without one, the vectors of the optimizer state
+it is stored. With a partitioner, ``t5x_inlines`` names these leaves. Without one, the vectors of the optimizer state
 (``state/param_states``, such as Adafactor's v_row and v_col, to which T5X gives no axes) go inline up to ``vector_bytes``.
 """
 
@@ -145,7 +145,7 @@ def plan_save(
     infos: Mapping[Path, ParameterInfo],
     options: SaveOptions,
     assignment: WriteAssignment | None = None,
-    rule: Mapping[Path, bool] | None = None,
+    t5x_inlines: Mapping[Path, bool] | None = None,
 ) -> SavePlan:
     """Plans a save.
 
@@ -154,7 +154,7 @@ def plan_save(
       infos: by path, for leaves that have one.
       options: see :class:`SaveOptions`.
       assignment: assigns the chunks of shards that several processes hold.
-      rule: by path, whether T5X writes the leaf into the manifest, where that is known.
+      t5x_inlines: by path, whether T5X writes the leaf into the manifest, where that is known.
 
     Raises:
       UnsupportedLeafError: arrays are local to this process, in a job of several.
@@ -169,7 +169,7 @@ def plan_save(
     arrays = [
         _sized(leaf, dtypes.get(leaf.path, leaf.dtype), infos.get(leaf.path)) for leaf in leaves if leaf.dtype is not None
     ]
-    stored = _stored_paths(arrays, options, assignment, {} if rule is None else rule)
+    stored = _stored_paths(arrays, options, assignment, {} if t5x_inlines is None else t5x_inlines)
     directories = _directories([array for array in arrays if array.path in stored])
     writes = tuple(
         _plan_array(array, directories[array.path], options, assignment) for array in arrays if array.path in stored
@@ -188,12 +188,12 @@ def _sized(leaf: LeafToSave, dtype: np.dtype, info: ParameterInfo | None) -> _Ar
 
 
 def _stored_paths(
-    arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, rule: Mapping[Path, bool]
+    arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, t5x_inlines: Mapping[Path, bool]
 ) -> set[Path]:
     """The leaves that are stored as arrays: those that are too large, or of which process 0 has no shard.
 
-    Empty arrays and scalars always go inline, since zarr has no chunk of size 0 and a scalar cannot be split. Leaves that T5X
-    inlines by ``rule`` go inline whatever their size.
+    Empty arrays and scalars always go inline, since zarr has no chunk of size 0 and a scalar cannot be split. Leaves of which
+    ``t5x_inlines`` is True go inline whatever their size.
     """
     stored: set[Path] = set()
     total = 0
@@ -204,10 +204,10 @@ def _stored_paths(
         # A job of one process holds every value.
         on_leader = is_single or not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
         leader_has_all = on_leader and leaf.is_global
-        t5x_inlines = rule.get(array.path)
-        must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and t5x_inlines is True)
+        in_t5x = t5x_inlines.get(array.path)
+        must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and in_t5x is True)
         limit = options.inline_bytes
-        if t5x_inlines is None and nbytes > limit and _is_optimizer_vector(array):
+        if in_t5x is None and nbytes > limit and _is_optimizer_vector(array):
             limit = max(limit, options.vector_bytes)
         fits = nbytes <= limit and total + nbytes <= options.inline_total_bytes
         if must_inline or (leader_has_all and fits):

@@ -58,7 +58,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         assignment = WriteAssignment(processes.index, processes.count, with_copies=request.in_parts)
         leaves = leaves_to_save(given.leaves, is_storable)
         devices = most_devices(table.values())
-        plan = plan_save(leaves, given.infos, request.options, assignment, given.rule)
+        plan = plan_save(leaves, given.infos, request.options, assignment, given.t5x_inlines)
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())

@@ -70,7 +70,7 @@ class StreamRequest:
       clock: unix seconds.
       files: further files of the step, by name in its directory.
       sidecar: further fields, such as metrics.
-      rule: as for ``plan_save``.
+      t5x_inlines: as for ``plan_save``.
     """
 
     storage: Storage
@@ -83,7 +83,7 @@ class StreamRequest:
     clock: Clock = time.time
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
-    rule: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
+    t5x_inlines: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
 
 
 @dataclasses.dataclass
@@ -103,7 +103,7 @@ class _Taken:
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
-    plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
+    plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
 
 
 def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoint:
@@ -120,7 +120,7 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     """
     started = time.monotonic()
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
-    plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, rule=request.rule)
+    plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
     try:
         work = _begin(request, plan)
     except StepTakenError as error:

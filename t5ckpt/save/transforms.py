@@ -1,6 +1,6 @@
 """Applies the caller's save transforms to the state dict and its parameter infos.
 
-``LeafAxes.rule`` says which leaves T5X would write into the manifest: those whose mesh axes are None. After the
+``LeafAxes.t5x_inlines`` says which leaves T5X would write into the manifest: those whose mesh axes are None. After the
 transforms it is computed from the parameter infos that they returned.
 """
 
@@ -48,7 +48,7 @@ class LeafAxes:
         return {path: axes for path, axes in found.items() if axes is not _UNKNOWN}
 
     @functools.cached_property
-    def rule(self) -> dict[Path, bool]:
+    def t5x_inlines(self) -> dict[Path, bool]:
         """By path, whether T5X writes the leaf into the manifest, which it does if the axes are None."""
         return {path: axes is None for path, axes in self.by_path.items()}
 
@@ -82,12 +82,12 @@ class Transformed:
     Attributes:
       leaves: after the transforms.
       infos: by path, for the leaves that have one.
-      rule: by path, whether T5X writes the leaf into the manifest, where that is known.
+      t5x_inlines: by path, whether T5X writes the leaf into the manifest, where that is known.
     """
 
     leaves: LeafTable
     infos: Mapping[Path, ParameterInfo]
-    rule: Mapping[Path, bool]
+    t5x_inlines: Mapping[Path, bool]
 
 
 def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> Transformed:
@@ -98,7 +98,7 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
     """
     if not transforms:
         # Without transforms each leaf is its own info.
-        return Transformed(table, {}, axes.rule)
+        return Transformed(table, {}, axes.t5x_inlines)
     state: Any = unflatten(table)
     # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
     tree: Any = unflatten(
@@ -123,5 +123,5 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
         )
     if axes.partitioner is None:
         return Transformed(leaves, infos, {})
-    rule = {path: info is None or not info.is_stored for path, info in moved.items() if info is None or path in infos}
-    return Transformed(leaves, infos, rule)
+    known = {path: info for path, info in moved.items() if info is None or path in infos}
+    return Transformed(leaves, infos, {path: info is None or not info.is_stored for path, info in known.items()})

@@ -47,7 +47,7 @@ def convert_tf_to_model(
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     given = transformed(table, axes, fns)
     try:
-        step = dataclasses.replace(request, step=found.step, source=found.source, rule=given.rule)
+        step = dataclasses.replace(request, step=found.step, source=found.source, t5x_inlines=given.t5x_inlines)
         return write_stream(given.leaves, step)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.run_catalog import Index
@@ -16,6 +16,16 @@ from t5ckpt.commit.prunable_steps import IndexedSteps, PrunableSteps, StepsOnDis
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
+
+
+class _CheckRoom(Protocol):
+    def __call__(self, storage: Storage, step: int, *, overwrite: bool = False) -> None: ...
+
+
+class _Hide(Protocol):
+    def __call__(
+        self, storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+    ) -> Hidden | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +43,8 @@ class CommitStrategy:
 
     transaction: type[RenameTransaction | ManifestTransaction]
     occupant: Callable[[Storage, int], ListedStep | None]
-    check_room: Callable[..., None]
-    hide: Callable[..., Hidden | None]
+    check_room: _CheckRoom
+    hide: _Hide
     prunable_steps: type[PrunableSteps]
     can_rename: bool
 

@@ -253,9 +253,9 @@ class CoordinationRound:
         """Sends an error of this process to the others, as its vote in a phase; there they raise a RemoteError.
 
         Args:
-          phase: that of the next :meth:`reduce_on_leader` or :meth:`barrier`, in which the others wait. They do not receive the error in another
-            phase, and wait until the time-out. If the block itself has voted in this phase, an error after that is not sent:
-            a vote cannot be written twice.
+          phase: that of the next :meth:`reduce_on_leader` or :meth:`barrier`, in which the others wait. They do not receive the
+            error in another phase, and wait until the time-out. If the block itself has voted in this phase, an error after
+            that is not sent: a vote cannot be written twice.
         """
         try:
             yield

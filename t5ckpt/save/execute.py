@@ -176,14 +176,14 @@ def sealed(
     return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
 
 
-def _previous_of(job: PreparedSave, directory: str, report: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+def _previous_of(job: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
     """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
-    storage, versions = job.request.storage, report.file_versions
+    storage, versions = job.request.storage, written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
-    codecs = {array.location: array.metadata['compressor'] for array in report.arrays.values()}
+    codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
     return PreviousCheckpoint(
-        directory, dict(report.checksums), sidecar_checksum, versions, job.leaves, report.values, codecs
+        directory, dict(written.checksums), sidecar_checksum, versions, job.leaves, written.values, codecs
     )
 
 
@@ -202,7 +202,11 @@ def check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
 
 
 def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, FileEntry]:
-    """Writes the chunks of this process; returns the report, and the size and checksum of the file with their checksums."""
+    """Writes the chunks of this process.
+
+    Returns:
+      The report, relative to the directory of the arrays, and the size and checksum of the file with the chunks' checksums.
+    """
     request, generation = job.request, started['generation']
     directory = join(started['directory'], generation)
     write_job = WriteJob(
@@ -214,9 +218,9 @@ def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, 
         None if request.round.is_single_process else started['codecs'],
         request.selection,
     )
-    report = write_arrays(write_job, job.staging)
-    files = report.below(generation).checksums | write_positions(job, started['directory'], job.dataset)
-    return report, write_checksums(request.storage, directory, request.round.processes.index, files)
+    written = write_arrays(write_job, job.staging)
+    files = written.below(generation).checksums | write_positions(job, started['directory'], job.dataset)
+    return written, write_checksums(request.storage, directory, request.round.processes.index, files)
 
 
 def write_positions(job: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:

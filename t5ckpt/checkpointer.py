@@ -45,7 +45,6 @@ from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.array_reader import ReadOptions
-from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save.arguments import (
@@ -569,6 +568,9 @@ class Checkpointer:
     def _restored(self, call: RestoreCall) -> Any:
         request = RestoreRequest(
             call=call,
+            template=self._train_state,
+            partitioner=self._partitioner,
+            dataset=self._dataset,
             storage=self._storage,
             storage_options=self._storage_options,
             round=self._round('a restore'),
@@ -577,10 +579,7 @@ class Checkpointer:
             reading=self._reading,
             notices=self._notices,
         )
-        template = self._train_state, self._partitioner, self._dataset
-        return self._tiers.restore(
-            request, lambda each: run_restore(each, *template), has_iterator=self._dataset is not None
-        )
+        return self._tiers.restore(request)
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.

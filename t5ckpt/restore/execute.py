@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
-from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
-from t5ckpt.datasets import DatasetState, warn_of_unused
+from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
@@ -33,18 +32,24 @@ from t5ckpt.tree.train_state import StateView, flatten_state
 _log = logging.getLogger('t5ckpt')
 
 
-def run_restore(
-    request: RestoreRequest, state: Any, partitioner: Partitioner | None, dataset: DatasetState | None
-) -> Any:
-    """Restores a state with the structure of ``state``."""
+def run_restore(request: RestoreRequest) -> Any:
+    """Restores a state with the structure of the template.
+
+    Raises:
+      CheckpointNotFoundError: there is no checkpoint, or one of its files is missing.
+      FormatError: the checkpoint is damaged, of another format, or of a newer version.
+      TreeMismatchError: it does not fit the template; nothing was read.
+      StorageError: a file cannot be read.
+      RemoteError: the restore failed in another process.
+    """
     started, before = time.monotonic(), request.storage.requests()
     last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
     with request.round.failing_together(last if request.source is None else Phase.NEED):
-        planned = _planned(request, state, partitioner)
+        planned = _planned(request)
     if request.source is not None:
-        planned = _provided(request, request.source, planned, dataset)
+        planned = _provided(request, request.source, planned)
     with request.round.failing_together(last):
-        finish = _read(request, planned, dataset)
+        finish = _read(request, planned)
     if request.reading.share_replicated:
         # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.barrier(Phase.READ)
@@ -67,14 +72,14 @@ class _Planned:
     plan: RestorePlan
 
 
-def _planned(request: RestoreRequest, state: Any, partitioner: Partitioner | None) -> _Planned:
-    if request.call.lazy and getattr(partitioner, 'params_on_devices', False):
+def _planned(request: RestoreRequest) -> _Planned:
+    if request.call.lazy and getattr(request.partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
     located, raw = find_checkpoint_to_restore(request)
-    view = flatten_state(state)
+    view = flatten_state(request.template)
     contents = read_contents(located, raw)
     if request.source is None:
         contents.check_not_part()
@@ -92,15 +97,13 @@ def _planned(request: RestoreRequest, state: Any, partitioner: Partitioner | Non
         on_devices=not request.call.lazy,
         resize=request.call.resize,
     )
-    templates = leaf_templates(view, state, partitioner, request.call.only)
+    templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
     plan = plan_restore(leaves, templates, options, located.url)
     report_plan(plan, request, contents, view.table, fallback)
     return _Planned(view, contents, plan)
 
 
-def _provided(
-    request: RestoreRequest, source: LocalSource, planned: _Planned, dataset: DatasetState | None
-) -> _Planned:
+def _provided(request: RestoreRequest, source: LocalSource, planned: _Planned) -> _Planned:
     """Brings the files that this process reads to its storage."""
     files: dict[str, None] = {}
     for read in planned.plan.stored:
@@ -109,14 +112,15 @@ def _provided(
         files |= dict.fromkeys(
             f'{array.location}/{array.grid.key(index)}' for box in boxes for index in array.grid.chunks_of(box)
         )
-    prefix = None if dataset is None or request.call.leaves_iterator else dataset.prefix(request.round.processes)
+    dataset = None if request.call.leaves_iterator else request.dataset
+    prefix = None if dataset is None else dataset.prefix(request.round.processes)
     checksums = source.provide(request.round, list(files), prefix)
     if not verifies_checksums(request, source.located):
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
 
 
-def _read(request: RestoreRequest, planned: _Planned, dataset: DatasetState | None) -> Callable[[], Any]:
+def _read(request: RestoreRequest, planned: _Planned) -> Callable[[], Any]:
     """Reads all values; returns a function that builds the state from them."""
     view, contents, plan = planned.view, planned.contents, planned.plan
     reader = reader_of(contents, request.reading)
@@ -126,7 +130,7 @@ def _read(request: RestoreRequest, planned: _Planned, dataset: DatasetState | No
         values, final_shardings = lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
     values |= {read.path: make_fallback_leaf(read) for read in plan.fallback}
     if not request.call.leaves_iterator:
-        _move_iterator(request, reader, contents.located, dataset)
+        _move_iterator(request, reader, contents.located)
     only = request.call.only
     gathered = functools.partial(gather, values, final_shardings)
     if only is not None:
@@ -142,10 +146,9 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
             leaf.delete()
 
 
-def _move_iterator(
-    request: RestoreRequest, reader: ArrayReader, located: Located, dataset: DatasetState | None
-) -> None:
+def _move_iterator(request: RestoreRequest, reader: ArrayReader, located: Located) -> None:
     """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none."""
+    dataset = request.dataset
     if dataset is not None:
         reader.check_prefixed(dataset.prefix(request.round.processes))
         dataset.load(located.storage, located.directory, request.round.processes)

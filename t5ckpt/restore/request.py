@@ -11,8 +11,9 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.protocols import Progress
+from t5ckpt.core.protocols import Partitioner, Progress
 from t5ckpt.core.text import shown
+from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.casts import Cast
@@ -59,9 +60,23 @@ class LocalSource:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequest:
-    """A restore without the template: a call, and what its checkpointer was made with; see ``Checkpointer`` for the fields."""
+    """A call, and what its checkpointer was made with.
+
+    Attributes:
+      template: the state whose structure, dtypes and shardings the result has.
+      partitioner: as passed to ``Checkpointer``; its shardings replace those of the template.
+      dataset: the data iterator, whose position is restored except with ``leaves_iterator``.
+      storage, storage_options: of the run, and for a ``path`` elsewhere.
+      round: of all processes of the job.
+      cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
+      reading: how arrays are read, such as memory-mapped.
+      source: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
+    """
 
     call: RestoreCall
+    template: Any
+    partitioner: Partitioner | None
+    dataset: DatasetState | None
     storage: Storage
     storage_options: Mapping[str, Any] | None
     round: CoordinationRound

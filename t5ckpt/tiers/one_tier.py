@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
@@ -12,6 +11,7 @@ from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import NoEffectWarning
+from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
@@ -108,8 +108,8 @@ class StepTiers(ABC):
         """
 
     @abstractmethod
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:
-        """Restores a step; ``run`` carries out a request. ``has_iterator``: there is a data iterator."""
+    def restore(self, request: RestoreRequest) -> Any:
+        """Restores a step from the tier that has it; see ``run_restore``."""
 
     @abstractmethod
     def prefetch(self) -> None:
@@ -148,8 +148,8 @@ class OneTier(StepTiers):
     def wait_until_persisted(self, step: int | None) -> None:
         pass
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:  # noqa: ARG002
-        return run(request)
+    def restore(self, request: RestoreRequest) -> Any:
+        return run_restore(request)
 
     def prefetch(self) -> None:
         text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'

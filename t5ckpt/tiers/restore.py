@@ -29,6 +29,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
+from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
@@ -50,9 +51,7 @@ class _Counted:
             self._progress(done, total)
 
 
-def restore_from_tiers(
-    tiers: TierCatalog, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any]
-) -> Any:
+def restore_from_tiers(tiers: TierCatalog, request: RestoreRequest) -> Any:
     """Restores a step of either tier, and logs which, and how many bytes were read from each tier.
 
     Raises:

@@ -30,6 +30,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.reading.contents import read_raw
+from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalSource, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.part import Part, parts_in, save_of
@@ -52,21 +53,14 @@ class SharedRestore:
         self._coordinator = coordinator
         self._drop_intent = drop_intent
 
-    def restore(
-        self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], *, has_iterator: bool
-    ) -> Any:
+    def restore(self, request: RestoreRequest) -> Any:
         """Restores a step, and logs which, and how many bytes came from where.
-
-        Args:
-          request: of the call.
-          run_restore: carries out a request.
-          has_iterator: whether the checkpointer has a data iterator.
 
         Raises:
           CheckpointNotFoundError: there is no step.
           CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
         """
-        positions = has_iterator and not request.call.leaves_iterator
+        positions = request.dataset is not None and not request.call.leaves_iterator
         wanted = request.call.step
         of_run = functools.partial(self._of_run, wanted)
         for attempt in range(_ATTEMPTS):
@@ -78,11 +72,10 @@ class SharedRestore:
             if is_leader:
                 log_choice(found, parts)
             if not found.save or found.step is None:
-                restored = self._of_storage(request, run_restore, found)
+                restored = self._of_storage(request, found)
             else:
-                outcome = self._of_disks(
-                    request, run_restore, found, found.step, parts.get(found.step), last=attempt + 1 == _ATTEMPTS
-                )
+                last = attempt + 1 == _ATTEMPTS
+                outcome = self._of_disks(request, found, found.step, parts.get(found.step), last=last)
                 if outcome is None:
                     continue
                 (restored,) = outcome
@@ -107,9 +100,7 @@ class SharedRestore:
             return RunStep()
         return RunStep(at, '' if sidecar is None else digest(sidecar))
 
-    def _of_storage(
-        self, request: RestoreRequest, run_restore: Callable[[RestoreRequest], Any], found: SharedChoice
-    ) -> Any:
+    def _of_storage(self, request: RestoreRequest, found: SharedChoice) -> Any:
         """Restores from the run's storage, as without local directories."""
         if found.step is None and found.refused:
             reasons = '; '.join(f'step {step}: {why}' for step, why in sorted(found.refused.items()))
@@ -122,14 +113,7 @@ class SharedRestore:
         return restored
 
     def _of_disks(
-        self,
-        request: RestoreRequest,
-        run_restore: Callable[[RestoreRequest], Any],
-        found: SharedChoice,
-        step: int,
-        part: Part | None,
-        *,
-        last: bool,
+        self, request: RestoreRequest, found: SharedChoice, step: int, part: Part | None, *, last: bool
     ) -> tuple[Any] | None:
         """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
         own = part if part is not None and part.save == found.save else None

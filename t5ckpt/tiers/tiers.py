@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
@@ -15,6 +15,7 @@ from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
+from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
@@ -161,16 +162,16 @@ class Tiers(StepTiers):
         self._open()
         self._uploads.wait(step)
 
-    def restore(self, request: RestoreRequest, run: Callable[[RestoreRequest], Any], *, has_iterator: bool) -> Any:
+    def restore(self, request: RestoreRequest) -> Any:
         if request.call.path is not None:
-            return run(request)
+            return run_restore(request)
         if self._prefetch is not None:
             self._prefetch.wait()
         if not self._is_single:
             self._join()
             shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop)
-            return shared.restore(request, run, has_iterator=has_iterator)
-        return restore_from_tiers(self._catalog, request, run)
+            return shared.restore(request)
+        return restore_from_tiers(self._catalog, request)
 
     def prefetch(self) -> None:
         if self._prefetch is None:

@@ -20,7 +20,7 @@ import enum
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -32,14 +32,17 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import (
     MANIFEST,
+    SIDECAR,
     is_sidecar,
     parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
+    sidecar_of,
     step_dir,
 )
 from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, PLACEHOLDER, STEP_METADATA, TREE_METADATA
@@ -238,6 +241,15 @@ def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
 def sidecars_in(storage: Storage, directory: str) -> list[str]:
     """The names of the sidecars in a step's directory; one request on an object store."""
     return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
+
+
+def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
+    """The file with the sidecar of a manifest, among the names in the step's directory.
+
+    If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
+    """
+    own, there = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
+    return own if own in there else there[0] if len(there) == 1 else SIDECAR
 
 
 class CheckpointTypes(enum.Enum):

@@ -7,20 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, sidecar_name
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.catalog.step_index import IndexCatalog
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import (
     MANIFEST,
-    SIDECAR,
     TRAIN_DS_PREFIX,
     parse_padded_step,
     parse_step_dir,
     parse_step_name,
-    sidecar_of,
     step_dir,
 )
 from t5ckpt.storage import Storage, open_storage
@@ -82,10 +79,8 @@ def read_sidecar(storage: Storage, directory: str) -> bytes:
       CheckpointNotFoundError: the step has no sidecar.
     """
     names = catalog_of(storage).sidecars(directory)
-    if len(names) > 1:
-        own = sidecar_of(digest(storage.read(join(directory, MANIFEST))))
-        names = [own] if own in names else [SIDECAR]
-    return storage.read(join(directory, names[0] if names else SIDECAR))
+    manifest = storage.read(join(directory, MANIFEST)) if len(names) > 1 else b''
+    return storage.read(join(directory, sidecar_name(manifest, names)))
 
 
 def step_of(name: str) -> int | None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.layouts import sidecar_name
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, writer_facts
@@ -44,7 +45,6 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import sidecar_name
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage, foreign_errors
 

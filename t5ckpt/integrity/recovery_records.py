@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.layouts import sidecar_name
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import Lines, lines, listed, some_of
@@ -30,7 +31,6 @@ from t5ckpt.format.names import (
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import sidecar_name
 
 ZARRAY = '.zarray'
 _LOST_FACTS = (

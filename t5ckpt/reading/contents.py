@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecars_in
+from t5ckpt.catalog.layouts import sidecar_name, sidecars_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.gc_pause import paused
@@ -143,22 +143,12 @@ def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None)
     return found
 
 
-def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
-    """The file with the sidecar of a manifest, among the names in the step's directory.
-
-    If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
-    """
-    own, there = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
-    return own if own in there else there[0] if len(there) == 1 else SIDECAR
-
-
 def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) -> str:
-    """As :func:`sidecar_name`, for a manifest that was not read yet; it is read only if the directory has several sidecars."""
-    there = [name for name in names if is_sidecar(name)]
-    if len(there) > 1:
-        with contextlib.suppress(T5CkptError):
-            return sidecar_name(files.read(manifest), there)
-    return there[0] if len(there) == 1 else SIDECAR
+    """As ``sidecar_name``, for a manifest that was not read yet; it is read only if the directory has several sidecars."""
+    has_several = sum(map(is_sidecar, names)) > 1
+    with contextlib.suppress(T5CkptError):
+        return sidecar_name(files.read(manifest) if has_several else b'', names)
+    return SIDECAR
 
 
 def is_sidecar_of(manifest: bytes, sidecar: bytes | None) -> bool:

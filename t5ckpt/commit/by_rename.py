@@ -206,7 +206,8 @@ def hide_by_rename(
     Raises:
       CheckpointNotFoundError: another process has deleted it.
       UnsupportedFormatError: a newer program wrote it, see ``check_known``; it is unchanged.
-      StorageError: it could not be made invisible, and is unchanged.
+      AccessDeniedError: it belongs to another user; it is unchanged.
+      StorageError: another process is writing it, or it could not be made invisible; it is unchanged.
     """
     check_known(storage, step_dir(step))
     check_removable(storage, step_dir(step))

@@ -33,11 +33,22 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """A save without its state; every stage of the save has it. See ``Checkpointer`` for the fields that are not below.
+    """A save without its state; every stage of the save has it.
 
     Attributes:
+      storage: the run, or the local directory of a checkpointer with ``local_dir``.
+      step: as which the state is saved.
       call: the arguments of the call.
+      options: of the plan, such as the codec and the size of chunks.
+      retention: of ``storage``, carried out after the commit.
+      staging: how jax.Arrays are staged.
       in_background: whether the caller continues during the save, and may write to its host arrays.
+      reuse: the checkpoint from which chunks are linked; None links none.
+      selection: chooses the codecs that depend on the data.
+      dataset: the data iterator whose position is saved.
+      progress: called with (bytes done, bytes in all).
+      clock: unix seconds.
+      notices: the warnings that the checkpointer gives once.
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.

@@ -263,6 +263,9 @@ class Storage(ABC):
         """Removes a key that was just read with this version; returns False if it was replaced or removed since then.
 
         Only storages that compare and remove in one request compare.
+
+        Raises:
+          StorageError: the key may still be removed, by a request that is on its way.
         """
         del version
         self.delete_file(key)

@@ -144,7 +144,7 @@ class ChunkReader(abc.ABC):
         """The ranges of blocks of a chunk that are read together, for the regions that overlap the chunk."""
         if self.reads_whole_chunks:
             return [(0, self.blocks.count)]
-        first, last = min(region.first for region in regions), max(region.last for region in regions)
+        first, last = min(region.start_byte for region in regions), max(region.stop_byte for region in regions)
         return self.blocks.ranges(self._limits.task, first, last)
 
     @abc.abstractmethod
@@ -167,7 +167,7 @@ class ChunkReader(abc.ABC):
             values = from_stored(values, self._converts_from)
         word = _WORDS.get(dtype.itemsize, dtype)
         for region, both in block.overlaps:
-            source, into = values[(..., *both.relative_to(box).slices)], region.part(both)
+            source, into = values[(..., *both.relative_to(box).slices)], region.view_of(both)
             if self._converts_from is not None:
                 np.copyto(into, source, casting='unsafe')
             else:
@@ -250,7 +250,7 @@ class _PartReader(ChunkReader):
         start, stop = self.blocks.offset(part.start), self.blocks.offset(part.stop)
         others: list[Region] = []
         for region in part.regions:
-            first, last = max(start, region.first), min(stop, region.last)
+            first, last = max(start, region.start_byte), min(stop, region.stop_byte)
             into = region.straight_bytes(first, last)
             if into is None:
                 others.append(region)
@@ -285,7 +285,7 @@ class _ScatteringReader(_PartReader):
         strides = strides_of(self._chunks.grid.chunk_shape, itemsize)
         offsets, addresses, lengths = [], [], []
         for region, both in block.overlaps:
-            view = region.part(both)
+            view = region.view_of(both)
             first = sum(start * stride for (start, _), stride in zip(both, strides, strict=True))
             in_file, file_run = runs_in(view.shape, strides, itemsize, first)
             in_memory, memory_run = runs_in(view.shape, view.strides, itemsize, view.ctypes.data)

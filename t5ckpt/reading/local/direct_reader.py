@@ -115,7 +115,7 @@ class DirectArray(FileArray):
         for chunk_index, found in regions.items():
             for start, stop in reader.ranges(found):
                 first, last = reader.blocks.offset(start), reader.blocks.offset(stop)
-                overlapping = [region for region in found if region.first < last and first < region.last]
+                overlapping = [each for each in found if each.start_byte < last and first < each.stop_byte]
                 if not overlapping:
                     continue
                 batch.append(ChunkPart(self._chunks.name(chunk_index), start, stop, overlapping))

@@ -40,26 +40,26 @@ class Region:
 
     Attributes:
       box: of these elements, in the chunk's coordinates.
-      first, last: the byte range in the chunk from the first element to the end of the last.
+      start_byte, stop_byte: the byte range in the chunk from the first element to the end of the last.
       view: the view of the buffer for these elements.
-      straight: the bytes of ``view``, if they equal the bytes from ``first`` to ``last``.
+      straight: the bytes of ``view``, if they equal the bytes from ``start_byte`` to ``stop_byte``.
     """
 
     box: Box
-    first: int
-    last: int
+    start_byte: int
+    stop_byte: int
     view: np.ndarray
     straight: memoryview | None
 
-    def part(self, box: Box) -> np.ndarray:
+    def view_of(self, box: Box) -> np.ndarray:
         """The view of the buffer for a box inside this region, in the chunk's coordinates."""
         return self.view[(..., *box.relative_to(self.box).slices)]
 
     def straight_bytes(self, start: int, stop: int) -> memoryview | None:
         """The bytes of the buffer for these bytes of the chunk; None if they are not contiguous in both."""
-        if self.straight is None or start < self.first or self.last < stop:
+        if self.straight is None or start < self.start_byte or self.stop_byte < stop:
             return None
-        return self.straight[start - self.first : stop - self.first]
+        return self.straight[start - self.start_byte : stop - self.start_byte]
 
 
 def regions_by_chunk(request: ReadRequest, chunks: NativeChunks) -> dict[ChunkIndex, list[Region]]:

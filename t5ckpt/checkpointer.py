@@ -252,8 +252,9 @@ class Checkpointer:
         from t5ckpt.tiers.tiers import Tiers
 
         require_directory(self._storage)
-        run = self._storage, self._retention, self._clock
-        return Tiers(options, *run, self._coordinator, read_only=self._is_read_only)
+        return Tiers(
+            options, self._storage, self._retention, self._clock, self._coordinator, read_only=self._is_read_only
+        )
 
     @property
     def storage(self) -> Storage:

@@ -41,39 +41,39 @@ from t5ckpt.tree.train_state import OWN_STEPS
 _log = logging.getLogger('t5ckpt')
 
 
-def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+def run_save(prepared: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits.
 
     Args:
-      job: from :func:`prepare_save`.
+      prepared: from :func:`prepare_save`.
       check_caller: called once, after all values have been read from the caller's arrays; raises if the caller may have
         changed them before.
 
     Returns:
       The checkpoint; None if the step exists already.
     """
-    request = job.request
+    request = prepared.request
     before = request.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
-            leader = _Leader(job, stack)
-            vote = {'plan': digest(job.text.encode())}
+            leader = _Leader(prepared, stack)
+            vote = {'plan': digest(prepared.text.encode())}
             started = request.round.reduce_on_leader(Phase.PLAN, vote, leader.begin)
-            check_agreement(job, started.get('different', ()))
+            check_agreement(prepared, started.get('different', ()))
             if started.get('skip'):
                 return None
             if not request.round.is_leader:
                 stack.enter_context(_listing_files_of_failure(request))
             with request.round.failing_together(Phase.WRITE):
-                written, entry = _write(job, started)
+                written, entry = _write(prepared, started)
                 report = written.below(started['generation'])
-                manifest = manifest_bytes(job, report) if request.round.is_leader else b''
+                manifest = manifest_bytes(prepared, report) if request.round.is_leader else b''
                 check_caller()
             vote = {
                 'checksums': list(entry),
                 'bytes': report.file_bytes,
                 'files': len(report.checksums),
-                'directories': parents_of(job.dataset),
+                'directories': parents_of(prepared.dataset),
             }
             done = request.round.reduce_on_leader(
                 Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
@@ -86,28 +86,28 @@ def run_save(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCh
     if done.get('skip'):
         return None
     arrays = join(step_dir(request.step), started['generation'])
-    return finish(job, written, arrays, done['sidecar_checksum'], done['bytes'], before)
+    return finish(prepared, written, arrays, done['sidecar_checksum'], done['bytes'], before)
 
 
 class _Leader:
     """What process 0 does for all: makes the directory, and commits it. ``stack`` rolls back what it does not commit."""
 
-    def __init__(self, job: PreparedSave, stack: contextlib.ExitStack):
-        self._job = job
+    def __init__(self, prepared: PreparedSave, stack: contextlib.ExitStack):
+        self._prepared = prepared
         self._stack = stack
         self._work: Transaction | None = None
 
     def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
         """Decides whether to save, and where. Nothing is written before all plans agree."""
-        job, request = self._job, self._job.request
+        prepared, request = self._prepared, self._prepared.request
         different = [index for index, vote in enumerate(votes) if vote != votes[0]]
         if different:
             return {'different': different}
         is_single = request.round.is_single_process
         if not is_single and not request.decide_to_save():
             return {'skip': True}
-        reuse = job.previous is not None and (is_single or job.previous.is_there(request.storage))
-        codecs = agreed_codecs(job, job.previous if reuse else None)
+        reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(request.storage))
+        codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
             _, index = collect(request.storage, request.clock)
             request.retention.note_index(index)
@@ -124,10 +124,10 @@ class _Leader:
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
         """Commits, after all processes have written their chunks."""
-        request, work = self._job.request, self._work
+        request, work = self._prepared.request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        sidecar, nbytes = sealed(self._job, work, votes, report, entry_of(manifest))
+        sidecar, nbytes = sealed(self._prepared, work, votes, report, entry_of(manifest))
         encoded = encode_sidecar(sidecar)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
@@ -140,17 +140,17 @@ class _Leader:
         return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
 
 
-def agreed_codecs(job: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
+def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
     """In process 0, the codecs by array directory that all processes use; chooses those of the arrays that are sampled."""
-    request, codecs = job.request, job.request.selection.agreed
-    for location, (sample, dtype) in job.samples.items():
+    request, codecs = prepared.request, prepared.request.selection.agreed
+    for location, (sample, dtype) in prepared.samples.items():
         last = None if previous is None else previous.codec(request.storage, location)
         codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
     return codecs
 
 
 def sealed(
-    job: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
+    prepared: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
 ) -> tuple[Sidecar, int]:
     """The sidecar of what all processes wrote, and the bytes of all files.
 
@@ -167,65 +167,67 @@ def sealed(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
     known = Sidecar(
-        job.facts.below(work.generation),
-        devices=job.devices if job.devices > 1 else None,
-        custom_metadata=job.request.call.custom_metadata,
-        metrics=job.request.call.metrics,
-        keep=fields_of(job.request.keep) or {},
+        prepared.facts.below(work.generation),
+        devices=prepared.devices if prepared.devices > 1 else None,
+        custom_metadata=prepared.request.call.custom_metadata,
+        metrics=prepared.request.call.metrics,
+        keep=fields_of(prepared.request.keep) or {},
     )
     return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
 
 
-def _previous_of(job: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str) -> PreviousCheckpoint:
+def _previous_of(
+    prepared: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str
+) -> PreviousCheckpoint:
     """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
-    storage, versions = job.request.storage, written.file_versions
+    storage, versions = prepared.request.storage, written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
     return PreviousCheckpoint(
-        directory, dict(written.checksums), sidecar_checksum, versions, job.leaves, written.values, codecs
+        directory, dict(written.checksums), sidecar_checksum, versions, prepared.leaves, written.values, codecs
     )
 
 
-def check_agreement(job: PreparedSave, different: Sequence[int]) -> None:
+def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
     """Raises with the difference between the plan of process 0 and the first plan that differs; the same on all processes."""
     if not different:
         return
     other = different[0]
-    if job.request.round.is_leader:
-        job.request.round.put_for_peer('plan', job.text.encode())
-    if job.request.round.processes.index != other:
-        raise DisagreementError(job.request.round.get_from_peer('difference', other).decode())
-    error = difference(job.request.round.get_from_peer('plan', 0).decode(), job.text, other)
-    job.request.round.put_for_peer('difference', str(error).encode())
+    if prepared.request.round.is_leader:
+        prepared.request.round.put_for_peer('plan', prepared.text.encode())
+    if prepared.request.round.processes.index != other:
+        raise DisagreementError(prepared.request.round.get_from_peer('difference', other).decode())
+    error = difference(prepared.request.round.get_from_peer('plan', 0).decode(), prepared.text, other)
+    prepared.request.round.put_for_peer('difference', str(error).encode())
     raise error
 
 
-def _write(job: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, FileEntry]:
+def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, FileEntry]:
     """Writes the chunks of this process.
 
     Returns:
       The report, relative to the directory of the arrays, and the size and checksum of the file with the chunks' checksums.
     """
-    request, generation = job.request, started['generation']
+    request, generation = prepared.request, started['generation']
     directory = join(started['directory'], generation)
-    write_job = WriteJob(
+    job = WriteJob(
         request.storage,
         directory,
-        job.previous if started['reuse'] else None,
+        prepared.previous if started['reuse'] else None,
         request.progress,
         request.round.is_leader,
         None if request.round.is_single_process else started['codecs'],
         request.selection,
     )
-    written = write_arrays(write_job, job.staging)
-    files = written.below(generation).checksums | write_positions(job, started['directory'], job.dataset)
+    written = write_arrays(job, prepared.staging)
+    files = written.below(generation).checksums | write_positions(prepared, started['directory'], prepared.dataset)
     return written, write_checksums(request.storage, directory, request.round.processes.index, files)
 
 
-def write_positions(job: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
+def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
     """Writes positions of data iterators, where T5X reads them: in the step's directory."""
-    storage = job.request.storage
+    storage = prepared.request.storage
     for name, data in positions.items():
         key = join(directory, name)
         if '/' in name:
@@ -258,7 +260,7 @@ def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
 
 
 def finish(
-    job: PreparedSave,
+    prepared: PreparedSave,
     written: WriteReport,
     directory: str,
     sidecar_checksum: str,
@@ -269,7 +271,7 @@ def finish(
 
     ``written`` is relative to ``directory``, that of the arrays. ``requests_before`` were sent before the save.
     """
-    request, storage, step = job.request, job.request.storage, job.request.step
+    request, storage, step = prepared.request, prepared.request.storage, prepared.request.step
     done = CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, time.monotonic() - request.started)
     record_duration(WRITE_EVENT, done.seconds)
     if request.round.is_leader or request.in_parts:
@@ -285,14 +287,14 @@ def finish(
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
     if request.reuse is not None:
-        request.reuse.previous = _previous_of(job, directory, written, sidecar_checksum)
+        request.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
     return done
 
 
-def manifest_bytes(job: PreparedSave, report: WriteReport) -> bytes:
+def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
     """The manifest, with the leaves that it holds."""
-    table = manifest_leaves(job.staging.inline, report.arrays, job.request.storage.driver)
-    _warn_of_other_step(job.request, table)
+    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.storage.driver)
+    _warn_of_other_step(prepared.request, table)
     with paused():
         return encode_manifest(unflatten(table))
 

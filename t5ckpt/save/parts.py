@@ -45,40 +45,40 @@ _log = logging.getLogger('t5ckpt')
 _MOST_POSITION_BYTES = 2**20
 
 
-def save_parts(job: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+def save_parts(prepared: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits, as :func:`run_save` does; each process in its own storage."""
-    request = job.request
+    request = prepared.request
     before = request.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
-                vote = {'plan': digest(job.text.encode()), 'is_free': request.decide_to_save()}
-            started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(job, votes))
-            check_agreement(job, started.get('different', ()))
+                vote = {'plan': digest(prepared.text.encode()), 'is_free': request.decide_to_save()}
+            started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(prepared, votes))
+            check_agreement(prepared, started.get('different', ()))
             if started.get('skip'):
                 return None
             with request.round.failing_together(Phase.WRITE):
                 # Before the disk may fail: another process waits for it.
-                _send_positions(job)
-                work = stack.enter_context(_begun(job))
-                written, vote = _write(job, work, started['codecs'])
-                manifest = manifest_bytes(job, written)
+                _send_positions(prepared)
+                work = stack.enter_context(_begun(prepared))
+                written, vote = _write(prepared, work, started['codecs'])
+                manifest = manifest_bytes(prepared, written)
                 check_caller()
             vote['manifest'] = digest(manifest)
             done = request.round.reduce_on_leader(
-                Phase.WRITE, vote, lambda votes: _sealed(job, work, votes, _own(job, written), manifest)
+                Phase.WRITE, vote, lambda votes: _sealed(prepared, work, votes, _own(prepared, written), manifest)
             )
-            sidecar = _commit(job, work, done, manifest, _directories(job, written))
+            sidecar = _commit(prepared, work, done, manifest, _directories(prepared, written))
     except BaseException:
         if request.reuse is not None:
             # The next save must not fail for the same reason.
             request.reuse.previous = None
         raise
     request.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
-    return finish(job, written, work.directory, digest(sidecar), done['bytes'], before)
+    return finish(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
 
 
-def _agreed(job: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
+def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
     """On process 0: whether to save, and with which codecs."""
     plans = [vote['plan'] for vote in votes]
     different = [index for index, plan in enumerate(plans) if plan != plans[0]]
@@ -86,12 +86,12 @@ def _agreed(job: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
         return {'different': different}
     if not any(vote['is_free'] for vote in votes):
         return {'skip': True}
-    return {'codecs': agreed_codecs(job, job.previous)}
+    return {'codecs': agreed_codecs(prepared, prepared.previous)}
 
 
-def _begun(job: PreparedSave) -> Transaction:
+def _begun(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
-    request = job.request
+    request = prepared.request
     _, index = collect(request.storage, request.clock)
     request.retention.note_index(index)
     if not request.call.overwrite and strategy_of(request.storage).occupant(request.storage, request.step) is not None:
@@ -101,57 +101,57 @@ def _begun(job: PreparedSave) -> Transaction:
     return begin(request.storage, request.step, request.clock, writer_facts(), index, request.may_replace)
 
 
-def _write(job: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
+def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
     """Writes the files of this process; returns the report of all of them, and the vote on those that are assigned to it."""
-    request = job.request
+    request = prepared.request
     storage, index = request.storage, request.round.processes.index
-    can_reuse = job.previous is not None and job.previous.is_there(storage)
-    previous = job.previous if can_reuse else None
+    can_reuse = prepared.previous is not None and prepared.previous.is_there(storage)
+    previous = prepared.previous if can_reuse else None
     written = write_arrays(
-        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.selection), job.staging
+        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.selection), prepared.staging
     )
-    own = _own(job, written)
-    positions = write_positions(job, work.directory, job.dataset)
-    copies = {name: written.checksums[name] for name in job.copies}
-    copies |= write_positions(job, work.directory, _positions_of_peer(job))
+    own = _own(prepared, written)
+    positions = write_positions(prepared, work.directory, prepared.dataset)
+    copies = {name: written.checksums[name] for name in prepared.copies}
+    copies |= write_positions(prepared, work.directory, _positions_of_peer(prepared))
     storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
     entry = write_checksums(storage, work.directory, index, own.checksums | positions)
     vote = {'checksums': list(entry), 'bytes': own.file_bytes, 'files': len(own.checksums)}
     return written, vote
 
 
-def _own(job: PreparedSave, written: WriteReport) -> WriteReport:
+def _own(prepared: PreparedSave, written: WriteReport) -> WriteReport:
     """The report of the files that are assigned to this process."""
-    checksums = {name: entry for name, entry in written.checksums.items() if name not in job.copies}
+    checksums = {name: entry for name, entry in written.checksums.items() if name not in prepared.copies}
     return dataclasses.replace(written, checksums=checksums)
 
 
-def _send_positions(job: PreparedSave) -> None:
+def _send_positions(prepared: PreparedSave) -> None:
     """Sends the position of the data iterator to the process half a job away, so that it is on two disks."""
-    if job.request.dataset is None:
+    if prepared.request.dataset is None:
         return
-    is_small = sum(map(len, job.dataset.values())) <= _MOST_POSITION_BYTES
-    own = {name: base64.b64encode(data).decode() for name, data in job.dataset.items()} if is_small else {}
-    job.request.round.put_for_peer('positions', json.dumps(own).encode())
+    is_small = sum(map(len, prepared.dataset.values())) <= _MOST_POSITION_BYTES
+    own = {name: base64.b64encode(data).decode() for name, data in prepared.dataset.items()} if is_small else {}
+    prepared.request.round.put_for_peer('positions', json.dumps(own).encode())
 
 
-def _positions_of_peer(job: PreparedSave) -> dict[str, bytes]:
+def _positions_of_peer(prepared: PreparedSave) -> dict[str, bytes]:
     """The position of the data iterator of the process half a job away."""
-    request = job.request
+    request = prepared.request
     if request.dataset is None:
         return {}
     index, count = request.round.processes.index, request.round.processes.count
     found = json.loads(request.round.get_from_peer('positions', (index + count // 2) % count))
-    return {name: base64.b64decode(data) for name, data in found.items() if name not in job.dataset}
+    return {name: base64.b64decode(data) for name, data in found.items() if name not in prepared.dataset}
 
 
 def _sealed(
-    job: PreparedSave, work: Transaction, votes: Sequence[Any], own: WriteReport, manifest: bytes
+    prepared: PreparedSave, work: Transaction, votes: Sequence[Any], own: WriteReport, manifest: bytes
 ) -> dict[str, Any]:
     """On process 0, when all files are durable: sends the sidecar, and the manifest if a process needs it."""
-    request = job.request
+    request = prepared.request
     entry: FileEntry = entry_of(manifest)
-    sidecar, nbytes = sealed(job, work, votes, own, entry)
+    sidecar, nbytes = sealed(prepared, work, votes, own, entry)
     request.round.share('sidecar', encode_sidecar(sidecar))
     if any(vote['manifest'] != votes[0]['manifest'] for vote in votes):
         request.round.share('manifest', manifest)
@@ -159,13 +159,13 @@ def _sealed(
 
 
 def _commit(
-    job: PreparedSave, work: Transaction, done: Mapping[str, Any], manifest: bytes, directories: Sequence[str]
+    prepared: PreparedSave, work: Transaction, done: Mapping[str, Any], manifest: bytes, directories: Sequence[str]
 ) -> bytes:
     """Commits the directory of this process; returns the sidecar when all processes have committed theirs.
 
     If the commit of a process fails, all of them delete the step. If a process dies, the others leave it: it may be complete.
     """
-    request = job.request
+    request = prepared.request
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
         sidecar = request.round.receive('sidecar')
         if digest(manifest) != done['manifest']:
@@ -183,5 +183,5 @@ def _commit(
     return sidecar
 
 
-def _directories(job: PreparedSave, written: WriteReport) -> list[str]:
-    return [array.location for array in written.arrays.values()] + parents_of(job.dataset)
+def _directories(prepared: PreparedSave, written: WriteReport) -> list[str]:
+    return [array.location for array in written.arrays.values()] + parents_of(prepared.dataset)

@@ -75,15 +75,15 @@ class Provider:
         numbers, at = self.part.numbers(), first
         for turn in range(_TURNS + 1):
             lacking = [name for name in names if name not in self._there]
-            wants = None if turn else self._wanted_positions(prefix)
-            missing = self._missing(at, numbers, lacking, wants)
+            wanted_prefix = None if turn else self._wanted_positions(prefix)
+            missing = self._missing(at, numbers, lacking, wanted_prefix)
             if missing is None:
                 break
             if turn == _TURNS:
                 raise CorruptCheckpointError(
                     f'{self._url()}: files of the local directories are damaged again and again.'
                 )
-            at = self._turn(numbers, lacking, wants, missing)
+            at = self._turn(numbers, lacking, wanted_prefix, missing)
         self.provided.own = sum(self._entries[name][0] for name in names if name not in self._brought)
         return FileChecksums({name: self._entries[name] for name in self._there})
 
@@ -101,10 +101,10 @@ class Provider:
 
     @staticmethod
     def _missing(
-        at: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None
+        at: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wanted_prefix: str | None
     ) -> dict[str, Any] | None:
         """What any process lacks; None if that is nothing."""
-        vote = [encode_bits(numbers.bits(lacking)), wants]
+        vote = [encode_bits(numbers.bits(lacking)), wanted_prefix]
 
         def decide(votes: Sequence[Any]) -> dict[str, Any] | None:
             bits = encode_bits(union((text for text, _ in votes), numbers.count))
@@ -114,7 +114,7 @@ class Provider:
         return at.reduce_on_leader(Phase.NEED, vote, decide)
 
     def _turn(
-        self, numbers: ChunkNumbers, lacking: Sequence[str], wants: str | None, missing: dict[str, Any]
+        self, numbers: ChunkNumbers, lacking: Sequence[str], wanted_prefix: str | None, missing: dict[str, Any]
     ) -> CoordinationRound:
         """Exchanges the missing files that the disks have, and fetches the others from the run's storage.
 
@@ -139,13 +139,13 @@ class Provider:
         nowhere = decode_bits(answer['nowhere'], numbers.count)
         names = numbers.chosen(sorted(self._there), sends)
         names += [name for name, sender in answer['positions'].items() if sender == index]
-        wanted = {*lacking, *(name for name in answer['positions'] if wants is not None and name.startswith(wants))}
+        wanted = {*lacking, *(name for name in answer['positions'] if wanted_prefix is not None and name.startswith(wanted_prefix))}
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
             exchange(self._sent(names), wanted - self._there, self._receive, Memory(*answer['memory']))
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
-            if wants is not None and not self._positions(wants):
-                from_run += self._positions_of_run(wants)
+            if wanted_prefix is not None and not self._positions(wanted_prefix):
+                from_run += self._positions_of_run(wanted_prefix)
             for name in from_run:
                 self._fetch(name)
             self._record()

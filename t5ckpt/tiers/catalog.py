@@ -109,7 +109,7 @@ class TierCatalog(StepCatalog):
         """The complete local steps and the parts of steps of several processes, ascending, except those that cannot be read."""
         return [each.step for each in listing(self.local).steps] if self._opened() else []
 
-    def foreign_parts(self) -> list[int]:
+    def partial_steps(self) -> list[int]:
         """The local steps of which a job of one process has only a part, since several processes saved them; ascending."""
         return [] if self._has_parts() else [step for step in self.local_steps() if is_incomplete(self.local, step)]
 
@@ -122,8 +122,8 @@ class TierCatalog(StepCatalog):
 
     def steps(self) -> list[int]:
         """The complete steps of both tiers, ascending."""
-        foreign = self.foreign_parts()
-        local = [step for step in self.local_steps() if step not in foreign]
+        partial = self.partial_steps()
+        local = [step for step in self.local_steps() if step not in partial]
         return sorted({*local, *self._query_run(lambda: steps_in(self.run), lambda: local or None)})
 
     def dataset_steps(self) -> list[int]:
@@ -142,7 +142,7 @@ class TierCatalog(StepCatalog):
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier. A part that this process cannot read is chosen only if there is nothing else."""
         local = self.local_steps()
-        foreign = self.foreign_parts() if step is None else []
+        partial = self.partial_steps() if step is None else []
 
         def newest_of_run() -> list[int]:
             self._dir.check_id()
@@ -150,7 +150,7 @@ class TierCatalog(StepCatalog):
             return [] if found is None else [found.step]
 
         run = self._query_run(newest_of_run, lambda: [] if local else None)
-        own = _choice([each for each in local if each not in foreign], run, step)
+        own = _choice([each for each in local if each not in partial], run, step)
         return _choice(local, run) if own.step is None else own
 
     def latest(self) -> int | None:

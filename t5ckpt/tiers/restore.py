@@ -134,7 +134,7 @@ def _put_parts_aside(tiers: TierCatalog, step: int) -> None:
     """Renames the newer parts that a job of several processes saved: the training of this process passes their steps again."""
     if tiers.read_only:
         return
-    for each in tiers.foreign_parts():
+    for each in tiers.partial_steps():
         if each > step:
             aside = rename_damaged(tiers.local, each, tiers.clock)
             _log.warning(

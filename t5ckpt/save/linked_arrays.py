@@ -102,18 +102,18 @@ def _keys(data: Any, impl: str) -> Any:
     return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl)
 
 
-def linkable_array(leaf: LinkedArray, write: ArrayWrite) -> StoredArray | None:
+def linkable_array(linked: LinkedArray, write: ArrayWrite) -> StoredArray | None:
     """The array as described in the new checkpoint, or None if its values have to be read.
 
     The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
     version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
-    stored = leaf.leaf.array
+    stored = linked.leaf.array
     plain = stored.layout is ArrayLayout.ZARR and stored.bits_of is None
-    if not plain or write.dtype != leaf.dtype or stored.dtype != write.array.dtype:
+    if not plain or write.dtype != linked.dtype or stored.dtype != write.array.dtype:
         return None
-    storage = leaf.checkpoint.storage
-    key = join(leaf.checkpoint.directory, stored.location, '.zarray')
+    storage = linked.checkpoint.storage
+    key = join(linked.checkpoint.directory, stored.location, '.zarray')
     if storage.kind(key) != 'file':
         return None
     try:
@@ -133,7 +133,7 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
     return tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
 
 
-def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
+def link_or_copy_chunks(linked: LinkedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
     """Links or copies the files of an array into ``directory``; returns their entries.
 
     Raises:
@@ -141,7 +141,7 @@ def link_or_copy_chunks(leaf: LinkedArray, write: ArrayWrite, storage: Storage, 
       CorruptCheckpointError: a file is missing, or does not match its checksum.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    checkpoint, location = leaf.checkpoint, leaf.leaf.array.location
+    checkpoint, location = linked.checkpoint, linked.leaf.array.location
     entries: dict[str, FileEntry] = {}
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity

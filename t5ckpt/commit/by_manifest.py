@@ -17,7 +17,7 @@ removed its manifest waits for the processes that may remove its files. If the f
 again. So two writers of a step do not both give it up.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
-leases the step between the look at the leases and the write waits, as for a deleter. If another program has pinned the step in
+leases the step between the check of the leases and the write waits, as for a deleter. If another program has pinned the step in
 between, the old manifest is written back.
 
 A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease. A
@@ -156,7 +156,7 @@ class ManifestTransaction(Transaction):
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         self._has_others, self._overwrites = True, found is not None
-        self._lease.note(replaces=True)
+        self._lease.update(replaces=True)
         if not self._overwrites:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
@@ -170,7 +170,7 @@ class ManifestTransaction(Transaction):
         renewed = self._lease.renewed
         if self._overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
-            self._lease.note(action=REPLACE)
+            self._lease.update(action=REPLACE)
             self._check_not_kept()
         if not self._lease.is_ours():
             self._keeps_files = not self.generation
@@ -293,7 +293,7 @@ class ManifestTransaction(Transaction):
         try:
             if self._overwrites:
                 self._check_not_kept(has_readers=was_stopped)
-                self._lease.note(action=SAVE)
+                self._lease.update(action=SAVE)
             mark_step(self.storage, self.step, version)
             if self._has_others and self._sidecar:
                 remove_superseded(self.storage, self.step, self._lease)

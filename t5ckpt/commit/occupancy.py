@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, orbax_marks, other_layout
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.removal import check_removable, few, foreign_files
+from t5ckpt.commit.removal import check_removable, few, foreign_files, keys_below
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
@@ -69,7 +69,7 @@ def occupant_in_place(storage: Storage, step: int) -> ListedStep | None:
     found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
     if data is not None and is_whole(data) and _decodes(storage, found) and not is_remnant(storage, directory, data):
         return found
-    keys = [each[len(directory) + 1 :] for each, _ in storage.walk(directory)]
+    keys = keys_below(storage, directory)
     if not keys:
         return None
     if not {*orbax_marks('')}.isdisjoint(keys):

@@ -37,8 +37,8 @@ class StayLog:
         self._logged.add((step, reason))
         return is_new
 
-    def note(self, decision: Decision) -> None:
-        """Logs that a pin or a reader keeps a step."""
+    def log(self, decision: Decision) -> None:
+        """Logs that a step is kept for another reason than the policy."""
         if decision.overruled and self._is_new(decision.step, decision.reason):
             _log.info('t5ckpt: step %d is kept regardless of the keep policy: %s', decision.step, decision.reason)
 
@@ -70,7 +70,7 @@ class PrunableSteps(ABC):
         """The steps in T5X's layout; logs that the others stay."""
         for each in steps:
             if not each.is_t5x and not self._prunes_others:
-                self._stay_log.note(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
+                self._stay_log.log(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
         return [each.step for each in steps if each.is_t5x]
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:

@@ -228,13 +228,13 @@ class Retention:
             others = self._prunable_others()
             infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
             infos, plan = self._decide(infos, unchecked, others, just_saved)
-            self._coverage.note(infos, self.policy.metric_names, just_saved)
+            self._coverage.record(infos, self.policy.metric_names, just_saved)
         done: list[Decision] = []
         hidden: list[Hidden] = []
         try:
             for decision in plan:
                 if decision.keep:
-                    self._stay_log.note(decision)
+                    self._stay_log.log(decision)
                 elif confirmed is None or decision.step in confirmed:
                     self._prune(decision, others.get(decision.step), done, hidden)
             if self.keep_datasets is not None:
@@ -274,7 +274,7 @@ class Retention:
             pinned = is_pinned(self._storage, name)
             waits = WAITS if step in waiting_steps(self._storage) else HELD
             held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
-            self._stay_log.note(Decision(step, True, held, overruled=True))
+            self._stay_log.log(Decision(step, True, held, overruled=True))
 
     def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
         """Hides a step; returns None if it is kept."""
@@ -297,7 +297,7 @@ class Retention:
     def _log_failure(self, step: int, error: T5CkptError) -> None:
         """Logs that a step could not be deleted; once for a step that a newer program wrote."""
         if isinstance(error, UnsupportedFormatError):
-            self._stay_log.note(Decision(step, True, str(error), overruled=True))
+            self._stay_log.log(Decision(step, True, str(error), overruled=True))
         else:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
 

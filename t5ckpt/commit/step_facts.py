@@ -85,7 +85,7 @@ class MetricCoverage:
         self._lacking: dict[str, dict[int, Collection[str]]] = {}
         self._measured: set[str] = set()
 
-    def note(self, infos: Sequence[StepInfo], names: Collection[str], just_saved: int | None) -> None:
+    def record(self, infos: Sequence[StepInfo], names: Collection[str], just_saved: int | None) -> None:
         """Records the metrics of all steps but the latest, whose metrics a source may get only after its save."""
         for info in infos:
             if info.step in self._seen and info.step != just_saved:

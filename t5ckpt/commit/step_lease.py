@@ -147,7 +147,7 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
         if owner is None:
             lease.predecessors = tuple(owners)
             if any(each.replaces for each in owners):
-                lease.note(replaces=True)
+                lease.update(replaces=True)
             for each in others:
                 storage.delete_file(each.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))

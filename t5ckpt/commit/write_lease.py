@@ -233,8 +233,8 @@ class WriteLease:
         owner = None if self._is_lost else read_owner(self._storage, self.key)
         return owner is not None and owner.nonce == self.nonce
 
-    def note(self, *, action: str | None = None, replaces: bool | None = None) -> None:
-        """Writes the record with another ``action``, or with ``replaces``."""
+    def update(self, *, action: str | None = None, replaces: bool | None = None) -> None:
+        """Writes the record anew, with another ``action`` or ``replaces``."""
         with self._lock:
             self._action = self._action if action is None else action
             self.replaces = self.replaces if replaces is None else replaces

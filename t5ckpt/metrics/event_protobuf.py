@@ -17,8 +17,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_FIXED = {_FIXED64: 8, _FIXED32: 4}
+from t5ckpt.core.protobuf import BYTES, VARINT, fields, varint
+
 # By DataType (types.proto): the NumPy dtype, and the field of values that are not in tensor_content.
 _DTYPES = {
     1: (np.float32, 5),
@@ -63,7 +63,7 @@ def all_scalars(event: bytes) -> Iterator[Scalar]:
       ValueError: the bytes are not an event.
     """
     step, time, summaries = 0, 0.0, list[bytes]()
-    for number, kind, value in _fields(event):
+    for number, kind, value in fields(event):
         match number, kind, value:
             case 1, 1, bytes():
                 time = struct.unpack('<d', value)[0]
@@ -74,8 +74,8 @@ def all_scalars(event: bytes) -> Iterator[Scalar]:
             case _:
                 pass
     for summary in summaries:
-        for number, kind, value in _fields(summary):
-            if (number, kind) == (1, _BYTES) and isinstance(value, bytes):
+        for number, kind, value in fields(summary):
+            if (number, kind) == (1, BYTES) and isinstance(value, bytes):
                 tag, scalar = _scalar(value)
                 if scalar is not None:
                     yield Scalar(step, time, tag, scalar)
@@ -84,7 +84,7 @@ def all_scalars(event: bytes) -> Iterator[Scalar]:
 def _scalar(message: bytes) -> tuple[bytes, float | None]:
     found: float | None = None
     name = b''
-    for number, kind, value in _fields(message):
+    for number, kind, value in fields(message):
         match number, kind, value:
             case 1, _, bytes():
                 name = value
@@ -101,7 +101,7 @@ def _one_number(tensor: bytes) -> float | None:
     """The value of a tensor with one element; None for other tensors."""
     kind_of, elements, content = 0, 1, b''
     given: dict[int, list[int | bytes]] = {}
-    for number, kind, value in _fields(tensor):
+    for number, kind, value in fields(tensor):
         match number, kind, value:
             case 1, 0, int():
                 kind_of = value
@@ -125,7 +125,7 @@ def _listed(value: int | bytes, dtype: np.dtype, field: int) -> float | None:
     if isinstance(value, bytes) and dtype.itemsize >= 4 and dtype.kind == 'f':
         return float(np.frombuffer(value, dtype)[0]) if len(value) == dtype.itemsize else None
     if isinstance(value, bytes):
-        value = _varint(value, 0)[0]
+        value = varint(value, 0)[0]
     number = _signed(value)
     if field == _HALVES:
         return float(np.array(number & 0xFFFF, '<u2').view(dtype))
@@ -134,46 +134,11 @@ def _listed(value: int | bytes, dtype: np.dtype, field: int) -> float | None:
 
 def _elements(shape: bytes) -> int:
     product = 1
-    for number, kind, value in _fields(shape):
-        if (number, kind) == (2, _BYTES) and isinstance(value, bytes):
-            size = next((int(size) for field, wire, size in _fields(value) if (field, wire) == (1, _VARINT)), 0)
+    for number, kind, value in fields(shape):
+        if (number, kind) == (2, BYTES) and isinstance(value, bytes):
+            size = next((int(size) for field, wire, size in fields(value) if (field, wire) == (1, VARINT)), 0)
             product *= size
     return product
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """(number, wire type, value) of each field; protobuf.dev/programming-guides/encoding."""
-    at, end = 0, len(data)
-    while at < end:
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield key >> 3, kind, value
-            continue
-        if kind == _BYTES:
-            count, at = _varint(data, at)
-        elif kind in _FIXED:
-            count = _FIXED[kind]
-        else:
-            raise ValueError(f'wire type {kind} at byte {at}')
-        if at + count > end:
-            raise ValueError(f'a field ends {at + count - end} bytes after its message')
-        yield key >> 3, kind, data[at : at + count]
-        at += count
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError(f'an unterminated number at byte {at}')
 
 
 def _signed(value: int) -> int:

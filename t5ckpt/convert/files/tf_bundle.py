@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.convert.files.flat_array import FlatArray
+from t5ckpt.core import protobuf
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -190,8 +191,8 @@ def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
-    start, at = _varint(data, at)
-    size, at = _varint(data, at)
+    start, at = protobuf.varint(data, at)
+    size, at = protobuf.varint(data, at)
     return (start, size), at
 
 
@@ -207,9 +208,9 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
     end = size - 4 * (1 + struct.unpack('<I', block[-4:])[0])
     at, key = 0, b''
     while at < end:
-        shared, at = _varint(block, at)
-        rest, at = _varint(block, at)
-        length, at = _varint(block, at)
+        shared, at = protobuf.varint(block, at)
+        rest, at = protobuf.varint(block, at)
+        length, at = protobuf.varint(block, at)
         if shared > len(key) or at + rest + length > end:
             raise CorruptCheckpointError(f'{where} is damaged. {_CURE}')
         key = key[:shared] + block[at : at + rest]
@@ -220,26 +221,11 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
 
 def _message(data: bytes) -> dict[int, list[Any]]:
     """The fields of a protocol buffer by number: integers and bytes."""
-    fields: dict[int, list[Any]] = {}
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        match tag & 7:
-            case 0:
-                value, at = _varint(data, at)
-            case 2:
-                length, at = _varint(data, at)
-                value, at = data[at : at + length], at + length
-            case 5:
-                value, at = struct.unpack_from('<I', data, at)[0], at + 4
-            case 1:
-                value, at = struct.unpack_from('<Q', data, at)[0], at + 8
-            case kind:
-                raise ValueError(f'wire type {kind}')
-        if at > len(data):
-            raise ValueError('a field extends beyond the end')
-        fields.setdefault(tag >> 3, []).append(value)
-    return fields
+    found: dict[int, list[Any]] = {}
+    for number, kind, value in protobuf.fields(data):
+        known = found.setdefault(number, [])
+        known.append(int.from_bytes(value, 'little') if isinstance(value, bytes) and kind != protobuf.BYTES else value)
+    return found
 
 
 def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:
@@ -254,16 +240,3 @@ def _messages(fields: Mapping[int, list[Any]], number: int) -> Iterator[dict[int
         if not isinstance(value, bytes):
             raise ValueError(f'field {number} is not a message')  # noqa: TRY004
         yield _message(value)
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at += 1
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError('a number of more than 64 bits')

@@ -330,7 +330,7 @@ def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str)
 
 
 def runs_below(storage: Storage) -> list[str]:
-    """The directories with steps in a directory that is not a run; at most so many are looked into."""
+    """The directories with steps in a directory that is not a run; lists at most ``_MAX_RUNS`` of them."""
     found: list[str] = []
     for entry in storage.entries()[:_MAX_RUNS]:
         with contextlib.suppress(T5CkptError):

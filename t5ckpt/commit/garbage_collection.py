@@ -105,7 +105,7 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
     if lock is None:
         return False
     with contextlib.closing(lock):
-        # Before the look at the lease: one that arrives after it is found by the removal.
+        # Before the lease is read: a lease that arrives later is found by the removal.
         names = [entry.name for entry in storage.entries(leftover.name)] if leftover.state == 'tmp' else ['']
         if leftover.state != 'tmp' and lock.is_held:
             is_dead = True

@@ -24,7 +24,13 @@ _BACKENDS = {
     'memory': 't5ckpt.storage.memory',
     's3': 't5ckpt.storage.s3',
 }
-# The scheme, and what Hadoop, adlfs and others call it.
+# How a program gets the keys of a backend that has keys.
+_CREDENTIALS = {
+    'az': 'set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN',
+    'gs': 'set GOOGLE_APPLICATION_CREDENTIALS',
+    's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
+}
+# The scheme of Azure, and what Hadoop, adlfs and others call it.
 _AZURE = ('az', 'abfs', 'abfss', 'azure', 'wasb', 'wasbs')
 _BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
@@ -38,13 +44,8 @@ _ANY_URL = re.compile(r'[a-z][a-z0-9+.\-]*:/', re.IGNORECASE)
 # The parameters of a signed URL of Azure, Amazon or Google. The query gives access to whoever reads it.
 _SIGNATURE = re.compile('[?&](sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token))=', re.IGNORECASE)
 # 's3://KEY:SECRET@bucket', as old tools write it.
-_KEYS = re.compile(r'(az|gs|s3)://[^/?]*:.*@', re.DOTALL | re.IGNORECASE)
+_KEYS = re.compile(rf'({"|".join(_CREDENTIALS)})://[^/?]*:.*@', re.DOTALL | re.IGNORECASE)
 _PASSWORD = re.compile('.*:.*@', re.DOTALL)
-_CREDENTIALS = {
-    'az': 'set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN',
-    'gs': 'set GOOGLE_APPLICATION_CREDENTIALS',
-    's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
-}
 
 
 @dataclasses.dataclass(frozen=True)

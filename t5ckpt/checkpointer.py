@@ -636,8 +636,7 @@ class Checkpointer:
         restore_round = self._round('a restore')
         with restore_round.together(Phase.RESTORE):
             found = tf_leaves(open_tf(path_or_dir), translator)
-            restored = restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
-        return restored
+            return restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
 
     def convert_from_tf_checkpoint(
         self,

@@ -167,7 +167,9 @@ def plan_save(
     # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
     leaves = sorted(given, key=operator.attrgetter('path')) if assignment.count > 1 else given
     arrays = [
-        _sized(leaf, dtypes.get(leaf.path, leaf.dtype), infos.get(leaf.path)) for leaf in leaves if leaf.dtype is not None
+        _sized(leaf, dtypes.get(leaf.path, leaf.dtype), infos.get(leaf.path))
+        for leaf in leaves
+        if leaf.dtype is not None
     ]
     stored = _stored_paths(arrays, options, assignment, {} if t5x_inlines is None else t5x_inlines)
     directories = _directories([array for array in arrays if array.path in stored])

@@ -133,7 +133,9 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
     return tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
 
 
-def link_or_copy_chunks(linked: LinkedArray, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
+def link_or_copy_chunks(
+    linked: LinkedArray, write: ArrayWrite, storage: Storage, directory: str
+) -> dict[str, FileEntry]:
     """Links or copies the files of an array into ``directory``; returns their entries.
 
     Raises:

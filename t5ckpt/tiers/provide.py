@@ -139,7 +139,10 @@ class Provider:
         nowhere = decode_bits(answer['nowhere'], numbers.count)
         names = numbers.chosen(sorted(self._there), sends)
         names += [name for name, sender in answer['positions'].items() if sender == index]
-        wanted = {*lacking, *(name for name in answer['positions'] if wanted_prefix is not None and name.startswith(wanted_prefix))}
+        wanted = {
+            *lacking,
+            *(name for name in answer['positions'] if wanted_prefix is not None and name.startswith(wanted_prefix)),
+        }
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
             exchange(self._sent(names), wanted - self._there, self._receive, Memory(*answer['memory']))

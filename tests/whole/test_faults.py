@@ -137,7 +137,7 @@ from t5ckpt.commit.transaction import writer_facts
 from t5ckpt.storage import open_storage
 work = begin(open_storage(sys.argv[1]), 1, time.time, writer_facts())
 # What another machine sees of the lock of this one, where locks are those of a node.
-work._lock._dir_lock.close()
+work._lock.close()
 print(work.directory, flush=True)
 time.sleep(60)
 """

@@ -106,7 +106,7 @@ class RenameTransaction(Transaction):
         """
         try:
             if self.storage.entries(self.directory):
-                self.release()
+                self.abandon()
                 return False
             self.take_lease(writer)
         except CheckpointNotFoundError:

@@ -146,6 +146,11 @@ class ReusedChunks:
             self.values[key] = previous.values[key]
         return True
 
+    def link_same(self, key: str) -> bool:
+        """Links or copies the file of this name, whatever its size and checksum."""
+        entry = None if self._previous is None else self._previous.checksums.get(key)
+        return entry is not None and self.link(key, entry)
+
     def link_equal(self, key: str, entry: FileEntry) -> bool:
         """Links or copies the file of this name if it has this size and checksum."""
         return self._previous is not None and self._previous.checksums.get(key) == entry and self.link(key, entry)

@@ -197,7 +197,7 @@ class _Writer:
         """
         files = [[write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files for write in writes]
         link = self._encoders.map if self._copies_inside else map
-        linked = link(self._link_again, itertools.chain.from_iterable(files))
+        linked = link(self.reused.link_same, itertools.chain.from_iterable(files))
         for write, keys in zip(writes, files, strict=True):
             found = [*itertools.islice(linked, len(keys))]
             if all(found):
@@ -210,11 +210,6 @@ class _Writer:
                 raise StorageError(errno.ENOENT, text)
             else:
                 self.write_array(write, DeviceLeaf(write.value))
-
-    def _link_again(self, key: str) -> bool:
-        """Links a file of the previous checkpoint; returns whether it did."""
-        entry = None if self._job.previous is None else self._job.previous.checksums.get(key)
-        return entry is not None and self.reused.link(key, entry)
 
     def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""

@@ -18,17 +18,25 @@ BUGS, RACES = _LISTED['bug'], _LISTED['race']
 SCHEDULES = 6000
 
 
-def plant(bug, root):
-    """Copies the package below `root`, with its compiled modules and the bug."""
-    shutil.copytree(PACKAGE, root / 't5ckpt')
+def changes(bug):
+    """The text of each module that a bug changes, with the bug."""
+    planted = {}
     for number in ('', '2'):
         if f'old{number}' not in bug:
             continue
-        file = root / 't5ckpt' / bug.get(f'file{number}', bug['file'])
-        text = file.read_text(encoding='utf-8')
+        module = bug.get(f'file{number}', bug['file'])
+        text = planted.get(module) or (PACKAGE / module).read_text(encoding='utf-8')
         old, new = bug[f'old{number}'].strip('\n'), bug[f'new{number}'].strip('\n')
-        assert text.count(old) == 1, f'{file.name} has changed; change bugs.toml, too: {old}'
-        file.write_text(text.replace(old, new), encoding='utf-8')
+        assert text.count(old) == 1, f'{module} has changed; change bugs.toml, too: {old}'
+        planted[module] = text.replace(old, new)
+    return planted
+
+
+def plant(bug, root):
+    """Copies the package below `root`, with its compiled modules and the bug."""
+    shutil.copytree(PACKAGE, root / 't5ckpt')
+    for module, text in changes(bug).items():
+        (root / 't5ckpt' / module).write_text(text, encoding='utf-8')
 
 
 def find(bug, root):

@@ -26,6 +26,11 @@ def test_there_are_bugs_of_each_kind():
     assert {'disk', 'save'} <= {bug['scenarios'][0].partition('-')[0] for bug in seeded.BUGS}
 
 
+def test_each_bug_fits():
+    for bug in [*seeded.BUGS, *seeded.RACES]:
+        seeded.changes(bug)
+
+
 def test_each_race_of_the_changelog_has_its_bug():
     named = [bug['changelog'] for bug in [*seeded.BUGS, *seeded.RACES] if 'changelog' in bug]
     assert [text for text in named if not any(text in entry for entry in entries())] == []

@@ -123,7 +123,7 @@ class Checkpointer:
         background, and ``restore`` takes the newest step of both. See docs/tiers.md.
       local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
       persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
-      upload_gbps: the limit on the rate of uploads, in gigabits (10^9 bits) per second; None sets none.
+      upload_gbps: the limit on the rate of a process' uploads, in gigabits (10^9 bits) per second; None sets none.
       use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
     Notes:

@@ -48,7 +48,7 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage, foreign_errors
 
-_IN_FLIGHT_BYTES = 256 * 2**20
+IN_FLIGHT_BYTES = 256 * 2**20
 # Reserved for a file whose size neither the listing nor a checksum has.
 _UNKNOWN_BYTES = 16 * 2**20
 _ABSENT: Any = object()
@@ -102,7 +102,7 @@ class Transfer:
         self._step = step
         self._progress = options.progress
         self._options = options
-        self._budget = ByteBudget(_IN_FLIGHT_BYTES)
+        self._budget = ByteBudget(IN_FLIGHT_BYTES)
         self._done = 0
         self._files = CheckpointFiles.of(located)
 

@@ -7,7 +7,7 @@ disk fails goes on with rows that are empty, and raises its error afterwards.
 Notes: all bytes pass through every process. Half of the byte budget of the restore, and at most 256 MiB, is for the rows: memory
 holds those of all processes twice, and that of this process twice more. The other half is for files: the one that this process
 sends, and the one that it receives from each sender. Therefore only as many processes send at once as the budget has room for
-files. A row has at least 64 KiB, and one process always sends.
+files. A row has 64 KiB to 1 MiB, since glibc keeps larger blocks that are freed, and one process always sends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from t5ckpt.format.file_checksums import FileEntry
 
 # The rows of all processes are on the devices and on the host; the own row is filled and sent in addition.
 _BYTES_OF_ROWS, _COPIES_OF_ROWS, _OWN_ROWS = 256 * 2**20, 2, 2
-_MOST_BYTES, _LEAST_BYTES = 8 * 2**20, 2**16
+_MOST_BYTES, _LEAST_BYTES = 2**20, 2**16
 # Of a row: the bytes that it has, and whether more rows follow.
 _HEAD = 16
 # Before each file: the length of its description.
@@ -86,6 +86,8 @@ def exchange(files: Iterator[File], wanted: Collection[str], receive: Callable[[
             for file in parser.feed(memoryview(found)[_HEAD : _HEAD + int(used)]):
                 _tried(functools.partial(receive, file), None, errors)
                 del file
+            # It keeps the rows of all processes.
+            del found
     if errors:
         raise errors[0]
 

@@ -37,10 +37,13 @@ class Intents:
         self._local = local
         self._guard = threading.RLock()
         self._committing: int | None = None
+        # Steps that do not wait anymore, whose records could not be removed.
+        self._ended = set[int]()
 
     def steps(self) -> list[int]:
         """The steps, ascending."""
-        return sorted(waiting_steps(self._local))
+        with self._guard:
+            return sorted(waiting_steps(self._local) - self._ended)
 
     def overwrites(self, step: int) -> bool:
         """Whether the upload of a step replaces a complete checkpoint of the run."""
@@ -51,7 +54,9 @@ class Intents:
 
     def add(self, step: int, *, overwrite: bool) -> bool:
         """Records durably that a step is to be uploaded; returns whether it was not recorded."""
-        is_new = not self._local.is_file(to_persist_file(step))
+        with self._guard:
+            is_new = step in self._ended or not self._local.is_file(to_persist_file(step))
+            self._ended.discard(step)
         self._local.make_dir(TO_PERSIST)
         self._local.write(to_persist_file(step), b'overwrite' if overwrite else b'')
         self._local.sync_tree(INDEX, [])
@@ -81,19 +86,23 @@ class Intents:
             return step != self._committing and save_of(self._local, step) in ('', save)
 
     def drop(self, step: int, save: str | None = None) -> bool:
-        """Removes the record of a step.
+        """Removes the record of a step. If the disk refuses that, the record stays for the next start, and nobody waits for it.
 
         Args:
           step: the step.
           save: that was uploaded. The record stays if the directory has another save of the step, or is getting one.
 
         Returns:
-          Whether there is no record anymore.
+          Whether the step does not wait anymore.
         """
         with self._guard:
             if save is not None and not self.is_of(step, save):
                 return False
-            self._local.delete_file(to_persist_file(step))
+            try:
+                self._local.delete_file(to_persist_file(step))
+            except StorageError as error:
+                self._ended.add(step)
+                _log.warning('t5ckpt: %s could not be removed: %s', self._local.url(to_persist_file(step)), error)
             return True
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
+from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import Pool, start_thread
@@ -70,13 +72,22 @@ def send_lists(
     for parent in parents_of(files):
         run.make_dir(join(directory, parent))
     sent: dict[str, int | None] = dict(run.walk(directory)) if again else {}
+    budget = ByteBudget(IN_FLIGHT_BYTES)
 
     def send(name: str, entry: FileEntry | None) -> int:
         key = join(directory, name)
         # A listing of an object store may lack the sizes; its objects are never there in part.
         if entry is not None and key in sent and sent[key] in (None, entry[0]):
             return 0
-        pace(0 if entry is None else entry[0])
+        nbytes = 0 if entry is None else entry[0]
+        pace(nbytes)
+        budget.acquire(nbytes)
+        try:
+            return copy(name, key, entry)
+        finally:
+            budget.release(nbytes)
+
+    def copy(name: str, key: str, entry: FileEntry | None) -> int:
         source = join(step_dir(part.step), name)
         try:
             data = part.storage.read(source)

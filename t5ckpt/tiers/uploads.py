@@ -105,7 +105,11 @@ class Uploads:
         is_leader = orders.processes.index == 0
         for step in dropped:
             if is_leader:
-                _log.warning('t5ckpt: step %d was to be uploaded, and is not on the local disks anymore', step)
+                _log.warning(
+                    't5ckpt: step %d was to be uploaded, and the local disks do not have all of its files anymore; the next save '
+                    'is uploaded in its place',
+                    step,
+                )
             self._intents.drop(step)
             self._schedule.owe(step)
         for step in set(waiting).difference(self._intents.steps()):
@@ -242,7 +246,7 @@ class Uploads:
                     self._leader.orders.send(Close())
                 self._leader = None
             left = self._waiting()
-            if left:
+            if left and self._queue.refusal is None:
                 _log.warning(
                     't5ckpt: step %s is in %s, and not in %s yet. The next start with this local_dir uploads it.',
                     ', '.join(map(str, left)),

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 TWICE = ['target/rows', 'target/bfloat', 'target/everywhere', 'target/small', 'state/step']
 ONCE = [*TWICE, 'target/both']
 COUNT = 4
+# For the compilation of the collective: up to 13 MB were measured, and 80 MB in the first exchange of a process.
+BESIDE_THE_BUDGET = 20e6
 
 
 @pytest.fixture
@@ -106,16 +108,18 @@ def test_disks_in_another_order(four, place):
 
 @pytest.mark.parametrize('lost', [0, 3])
 def test_a_lost_disk_is_filled_by_the_replicas(four, place, lost):
-    saved(four, place, [1, 2, 3], persist=[1])
+    saved(four, place, [1, 2, 3], persist=[1], chunk_bytes=2**19)
     shutil.rmtree(place.disks[lost])
     answers = restored(four, place, persist=[])
     assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(3, 3, 0)] * COUNT
     assert [answer['bytes'][1] > 0 for answer in answers] == [index == lost for index in range(COUNT)]
-    # Another disk may be lost now. The buffers of the exchange are within the budget; by default they take 64 MiB here.
+    # Another disk may be lost now.
     shutil.rmtree(place.disks[(lost + 2) % COUNT])
-    answers = restored(four, place, persist=[], restore_concurrent_gb=0.008)
+    place.begin(four, persist=[], restore_concurrent_gb=0.008)
+    assert max(four.run('tiers_exchange')) < 8e6 + BESIDE_THE_BUDGET
+    answers = four.run('tiers_restore')
+    four.run('tiers_close')
     assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(3, 0)] * COUNT
-    assert max(answer['peak'] for answer in answers) < 40e6
 
 
 def test_fewer_processes_and_another_mesh(four, two, place):
@@ -329,6 +333,25 @@ def test_a_step_that_waits_is_uploaded_without_the_disk_of_one_process(four, pla
     assert t5ckpt.verify(place.run / f'checkpoint_{uploaded}', full=True).ok
 
 
+def test_a_step_that_waits_in_a_smaller_job(four, two, place, tmp_path):
+    """The disks that are left have all chunks, and not the lists of two processes: the next step is uploaded in its place."""
+    trouble, options = tmp_path / 'trouble', {'persist': [1], 'iterator': False}
+    trouble.write_text('away')
+    place.begin(four, trouble=str(trouble), **options)
+    four.run('tiers_save', 1)
+    four.run('tiers_close')
+    two.run('tiers', place.run, TWICE, options, each=[str(disk) for disk in place.disks[::3]])
+    answers = two.run('tiers_restore')
+    assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(1, 0)] * 2
+    assert 'step 1 was to be uploaded, and the local disks do not have all' in ' '.join(answers[0]['why'])
+    errors = two.run('tiers_wait', 1)
+    assert all('step 1 is not in' in text for text in errors)
+    assert [two.run('tiers_save', step) for step in (2, 3)] == [[2] * 2, [3] * 2]
+    assert two.run('tiers_wait') == [None] * 2
+    two.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [2]
+
+
 def test_a_process_that_an_error_ends_does_not_wait_for_the_others(four, place, tmp_path):
     """They may wait for it in a collective, and never end the uploads. The next start uploads the step."""
     trouble = tmp_path / 'trouble'
@@ -414,6 +437,27 @@ def test_a_local_disk_is_full_or_fails(four, place):
         saved(four, place, [step])
         assert t5ckpt.latest_step(place.run) == step
     assert [answer['step'] for answer in restored(four, place)] == [step] * COUNT
+
+
+@pytest.mark.parametrize(
+    ('process', 'operation', 'key'), [(2, 'publish', 'checkpoint_2'), (0, 'delete_file', 'to_persist/2')]
+)
+def test_a_disk_that_becomes_read_only_keeps_nobody_waiting(four, place, process, operation, key):
+    """In the commit, or after the upload: the record that the step waits stays, and the next start removes it."""
+    saved(four, place, [1])
+    place.begin(four, local_hook=[process, operation, key, 'read-only'])
+    if operation == 'publish':
+        errors = four.errors('tiers_save', 2)
+        assert 'read-only' in errors[process][1]
+    else:
+        four.run('tiers_save', 2)
+    assert four.run('tiers_wait', timeout=30) == [None] * COUNT
+    four.run('tiers_close', timeout=30)
+    assert [path.name for path in (place.disks[process] / '.t5ckpt/to_persist').iterdir()] == ['2']
+    saved(four, place, [3])
+    assert t5ckpt.all_steps(place.run) == ([1, 3] if operation == 'publish' else [1, 2, 3])
+    assert not any(list((disk / '.t5ckpt/to_persist').iterdir()) for disk in place.disks)
+    assert [answer['step'] for answer in restored(four, place)] == [3] * COUNT
 
 
 def test_a_disk_of_another_run_is_refused_by_all(four, place, tmp_path):

@@ -74,6 +74,22 @@ class Troubled(FaultyStorage):
             raise StorageError(5, 'injected: the upload is torn')
 
 
+class ReadOnly(scenarios.HookedStorage):
+    """A disk that is remounted read-only at an operation."""
+
+    def __init__(self, inner, operation, key):
+        super().__init__(inner, operation, key, self._break)
+        self._is_broken = False
+
+    def _break(self):
+        self._is_broken = True
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if self._is_broken and name in ('write', 'delete_file', 'make_dir', 'publish'):
+            raise StorageError(30, 'injected: read-only file system')
+
+
 def eio():
     """A bad sector, or a disk that is unplugged."""
     raise StorageError(5, 'injected: input/output error')
@@ -88,8 +104,8 @@ def tiers(directory, leaves, options, local):
     """Makes the checkpointer of this process, which the next orders use.
 
     ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'hook', (process, operation, key) of the run's
-    storage at which that process dies; 'local_hook', (process, operation, key, function) of the local directory; 'trouble', the
-    file of :class:`Troubled` for the run's storage; 'iterator'.
+    storage at which that process dies; 'local_hook', (process, operation, key, what happens) of the local directory; 'trouble',
+    the file of :class:`Troubled` for the run's storage; 'iterator'.
     """
     options = dict(options)
     storage = open_storage(directory)
@@ -100,8 +116,11 @@ def tiers(directory, leaves, options, local):
         storage = Troubled(storage, trouble)
     hook = options.pop('local_hook', None)
     if hook is not None and hook[0] == jax.process_index():
-        function = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio}[hook[3]]
-        local = scenarios.HookedStorage(open_storage(local), hook[1], hook[2], function)
+        functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio}
+        inner, *at = open_storage(local), *hook[1:3]
+        local = (
+            ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])
+        )
     _held.update(leaves=leaves, positions=Positions())
     shape = options.pop('shape', (2, 4))
     persist = options.pop('persist', None)
@@ -150,12 +169,10 @@ def tiers_restore(step=None, seed=None, iterator=True):
     """Restores and checks the bits; what the log says of the sources, and the position of the iterator."""
     handler = _Lines()
     logging.getLogger('t5ckpt').addHandler(handler)
-    before = _resident(resets=True)
     try:
         restored = _held['ck'].restore(step, restore_iterator=iterator)
     finally:
         logging.getLogger('t5ckpt').removeHandler(handler)
-    peak = _resident() - before
     (line,) = [line for line in handler.lines if 'restored step' in line]
     at = int(line.split('restored step ')[1].split(':')[0].split(' ')[0])
     for name in _held['leaves']:
@@ -164,11 +181,18 @@ def tiers_restore(step=None, seed=None, iterator=True):
         values = scenarios.full(name, size, dtype, at if seed is None else seed)
         for shard in restored[group][leaf].addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
-    why = [line for line in handler.lines if 'not restored' in line]
+    why = [line for line in handler.lines if 'not restored' in line or 'was to be uploaded' in line]
     numbers = (
         [int(word) for word in line.split(':', 1)[1].replace(',', ' ').split() if word.isdigit()] if ':' in line else []
     )
-    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why, 'peak': peak}
+    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why}
+
+
+def tiers_exchange():
+    """Restores lazily, so that the files are exchanged and no array is read; the most memory that this took, in bytes."""
+    before = _resident(resets=True)
+    _held['ck'].restore(lazy_parameters=True)
+    return _resident() - before
 
 
 def _resident(*, resets=False):

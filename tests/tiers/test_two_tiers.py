@@ -16,7 +16,7 @@ import pytest
 from support import forked
 
 import t5ckpt
-from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError
+from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError, StorageError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.directory_lock import DirectoryLock
 from t5ckpt.testing import FaultyStorage
@@ -197,6 +197,42 @@ class Full(FaultyStorage):
             self._written -= 1
             if self._written < 0:
                 raise NoSpaceError(28, 'injected: no space left on device')
+
+
+class ReadOnly(FaultyStorage):
+    """A disk that is remounted read-only after an error of an operation on a key."""
+
+    def __init__(self, inner, operation, key):
+        super().__init__(inner)
+        self._at, self._is_broken = (operation, key), False
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        self._is_broken = self._is_broken or (name == self._at[0] and self._at[1] in key)
+        if self._is_broken and name in ('write', 'delete_file', 'make_dir', 'publish'):
+            raise StorageError(30, 'injected: read-only file system')
+
+
+@pytest.mark.parametrize(('operation', 'key'), [('publish', 'checkpoint_2'), ('delete_file', 'to_persist/2')])
+def test_a_disk_that_becomes_read_only_keeps_nobody_waiting(run_dir, local, operation, key):
+    """In the commit, or after the upload: the record that the step waits stays, and the next start removes it."""
+    disk = ReadOnly(open_storage(local), operation, key)
+    with checkpointer(run_dir, disk) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted(1)
+        if operation == 'publish':
+            with pytest.raises(StorageError, match='read-only'):
+                ck.save(state(2))
+        else:
+            ck.save(state(2))
+            ck.wait_until_persisted(2)
+        ck.wait_until_persisted()
+    assert os.listdir(local / '.t5ckpt/to_persist') == ['2']
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), steps_in(run_dir)[-1])
+        ck.save(state(3))
+    assert steps_in(run_dir) == ([1, 3] if operation == 'publish' else [1, 2, 3])
+    assert os.listdir(local / '.t5ckpt/to_persist') == []
 
 
 def test_a_clock_that_is_set_back_does_not_stop_the_uploads(run_dir, local):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -121,6 +122,12 @@ def test_a_storage_of_ones_own(storage):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (int(storage == 'Careless'), '')
     assert ('Careless: step 7 is listed, and checkpoint_7/' in done.stdout) == (storage == 'Careless')
+    if storage == 'Careless':
+        violation, again = re.search('(Careless: step 7 .*)\nafter .*; again: python (.*)', done.stdout).groups()
+        command = [sys.executable, *again.split()]
+        repeated = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (repeated.returncode, repeated.stderr) == (1, '')
+        assert f'{violation}\nafter 1 schedules' in repeated.stdout
 
 
 def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):

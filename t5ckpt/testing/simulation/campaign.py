@@ -22,6 +22,7 @@ class Failure:
     """A schedule that violates an invariant.
 
     Attributes:
+      module: of the scenario.
       scenario: its name.
       seed: runs the schedule again, unless ``switches`` is set.
       switches: the bound of the exhaustive search that found it; None for a seed.
@@ -31,6 +32,7 @@ class Failure:
       trace: its operations, one a line.
     """
 
+    module: str
     scenario: str
     seed: int
     switches: int | None
@@ -40,9 +42,14 @@ class Failure:
     trace: tuple[str, ...]
 
     def __str__(self) -> str:
-        again = f'--first {self.seed} --schedules 1' if self.switches is None else f'--switches {self.switches}'
-        head = f'{self.scenario}: {self.violation}\nafter {self.schedules} schedules; again: python -m t5ckpt.testing.simulation'
-        return '\n'.join([f'{head} {self.scenario} {again}', *self.trace])
+        own = '' if self.module == OWN_SCENARIOS else f' --module {self.module}'
+        which = f'--first {self.seed} --schedules 1'
+        if self.switches is not None:
+            which = f'--switches {self.switches} --schedules {self.schedules}'
+        again = f'python -m t5ckpt.testing.simulation{own} {self.scenario} {which}'
+        return '\n'.join(
+            [f'{self.scenario}: {self.violation}', f'after {self.schedules} schedules; again: {again}', *self.trace]
+        )
 
 
 @dataclasses.dataclass

@@ -41,6 +41,7 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
             schedules = explorer.report.schedules
             shortest = explorer.shortest(outcome, seed if switches is None else 0)
             failure = {
+                'module': job['module'],
                 'scenario': name,
                 'seed': seed,
                 'switches': switches,

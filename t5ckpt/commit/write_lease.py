@@ -92,10 +92,11 @@ def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool
 
 def _linger(storage: Storage, key: str, clock: Clock, *, replaces: bool) -> bool:
     """Writes a record that lingers, if a request may arrive later; returns whether it may."""
-    if storage.requests_linger:
+    may_arrive = not storage.commits_by_rename
+    if may_arrive:
         owner = dataclasses.replace(EXPIRED, beat=clock() - _LINGERING_SECONDS, replaces=replaces)
         storage.write(key, _encode_record(dataclasses.asdict(owner)))
-    return storage.requests_linger
+    return may_arrive
 
 
 def _encode_record(owner: Mapping[str, Any]) -> bytes:

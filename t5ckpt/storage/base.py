@@ -56,7 +56,10 @@ class Storage(ABC):
     """One root on one backend."""
 
     commits_by_rename: bool
-    """Whether a checkpoint becomes visible by ``publish``, one atomic rename, or else by the write of its manifest."""
+    """Whether a checkpoint becomes visible by ``publish``, one atomic rename, or else by the write of its manifest.
+
+    Without it, a request that a process has given up may still be applied, as by the server of an object store.
+    """
     links = False
     """Whether ``link`` works."""
     copies = False
@@ -69,8 +72,6 @@ class Storage(ABC):
     """Whether other processes can see the same root, as far as it is known."""
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
-    requests_linger = False
-    """Whether a request that a process has given up may still be applied, as by the server of an object store."""
     driver: str
     """The kvstore driver in the manifest for arrays on this storage: 'file' or 'gcs', the two that T5X accepts."""
 

@@ -39,7 +39,6 @@ class BucketStorage(Storage):
     """
 
     commits_by_rename = False
-    requests_linger = True
     _compares_deletions = False
     """Whether TensorStore and the server compare the version in the request that deletes."""
 

@@ -41,7 +41,6 @@ class FaultyStorage(Storage):
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
         self.caches = inner.caches
-        self.requests_linger = inner.requests_linger
         self.copies = inner.copies
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []

@@ -1,17 +1,79 @@
 """Scenarios of storages that this test has written: a good one, and one that ignores the versions of conditional writes."""
 
+import itertools
 import uuid
 
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.storage import Entry, Storage
 from t5ckpt.storage.memory import MemoryStorage
 from t5ckpt.testing.simulation.programs import after, saver
 from t5ckpt.testing.simulation.scenarios import Scenario
 
 
 class Careless(MemoryStorage):
+    def __init__(self):
+        super().__init__(uuid.uuid4().hex, 'run')
+
     def replace(self, key, data, version):
         del version
         self.write(key, data)
         return self.version(key)
+
+
+class Plain(Storage):
+    """No subclass of ours: a dictionary. Checkpoints are committed by their manifest."""
+
+    commits_by_rename = False
+    driver = 'file'
+
+    def __init__(self):
+        self.files = {}
+        self.versions = itertools.count(1)
+
+    def url(self, key=''):
+        return f'plain://{key}'
+
+    def read(self, key):
+        if key not in self.files:
+            raise CheckpointNotFoundError(f'{self.url(key)} does not exist.')
+        return self.files[key][0]
+
+    def version(self, key):
+        return self.files[key][1] if key in self.files else None
+
+    def write(self, key, data):
+        self.files[key] = bytes(data), next(self.versions)
+
+    def kind(self, key):
+        return 'file' if key in self.files else 'dir' if any(self.walk(key)) else None
+
+    def size(self, key):
+        return len(self.files[key][0]) if key in self.files else None
+
+    def walk(self, key):
+        yield from [(name, self.size(name)) for name in sorted(self.files) if name.startswith(f'{key}/' if key else '')]
+
+    def entries(self, key=''):
+        names = sorted({name[len(key) :].lstrip('/').split('/')[0] for name, _ in self.walk(key)})
+        return [Entry(name, f'{key}/{name}'.lstrip('/') not in self.files) for name in names]
+
+    def make_dir(self, key, exclusive=False):
+        return not (exclusive and any(self.walk(key)))
+
+    def delete_file(self, key):
+        self.files.pop(key, None)
+
+    def delete_tree(self, key):
+        for name, _ in self.walk(key):
+            del self.files[name]
+
+    def sync_tree(self, key, below):
+        pass
+
+    def try_lock(self, key):
+        raise NotImplementedError('The simulator has the locks of object stores.')
+
+    publish = array_kvstore = context = try_lock
 
 
 def start(world):
@@ -26,8 +88,5 @@ def before(world):
 
 
 SCENARIOS = {
-    kind.__name__: Scenario(
-        start, before, kind=lambda kind=kind: kind(uuid.uuid4().hex, 'run'), faults=('pause', 'lost')
-    )
-    for kind in (MemoryStorage, Careless)
+    kind.__name__: Scenario(start, before, kind=kind, faults=('pause', 'lost', 'error')) for kind in (Plain, Careless)
 }

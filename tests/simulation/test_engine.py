@@ -106,7 +106,7 @@ def test_a_report_outlives_a_kill(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('storage', ['MemoryStorage', 'Careless'])
+@pytest.mark.parametrize('storage', ['Plain', 'Careless'])
 def test_a_storage_of_ones_own(storage):
     command = [
         sys.executable,

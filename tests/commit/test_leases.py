@@ -128,10 +128,10 @@ def test_a_heartbeat_that_takes_longer_than_the_lease(compares, is_removed):
 
     lease = None
     lease = acquire_lease(Late(storage), 1, clock)
-    lease.note(replaces=True)
+    lease.update(replaces=True)
     assert lease.is_ours() is (compares and not is_removed)
     assert lease.renewed == -math.inf or is_removed
-    lease.note(replaces=False)
+    lease.update(replaces=False)
     assert lease.is_ours() is (compares and not is_removed)
     assert len(write_leases_of(storage, 1)) == (not (compares and is_removed))
     lease.close()
@@ -154,8 +154,8 @@ def test_a_heartbeat_whose_reply_was_lost_does_not_lose_the_lease():
     lease = acquire_lease(lossy, 1, clock)
     lossy.is_lost = True
     with pytest.raises(StorageError, match='the reply was lost'):
-        lease.note(replaces=True)
-    lease.note(replaces=False)
+        lease.update(replaces=True)
+    lease.update(replaces=False)
     assert lease.is_ours()
     lease.release()
     assert write_leases_of(storage, 1) == []

@@ -158,6 +158,9 @@ def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: 
                 removed.append(step_dir(step))
         except T5CkptError as error:
             _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
+            if isinstance(error, AccessDeniedError):
+                # The lease for each of the other steps would be one more record that may not be deleted.
+                break
     if not index.is_complete:
         index = mark_missing_steps(storage)
     return removed, index

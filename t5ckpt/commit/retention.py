@@ -30,7 +30,7 @@ from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar
@@ -211,9 +211,7 @@ class Retention:
         return decision
 
     def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
-        """Hides the steps that the policy does not keep, and starts to remove their files.
-
-        The plan is made anew, so that a step that was pinned or saved since :meth:`plan` counts.
+        """Hides the steps that the policy does not keep, and starts to remove their files. The plan is made anew.
 
         Args:
           just_saved: the step of the save that this follows.
@@ -235,8 +233,10 @@ class Retention:
             for decision in plan:
                 if decision.keep:
                     self._stay_log.log(decision)
-                elif confirmed is None or decision.step in confirmed:
-                    self._prune(decision, others.get(decision.step), done, hidden)
+                elif confirmed is not None and decision.step not in confirmed:
+                    continue
+                elif not self._prune(decision, others.get(decision.step), done, hidden):
+                    break
             if self.keep_datasets is not None:
                 steps = self._steps.prunable(listing(self._storage).steps)
                 remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
@@ -249,8 +249,11 @@ class Retention:
                     self._remove(hidden)
         return done
 
-    def _prune(self, decision: Decision, other: ListedStep | None, done: list[Decision], hidden: list[Hidden]) -> None:
-        """Hides a step; adds it to ``done`` and ``hidden``, unless it is kept. A failure is logged."""
+    def _prune(self, decision: Decision, other: ListedStep | None, done: list[Decision], hidden: list[Hidden]) -> bool:
+        """Hides a step; adds it to ``done`` and ``hidden``, unless it is kept. A failure is logged.
+
+        Returns False if the storage may refuse all deletions: each attempt would leave a lease that may not be deleted.
+        """
         try:
             found = self._hide(decision.step, other)
             if found is None:
@@ -264,6 +267,8 @@ class Retention:
             done.append(decision)
         except T5CkptError as error:
             self._log_failure(decision.step, error)
+            return self._strategy.can_rename or not isinstance(error, AccessDeniedError)
+        return True
 
     def _log_kept(self, step: int, other: ListedStep | None) -> None:
         name = step_dir(step) if other is None else other.name

@@ -1,5 +1,6 @@
 """Write leases and read leases: who excludes whom, with the other process acting at exactly one operation."""
 
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import BeingWrittenError, StepTakenError, acquire_lease
 from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import writer_facts
-from t5ckpt.errors import StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import AccessDeniedError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import TRAIN_DS_PREFIX, busy_key, deleting_file, index_complete, read_lease_file
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
@@ -248,6 +249,25 @@ def test_a_retention_that_fails_half_way_keeps_no_lease():
     retention.wait()
     assert write_leases_of(run, 1) == []
     assert list(run.walk('checkpoint_1')) == []
+
+
+def test_where_nothing_may_be_deleted_each_save_leaves_few_records():
+    """By a role that may only add objects. The records of all saves were replaced by new ones, which stayed as well."""
+
+    class AddOnly(FaultyStorage):
+        def _refuse(self, *_):
+            raise AccessDeniedError(13, 'injected')
+
+        delete_file = delete_files = delete_tree = delete_unchanged = _refuse
+
+    inner, clock, counts = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock(), []
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=AddOnly(inner), keep=2, clock=clock) as ck:
+        for step in range(1, 9):
+            clock.advance(4000)
+            assert ck.save(STATE, step=step) is not None
+            counts.append(len([*inner.walk('.t5ckpt/busy')]))
+    assert t5ckpt.all_steps(inner.url()) == [*range(1, 9)]
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= 3
 
 
 _KILLED_DELETER = """

@@ -64,8 +64,6 @@ _RULES = tuple(
 )
 # The repr of a str.
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# Parameters of the library with other names in the verbs.
-_OPTIONS = {'select': '--select', 'steps': '--keep-step', 'max_shard_bytes': '--max-shard-size'}
 
 
 def in_words(text: str, command: click.Command | None) -> str:

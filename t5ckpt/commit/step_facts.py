@@ -102,12 +102,8 @@ class MetricCoverage:
         return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
 
 
-def saved_facts(storage: Storage, step: int) -> tuple[float | None, Mapping[str, float]]:
-    """The time of a step's save, in unix seconds or None, and the metrics passed to it."""
-    return _facts_in(storage, step, known_sidecar(storage, step_dir(step)))
-
-
 def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
+    """The time of a step's save, in unix seconds or None, and the metrics passed to it."""
     created = sidecar.created_unix
     if created is None:
         # T5X writes no sidecar, and the manifest last.

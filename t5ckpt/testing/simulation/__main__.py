@@ -15,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m t5ckpt.testing.simulation', description=__doc__)
     parser.add_argument('scenarios', nargs='*', help='all of the module by default')
     parser.add_argument('--module', default=OWN_SCENARIOS, help='the module with SCENARIOS')
-    parser.add_argument('--schedules', type=int, default=1000, help='of each scenario')
+    parser.add_argument('--schedules', type=int, help='of each scenario; default: 1000, with --switches all')
     parser.add_argument('--first', type=int, default=0, help='the first seed')
     parser.add_argument('--switches', type=int, help='all schedules with at most so many decisions, instead of seeds')
     parser.add_argument('--workers', type=int, default=2, help='processes')
@@ -24,7 +24,10 @@ def main() -> int:
     )
     given = parser.parse_args()
     names = given.scenarios or [*importlib.import_module(given.module).SCENARIOS]
-    seeds = range(given.first, given.first + given.schedules)
+    count = given.schedules
+    if count is None:
+        count = 1000 if given.switches is None else sys.maxsize - given.first
+    seeds = range(given.first, given.first + count)
     options = {'module': given.module, 'workers': given.workers}
     if given.report:
         found = continue_report(given.report, names, seeds, **options)

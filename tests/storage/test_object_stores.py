@@ -475,12 +475,13 @@ def test_the_log_names_the_requests_of_a_save_and_a_restore(bucket, caplog):
 def test_the_requests_of_a_save_and_a_restore(bucket):
     """By kind. The page has the same numbers, so whoever changes one changes both."""
     tree = {'w': np.arange(2**16, dtype=np.float32).reshape(256, 256), 'step': 1}
-    found = []
+    found, listings = [], []
     for keep in (None, 2):
         url = bucket.url()
         with checkpointer(url, tree, chunk_bytes=2**17, keep=keep) as ck:
+            bucket.proxy.clear()
             for step in (1, 2, 3):
-                bucket.proxy.clear()
+                listings.append(counts(bucket).get('list'))
                 ck.save({**tree, 'w': tree['w'] + step, 'step': np.int32(step)})
         # The end of the block waits for the removal.
         found.append(counts(bucket))
@@ -497,6 +498,8 @@ def test_the_requests_of_a_save_and_a_restore(bucket):
         names = {'write': 'PUT', 'read': 'GET', 'list': 'LIST', 'head': 'HEAD', 'delete': 'DELETE'}
         shown = ', '.join(f'{requests[kind]} {name}' for kind, name in names.items() if kind in requests)
         assert kinds.strip() == shown
+    place = {'s3': 'S3', 'gs': "Google's storage", 'az': 'Azure'}[bucket.scheme]
+    assert f'{listings[1] - listings[2]} LIST more on {place}' in page
 
 
 def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):

@@ -12,12 +12,13 @@ from t5ckpt.storage.checked_rename import leads_to
 
 
 class DirectoryLock:
-    """An open directory, and whether its flock is held; ``close`` releases it."""
+    """An open directory, and whether its flock is held, or why not; ``close`` releases it."""
 
-    def __init__(self, fd: int, is_held: bool):
+    def __init__(self, fd: int, is_held: bool, reason: str = ''):
         """Takes the open directory."""
         self._fd = fd
         self.is_held = is_held
+        self.reason = reason
 
     def close(self) -> None:
         """Releases the lock."""
@@ -43,8 +44,8 @@ def lock_directory(path: str) -> DirectoryLock | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    except OSError:
-        return DirectoryLock(fd, False)
+    except OSError as error:
+        return DirectoryLock(fd, False, error.strerror or '')
     if is_removed:
         # Another process removed the directory between the open and the lock.
         os.close(fd)

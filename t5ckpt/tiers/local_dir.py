@@ -124,9 +124,11 @@ class LocalDir:
                     'close that checkpointer, or pass another local_dir; several processes of a machine need one each.'
                 )
             if not self._lock.is_held:
+                # Storages of other programs need not say why.
+                reason = getattr(self._lock, 'reason', '') or 'flock'
                 self._release()
                 raise LocalDirError(
-                    f'{local.url()} cannot be locked (flock), so another process could use it at the same time. Pass a '
+                    f'{local.url()} cannot be locked ({reason}), so another process could use it at the same time. Pass a '
                     'local_dir on a disk of this machine or in its memory.'
                 )
             weakref.finalize(self, self._lock.close)

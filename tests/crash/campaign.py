@@ -300,6 +300,13 @@ def scenario_names() -> list[str]:
     return list(SCENARIOS)
 
 
+def has_tiers(name: str) -> bool:
+    """Whether the trainer of a scenario has a local directory and a bucket."""
+    from crash_scenarios import SCENARIOS
+
+    return SCENARIOS[name].has_tiers
+
+
 def _main_power(names: list[str], arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     answers = cut_power(names, arguments.randoms, arguments.seed, arguments.workers)

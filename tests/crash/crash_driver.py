@@ -29,7 +29,7 @@ import loopfs
 import powercut
 import tensorstore  # noqa: F401
 from crash_checks import check_whole, fingerprint, listed, open_files
-from crash_scenarios import NEXT, SCENARIOS, SOURCE, Trainer
+from crash_scenarios import BUCKET, LOCAL, NEXT, SCENARIOS, SOURCE, Trainer, promises_of
 from support import faultshim
 from support.faultshim import LOSE, SHORT, SHUTDOWN, Shim
 
@@ -37,6 +37,8 @@ import t5ckpt
 import t5ckpt.checkpointer
 import t5ckpt.save.execute
 import t5ckpt.testing
+import t5ckpt.tiers.restore
+import t5ckpt.tiers.tiers
 from t5ckpt.errors import SaveFailedError, T5CkptError
 
 SHIM = Shim()
@@ -76,14 +78,19 @@ class Runner:
         template = self.home / 'templates' / name.replace(' ', '_')
         if name not in self._before:
             template.mkdir(parents=True)
-            SCENARIOS[name].prepare(template / 'run')
-            self._before[name] = {
-                step: fingerprint(template / 'run' / f'checkpoint_{step}') for step in self._good(template / 'run')
-            }
+            # At its place, which a local directory records.
+            if self.root.exists():
+                shutil.rmtree(self.root)
+            SCENARIOS[name].prepare(self.root)
+            run = SCENARIOS[name].run(self.root)
+            self._before[name] = {step: fingerprint(run / f'checkpoint_{step}') for step in self._good(run)}
+            if self.root.exists():
+                _copy(self.root, template / 'run')
         if self.root.exists():
             shutil.rmtree(self.root)
         if (template / 'run').exists():
             _copy(template / 'run', self.root)
+        promises_of(self.root).unlink(missing_ok=True)
         self._log.lines.clear()
         return str(self.root)
 
@@ -97,30 +104,32 @@ class Runner:
         self.prepare(name)
         trainer = SCENARIOS[name].trainer(self.root)
         SHIM.arm(self.root)
-        SCENARIOS[name].act(trainer)
-        SHIM.disarm()
+        with contextlib.closing(trainer):
+            SCENARIOS[name].act(trainer)
+            SHIM.disarm()
         return [[call.kind, call.name, call.path] for call in SHIM.calls()]
 
     def run(self, name: str, at: int, mode: int, error: int, classes: int, sticky: int) -> dict[str, Any]:
         """One fault in this process; what came of it. Raises AssertionError where a promise is broken."""
         self.prepare(name)
-        scenario = SCENARIOS[name]
-        trainer = scenario.trainer(self.root)
         raised: Exception | None = None
-        SHIM.arm(self.root, at, mode, error, classes, sticky)
-        try:
-            scenario.act(trainer)
-        except Exception as caught:  # noqa: BLE001 - judged below
-            raised = caught
-        finally:
-            SHIM.disarm()
-        if not SHIM.fired:
-            return {'outcome': 'not reached'}
-        call = SHIM.hit()
-        self._judge(name, raised)
-        if raised is not None:
-            self._check_error(raised, call, mode, error)
-        self._check_next(name, trainer)
+        with contextlib.closing(SCENARIOS[name].trainer(self.root)) as trainer:
+            SHIM.arm(self.root, at, mode, error, classes, sticky)
+            try:
+                SCENARIOS[name].act(trainer)
+            except Exception as caught:  # noqa: BLE001 - judged below
+                raised = caught
+            finally:
+                SHIM.disarm()
+            if not SHIM.fired:
+                return {'outcome': 'not reached'}
+            call = SHIM.hit()
+            # The upload of the failed attempt begins again, and must not move what is judged.
+            trainer.persist(attempts=5)
+            self._judge(name, raised, persisted=trainer.is_persisted)
+            if raised is not None:
+                self._check_error(raised, call, mode, error)
+            self._check_next(name, trainer, is_new=False)
         _wait_until_closed(self.root)
         outcome = 'completed' if raised is None else type(raised).__name__
         return {'outcome': outcome, 'call': call.name, 'path': call.path}
@@ -134,6 +143,7 @@ class Runner:
         SCENARIOS[name].act(trainer)
         SHIM.mark()
         SHIM.disarm()
+        trainer.close()
         operations = [operation for operation in SHIM.operations() if fsync or operation.kind != 's']
         recording = powercut.Recording(before, links, operations)
         # The model and the disk agree on what is there when nothing was lost.
@@ -144,7 +154,8 @@ class Runner:
             shutil.rmtree(self.root)
             powercut.write_tree(self.root, tree)
             try:
-                self._judge(name, None if cut > recording.returned else InterruptedError())
+                has_returned = cut > recording.returned
+                self._judge(name, None if has_returned else InterruptedError(), persisted=has_returned)
                 self._check_next(name, SCENARIOS[name].trainer(self.root))
             except Exception as error:  # noqa: BLE001 - the campaign reports it
                 text = ''.join(traceback.format_exception(error))
@@ -156,6 +167,7 @@ class Runner:
         if SHIM.fired:
             call = SHIM.hit()
             self._judge(name, InterruptedError())
+            self._check_promises(name)
             self._check_next(name, SCENARIOS[name].trainer(self.root))
             return {'outcome': 'killed', 'call': call.name, 'path': call.path}
         return {'outcome': 'not reached'}
@@ -174,17 +186,26 @@ class Runner:
         self._check_next(name, SCENARIOS[name].trainer(self.root))
         return {'outcome': 'power cut'}
 
-    def _judge(self, name: str, raised: Exception | None) -> None:
+    def _judge(self, name: str, raised: Exception | None, *, persisted: bool = False) -> None:
         """What was there is there; what is listed is whole; a call that returned has done what it says."""
         scenario, before = SCENARIOS[name], self._before[name]
-        now = set(listed(self.root))
-        broken = now - set(t5ckpt.all_steps(self.root))
+        run = scenario.run(self.root)
+        if scenario.has_tiers:
+            uploaded = listed(self.root / BUCKET)
+            for step in uploaded:
+                check_whole(self.root / BUCKET / f'checkpoint_{step}')
+            assert 2 in uploaded, f'of the uploaded steps, only {uploaded} are left'
+            assert not persisted or raised is not None or scenario.adds <= set(uploaded), (
+                f'only {uploaded} are uploaded'
+            )
+        now = set(listed(run))
+        broken = now - set(t5ckpt.all_steps(run))
         assert broken <= scenario.adds - set(before), f'steps {broken} are broken'
         now -= broken
         assert set(before) - scenario.removes <= now, f'steps {set(before) - now} are gone'
         assert now <= set(before) | scenario.adds, f'steps {now} are listed'
         for step in now:
-            directory = self.root / f'checkpoint_{step}'
+            directory = run / f'checkpoint_{step}'
             if step in scenario.mends and raised is not None and fingerprint(directory) == before[step]:
                 continue
             check_whole(directory)
@@ -209,15 +230,43 @@ class Runner:
             assert os.strerror(error) in str(raised), f'the error does not say {os.strerror(error)!r}: {raised}'
         assert str(self.root) in str(raised), f'the error does not say where: {raised}'
 
-    def _check_next(self, name: str, trainer: Trainer) -> None:
+    def _check_promises(self, name: str) -> None:
+        """What has returned to a trainer that was killed is there."""
+        file, run = promises_of(self.root), SCENARIOS[name].run(self.root)
+        for promise in file.read_text(encoding='ascii').splitlines() if file.exists() else []:
+            verb, _, step = promise.partition(' ')
+            where, steps = (run, {int(step)}) if verb == 'saved' else (self.root / BUCKET, SCENARIOS[name].adds)
+            assert steps <= set(listed(where)), f'{promise}, and {where} has the steps {listed(where)}'
+
+    def _check_next(self, name: str, trainer: Trainer, *, is_new: bool = True) -> None:
         """The next save works, also with the checkpointer that failed, and sweeps what was left."""
-        saved = trainer.save(NEXT)
+        run = SCENARIOS[name].run(self.root)
+        with contextlib.closing(trainer):
+            if trainer.has_tiers:
+                self._check_restart(trainer, is_new=is_new)
+            saved = trainer.save(NEXT)
         assert saved is not None
-        check_whole(self.root / f'checkpoint_{NEXT}')
-        left = {path.name for path in self.root.iterdir()}
-        good = {f'checkpoint_{step}' for step in t5ckpt.all_steps(self.root)}
-        broken = {f'checkpoint_{step}' for step in SCENARIOS[name].adds} if name.startswith('overwrite') else set()
-        assert left - broken - {SOURCE} <= good, f'not swept: {sorted(left - good)}'
+        check_whole(run / f'checkpoint_{NEXT}')
+        for each in [run, self.root / BUCKET] if trainer.has_tiers else [run]:
+            left = {path.name for path in each.iterdir()}
+            good = {f'checkpoint_{step}' for step in t5ckpt.all_steps(each)}
+            broken = {f'checkpoint_{step}' for step in SCENARIOS[name].adds} if name.startswith('overwrite') else set()
+            assert left - broken - {SOURCE, '.t5ckpt'} <= good, f'not swept: {sorted(left - good)}'
+
+    def _check_restart(self, trainer: Trainer, *, is_new: bool) -> None:
+        """The newest step of both tiers is restored, and uploaded if it was not."""
+        local, bucket = self.root / LOCAL, self.root / BUCKET
+        newest = max(t5ckpt.all_steps(local) + t5ckpt.all_steps(bucket))
+        found = trainer.checkpointer.restore()
+        assert int(found['step']) == newest, f'step {found["step"]} was restored, and step {newest} is there'
+        trainer.persist(attempts=5)
+        assert t5ckpt.latest_step(bucket) == newest, f'{newest} is not uploaded'
+        check_whole(bucket / f'checkpoint_{newest}')
+        # The next start removes a record that the disk refused to remove.
+        said = '' if is_new else ' '.join(self._log.lines)
+        names = os.listdir(local / '.t5ckpt/to_persist')
+        waiting = [name for name in names if f'to_persist/{name} could not be removed' not in said]
+        assert not waiting, f'{waiting} wait for their upload'
 
     def close(self) -> None:
         """Removes everything."""

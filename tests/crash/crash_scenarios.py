@@ -3,11 +3,12 @@
 A scenario prepares a run, and acts on it. `adds` are the steps that the act makes, `removes` those that it may take away,
 `replaces` those that are there all the time, the old ones or the new, `mends` those that are damaged, and are as they were
 or whole; every other step that is there before must be there afterwards, byte for byte. What comes from another run lies
-in its directory `source`.
+in its directory `source`. With two tiers, all that is of the local directory `local`; the uploads go to the directory `bucket`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -21,6 +22,7 @@ from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import T5CkptError
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import open_storage
@@ -30,6 +32,8 @@ from t5ckpt.testing import FakeClock
 NEXT = 90
 #: A run from which another one takes a step.
 SOURCE = 'source'
+#: The directories of a trainer with two tiers.
+LOCAL, BUCKET = 'local', 'bucket'
 
 
 def state(step: int) -> dict[str, Any]:
@@ -58,6 +62,11 @@ class Position:
         self.taken = int(pathlib.Path(f'{filename}.position').read_text(encoding='ascii'))
 
 
+def promises_of(root: pathlib.Path) -> pathlib.Path:
+    """The file beside a run with what has returned to its trainer."""
+    return root.with_name('promises')
+
+
 class Trainer:
     """A checkpointer of the state above on a directory."""
 
@@ -65,13 +74,38 @@ class Trainer:
         """Touches nothing on disk."""
         self.root = root
         options = {'inline_bytes': 64, 'chunk_bytes': 2**13, 'clock': FakeClock()} | options
-        self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=root, **options)
+        self.is_persisted, self.has_tiers = False, 'local_dir' in options
+        if self.has_tiers:
+            options['local_dir'] = root / LOCAL
+        run = root / BUCKET if self.has_tiers else root
+        self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=run, **options)
 
     def save(self, step: int, **options: Any) -> Any:
         """A blocking save; what it prunes is gone when this returns."""
         saved = self.checkpointer.save(state(step), step=step, **options)
-        self.checkpointer._retention.wait()
+        self._promise(f'saved {step}')
+        self.checkpointer._tiers.retention.wait()
         return saved
+
+    def _promise(self, text: str) -> None:
+        """With two tiers, records what has returned, for the judge of a trainer that is killed."""
+        if self.has_tiers:
+            with promises_of(self.root).open('a', encoding='ascii') as file:
+                file.write(f'{text}\n')
+
+    def close(self) -> None:
+        """With two tiers, ends the uploads and releases the local directory."""
+        if self.has_tiers:
+            self.checkpointer.close()
+
+    def persist(self, attempts: int = 1) -> None:
+        """With two tiers, waits for the uploads; a failed one is no error of the save, and is repeated."""
+        for _ in range(attempts if self.has_tiers else 0):
+            with contextlib.suppress(T5CkptError):
+                self.checkpointer.wait_until_persisted()
+                self.is_persisted = True
+                self._promise('uploaded')
+                return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +119,15 @@ class Scenario:
     replaces: frozenset[int] = frozenset()
     mends: frozenset[int] = frozenset()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the trainer has two tiers."""
+        return 'local_dir' in self.options
+
+    def run(self, root: pathlib.Path) -> pathlib.Path:
+        """Where the trainer saves."""
+        return root / LOCAL if self.has_tiers else root
 
     def trainer(self, root: pathlib.Path) -> Trainer:
         """As the scenario's options have it; a data iterator is never shared."""
@@ -104,6 +147,21 @@ def _saved(*steps: int, **options: Any) -> Callable[[pathlib.Path], None]:
 
 def _nothing(_: Any) -> None:
     pass
+
+
+def _uploaded(root: pathlib.Path) -> None:
+    """Two steps in the bucket, and the second one on the local disk."""
+    trainer = Trainer(root, **_TIERS)
+    for step in (1, 2):
+        trainer.save(step)
+        trainer.persist()
+    trainer.close()
+
+
+def _save_and_upload(trainer: Trainer) -> None:
+    """Then the retention of both tiers."""
+    trainer.save(3)
+    trainer.persist()
 
 
 def _broken_second(root: pathlib.Path) -> None:
@@ -207,6 +265,7 @@ def _save_twice(trainer: Trainer) -> None:
 
 _ONE, _TWO = frozenset({1}), frozenset({2})
 _PLAIN = {'reuse_unchanged': False}
+_TIERS = {'local_dir': LOCAL, 'local_keep': 1, 'keep': 2}
 
 SCENARIOS = {
     'first save': Scenario(_nothing, lambda t: t.save(1), adds=_ONE),
@@ -243,4 +302,7 @@ SCENARIOS = {
     ),
     'save and sweep': Scenario(_leftovers, lambda t: t.save(2), adds=_TWO),
     'pin and unpin': Scenario(_pinned_second, _pin),
+    'save, upload and prune both tiers': Scenario(
+        _uploaded, _save_and_upload, adds=frozenset({3}), removes=_TWO, options=_TIERS
+    ),
 }

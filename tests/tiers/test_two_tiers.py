@@ -660,9 +660,11 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
 
     class Unlockable(FaultyStorage):
         def try_lock(self, key):
-            return DirectoryLock(os.open(tmp_path, os.O_RDONLY), False)
+            return DirectoryLock(os.open(tmp_path, os.O_RDONLY), False, 'Input/output error')
 
     local = LocalDir(Unlockable(open_storage(tmp_path / 'local')), open_storage(tmp_path / 'run'), 2, read_only=False)
     for _ in range(2):
-        with pytest.raises(LocalDirError, match=r'local cannot be locked \(flock\).* Pass a local_dir on a disk'):
+        with pytest.raises(
+            LocalDirError, match=r'local cannot be locked \(Input/output error\).* Pass a local_dir on a disk'
+        ):
             local.open(create=True)

@@ -177,7 +177,7 @@ def bucket_errors(where: str) -> Generator[None]:
     """Maps the errors of TensorStore inside the block, for requests to a bucket."""
     try:
         yield
-    except (T5CkptError, NotImplementedError):
+    except T5CkptError:
         raise
     except OSError as error:
         raise map_os_error(error, where, writing=True) from error
@@ -190,7 +190,7 @@ def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
     """Maps the errors of the operating system and of TensorStore inside the block."""
     try:
         yield
-    except (T5CkptError, NotImplementedError):
+    except T5CkptError:
         raise
     except OSError as error:
         raise map_os_error(error, where, writing=writing) from error

@@ -251,12 +251,6 @@ NUMBERS = {
 }
 
 
-def test_a_method_that_a_storage_of_ones_own_lacks_is_named():
-    """NotImplementedError is a RuntimeError, as are TensorStore's errors of damaged bytes."""
-    with pytest.raises(NotImplementedError, match='what goes here'), foreign_errors('/run/a'):
-        raise NotImplementedError('what goes here')
-
-
 @pytest.mark.parametrize('writing', [True, False])
 @pytest.mark.parametrize(('name', 'expected'), NUMBERS.items())
 def test_what_the_system_says_by_number(name, expected, writing):

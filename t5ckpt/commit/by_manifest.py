@@ -156,7 +156,7 @@ class ManifestTransaction(Transaction):
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         self._has_others, self._overwrites = True, found is not None
-        self._lease.update(replaces=True)
+        self._lease.update(may_leave_files=True)
         if not self._overwrites:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
@@ -167,7 +167,7 @@ class ManifestTransaction(Transaction):
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
         self._write_sidecar_of(manifest, sidecar)
-        renewed = self._lease.renewed
+        last_beat = self._lease.last_beat
         if self._overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
             self._lease.update(action=REPLACE)
@@ -176,8 +176,8 @@ class ManifestTransaction(Transaction):
             self._keeps_files = not self.generation
             raise self._taken_over()
         version = self._put_alone(manifest)
-        was_stopped = self._clock() - renewed > TAKE_OVER_SECONDS
-        while was_stopped and self._withdraw(version, sidecar):
+        was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
+        while was_stopped and self._delete_manifest_if_collected(version, sidecar):
             version = self._put_alone(manifest)
         self._finish(version, was_stopped=was_stopped)
 
@@ -189,10 +189,10 @@ class ManifestTransaction(Transaction):
         self._manifest, self._sidecar = manifest, join(self.directory, sidecar_of(digest(manifest)))
         self.storage.write(self._sidecar, sidecar)
 
-    def _check_not_kept(self, *, has_readers: bool = True) -> None:
+    def _check_not_kept(self, *, checks_readers: bool = True) -> None:
         storage, step = self.storage, self.step
         pinned = is_pinned(storage, self.directory)
-        reason = kept_by(storage, step, self._clock, pinned=pinned) if pinned or has_readers else None
+        reason = kept_by(storage, step, self._clock, pinned=pinned) if pinned or checks_readers else None
         if reason is not None:
             raise kept_error(storage, step, reason, 'replaced')
 
@@ -232,7 +232,7 @@ class ManifestTransaction(Transaction):
             self._keeps_files = True
             raise
 
-    def _withdraw(self, version: Any, sidecar: bytes | None) -> bool:
+    def _delete_manifest_if_collected(self, version: Any, sidecar: bytes | None) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
         Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
@@ -292,7 +292,7 @@ class ManifestTransaction(Transaction):
         is_done = False
         try:
             if self._overwrites:
-                self._check_not_kept(has_readers=was_stopped)
+                self._check_not_kept(checks_readers=was_stopped)
                 self._lease.update(action=SAVE)
             mark_step(self.storage, self.step, version)
             if self._has_others and self._sidecar:
@@ -305,7 +305,7 @@ class ManifestTransaction(Transaction):
             where = self.storage.url(self.directory)
             _log.warning('t5ckpt: %s: the marker or replaced files are left to the next save: %s', where, error)
         if is_done:
-            self._lease.replaces = False
+            self._lease.may_leave_files = False
             self._lease.release()
         else:
             # The record stays, so the step is listed without a marker.
@@ -313,7 +313,7 @@ class ManifestTransaction(Transaction):
 
     def abandon(self) -> None:
         """Lets the lease linger: files of this writer may be in the directory, or arrive, and so may its manifest."""
-        self._lease.replaces = True
+        self._lease.may_leave_files = True
         self._lease.linger()
 
     def _remove(self) -> None:
@@ -338,7 +338,7 @@ class ManifestTransaction(Transaction):
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
             self.abandon()
         else:
-            self._lease.replaces = any(owner.replaces for owner in self._lease.predecessors)
+            self._lease.may_leave_files = any(owner.may_leave_files for owner in self._lease.predecessors)
             self._lease.leave()
 
     def _is_committed_by_another(self) -> bool:

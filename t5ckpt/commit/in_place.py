@@ -180,12 +180,12 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
         is_committed = version is not None
         if not is_committed:
             remove_step(storage, step, lease)
-        elif lease.replaces and step not in lease.read_steps:
+        elif lease.may_leave_files and step not in lease.read_steps:
             remove_superseded(storage, step, lease)
         if is_committed:
             mark_step(storage, step, version)
         # A reader may need the files of the checkpoint that was replaced.
-        lease.replaces = lease.replaces and is_committed and step in lease.read_steps
+        lease.may_leave_files = lease.may_leave_files and is_committed and step in lease.read_steps
     except BaseException:
         lease.close()
         raise

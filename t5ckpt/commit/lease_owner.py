@@ -23,31 +23,40 @@ REPLACE = 'replace'
 MEND = 'mend'
 """The owner changes something of the step that no reader needs: garbage collection."""
 
+# The names of fields in a record on storage, where they differ.
+_RECORD_NAMES = {'boot_id': 'place', 'started': 'born', 'last_beat': 'beat', 'may_leave_files': 'replaces'}
 # The leases that this process holds, by nonce. A record of this process that is not among them was left behind.
 _open_nonces: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """The contents of a write lease: ``place`` names the machine's boot and the container, in which ``pid`` is a process.
+    """The contents of a write lease.
 
-    ``host`` is for people alone: machines of one job may all have the same name. ``action`` is one of ``SAVE``, ``DELETE``,
-    ``REPLACE`` and ``MEND``. ``replaces``: files of an overwrite in place may have been left, see ``commit/by_manifest.py``.
+    Attributes:
+      nonce: which lease it is.
+      host: for people alone, since machines of one job may all have the same name.
+      boot_id: the boot of the machine, and the container, in which ``pid`` is a process.
+      pid: the process.
+      started: when the process started, in clock ticks since boot.
+      last_beat: when the record was last written.
+      action: ``SAVE``, ``DELETE``, ``REPLACE`` or ``MEND``.
+      may_leave_files: whether files of an overwrite in place may have been left, see ``commit/by_manifest.py``.
     """
 
     nonce: str
     host: str
-    place: str
+    boot_id: str
     pid: int
-    born: str
-    beat: float
+    started: str
+    last_beat: float
     action: str = SAVE
-    replaces: bool = False
+    may_leave_files: bool = False
 
     @property
     def is_local(self) -> bool:
         """Whether it is a process of this machine and container, which shows when it has ended."""
-        return bool(self.place) and self.place == _boot_id()
+        return bool(self.boot_id) and self.boot_id == _boot_id()
 
     def is_dead(self, clock: Clock, stale_after: float) -> bool:
         """Returns whether the lease has expired, or its process or, in this process, the owner of the lease has ended.
@@ -57,8 +66,12 @@ class Owner:
         if self.is_local:
             if self.pid == os.getpid():
                 return self.nonce not in _open_nonces
-            return _process_start_time(self.pid) != self.born
-        return clock() - self.beat > stale_after
+            return _process_start_time(self.pid) != self.started
+        return clock() - self.last_beat > stale_after
+
+    def record(self) -> dict[str, Any]:
+        """The fields of the record on storage."""
+        return {_RECORD_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
 
 # An object is never half written, so a record that does not parse is of another program.
@@ -104,7 +117,7 @@ def parse_owner(data: Any) -> Owner | None:
     fields = {field.name: field.default for field in dataclasses.fields(Owner)}
     if not isinstance(data, Mapping):
         return None
-    values = {name: data.get(name, default) for name, default in fields.items()}
+    values = {name: data.get(_RECORD_NAMES.get(name, name), default) for name, default in fields.items()}
     return None if dataclasses.MISSING in values.values() else Owner(**values)
 
 
@@ -130,7 +143,7 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
 def dated(storage: Storage, key: str, owner: Owner) -> Owner:
     """Returns the owner with its last heartbeat by the clock of the file server, where files have times."""
     written = storage.modified(key)
-    return owner if written is None else dataclasses.replace(owner, beat=written)
+    return owner if written is None else dataclasses.replace(owner, last_beat=written)
 
 
 def _owner_part(record: Any) -> Any:
@@ -138,10 +151,10 @@ def _owner_part(record: Any) -> Any:
     return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
 
 
-def new_owner(nonce: str, beat: float, action: str) -> Owner:
+def new_owner(nonce: str, last_beat: float, action: str) -> Owner:
     """Returns this process as the owner of a lease, which ends with :func:`end_owner`."""
     _open_nonces.add(nonce)
-    return Owner(nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), beat, action)
+    return Owner(nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), last_beat, action)
 
 
 def end_owner(nonce: str) -> None:

@@ -146,8 +146,8 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
         owner = _first_live(owners, now, stale_after)
         if owner is None:
             lease.predecessors = tuple(owners)
-            if any(each.replaces for each in owners):
-                lease.update(replaces=True)
+            if any(each.may_leave_files for each in owners):
+                lease.update(may_leave_files=True)
             for each in others:
                 storage.delete_file(each.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
@@ -185,7 +185,7 @@ def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Cl
     ]
     for lease, owner in live:
         if not owner.is_local and owner is not UNKNOWN:
-            warn_if_ahead(storage, lease.key, owner.beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
+            warn_if_ahead(storage, lease.key, owner.last_beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
     return bool(live)
 
 

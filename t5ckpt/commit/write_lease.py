@@ -35,7 +35,7 @@ arrived after the files were listed; ``leave`` always.
 Where the store compares versions, a heartbeat replaces the version that the one before it wrote. So a record that was removed
 does not come back, and a record that is there shows that no process has taken the step over, however long the heartbeat took.
 
-An overwrite in place sets ``replaces`` in its lease, so that garbage collection removes the files that it left.
+An overwrite in place sets ``may_leave_files`` in its lease, so that garbage collection removes the files that it left.
 
 ``commit/lease_time.py`` has the clock by which leases expire.
 
@@ -81,21 +81,21 @@ def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[st
     return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
 
 
-def write_lingering(storage: Storage, step: int, clock: Clock, *, replaces: bool = False) -> str | None:
+def write_lingering(storage: Storage, step: int, clock: Clock, *, may_leave_files: bool = False) -> str | None:
     """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key.
 
     Writes nothing on a file system, where a request of a process that has ended cannot arrive later.
     """
     key = catalog_of(storage).write_lease_key(step, secrets.token_hex(8))
-    return key if _linger(storage, key, clock, replaces=replaces) else None
+    return key if _linger(storage, key, clock, may_leave_files=may_leave_files) else None
 
 
-def _linger(storage: Storage, key: str, clock: Clock, *, replaces: bool) -> bool:
+def _linger(storage: Storage, key: str, clock: Clock, *, may_leave_files: bool) -> bool:
     """Writes a record that lingers, if a request may arrive later; returns whether it may."""
     may_arrive = not storage.commits_by_rename
     if may_arrive:
-        owner = dataclasses.replace(EXPIRED, beat=clock() - _LINGERING_SECONDS, replaces=replaces)
-        storage.write(key, _encode_record(dataclasses.asdict(owner)))
+        owner = dataclasses.replace(EXPIRED, last_beat=clock() - _LINGERING_SECONDS, may_leave_files=may_leave_files)
+        storage.write(key, _encode_record(owner.record()))
     return may_arrive
 
 
@@ -111,13 +111,13 @@ class WriteLease:
     Attributes:
       nonce: which lease it is.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
-      replaces: whether an overwrite in place, by this owner or a dead one, may have left files.
+      may_leave_files: whether an overwrite in place, by this owner or a dead one, may have left files.
       predecessors: for a lease of a step, the dead owners whose records were removed.
     """
 
     read_steps: frozenset[int] = frozenset()
     predecessors: tuple[Owner, ...] = ()
-    replaces = False
+    may_leave_files = False
 
     def __init__(
         self,
@@ -149,10 +149,9 @@ class WriteLease:
 
     def _write(self) -> None:
         before, beat = self._beat, self._clock()
-        owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), replaces=self.replaces)
-        record = self._encode(dataclasses.asdict(owner))
-        is_of_step = self.nonce in self.key
-        if not is_of_step:
+        owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), may_leave_files=self.may_leave_files)
+        record = self._encode(owner.record())
+        if not self._is_of_step:
             self._storage.write(self.key, record)
         elif before == -math.inf:
             self._create(record)
@@ -163,10 +162,15 @@ class WriteLease:
             self._is_lost = True
             return
         self._beat = beat
-        if is_of_step and self._is_expired(before):
+        if self._is_of_step and self._is_expired(before):
             # The process or the request was stopped, and the record may have been removed before it was written.
             self._has_expired = True
             self._is_lost |= not self._storage.compares_versions
+
+    @property
+    def _is_of_step(self) -> bool:
+        """Whether it is the lease of a step, which has the nonce in its name; that of a temporary directory has not."""
+        return self.nonce in self.key
 
     def _create(self, record: bytes) -> None:
         """Writes the record of a step for the first time.
@@ -215,14 +219,14 @@ class WriteLease:
 
     def _beat_once(self) -> bool:
         """Renews the record. Returns False if another process may have taken the step over."""
-        if self.nonce in self.key and not self._storage.compares_versions and self._is_expired(self._beat):
+        if self._is_of_step and not self._storage.compares_versions and self._is_expired(self._beat):
             # A process that takes the step over removes the record, which must not be written again after that.
             return False
         self._write()
         return not self._is_lost
 
     @property
-    def renewed(self) -> float:
+    def last_beat(self) -> float:
         """When the record was last written, or -inf if it was not renewed in time.
 
         It may be taken over from ``TAKE_OVER_SECONDS`` later on, at any moment.
@@ -234,21 +238,21 @@ class WriteLease:
         owner = None if self._is_lost else read_owner(self._storage, self.key)
         return owner is not None and owner.nonce == self.nonce
 
-    def update(self, *, action: str | None = None, replaces: bool | None = None) -> None:
-        """Writes the record anew, with another ``action`` or ``replaces``."""
+    def update(self, *, action: str | None = None, may_leave_files: bool | None = None) -> None:
+        """Writes the record anew, with another ``action`` or ``may_leave_files``."""
         with self._lock:
             self._action = self._action if action is None else action
-            self.replaces = self.replaces if replaces is None else replaces
+            self.may_leave_files = self.may_leave_files if may_leave_files is None else may_leave_files
             self._write()
 
     def release(self) -> None:
         """Ends the lease of an owner that has finished the step. Only requests of a dead owner may still arrive."""
-        sent = max((owner.beat for owner in self.predecessors), default=-math.inf)
-        self._end(lingers=self.replaces or self._acquired - sent <= SETTLED_SECONDS)
+        sent = max((owner.last_beat for owner in self.predecessors), default=-math.inf)
+        self._end(lingers=self.may_leave_files or self._acquired - sent <= SETTLED_SECONDS)
 
     def leave(self) -> None:
         """Ends the lease of an owner that has changed nothing. The files of a dead owner stay for the next owner."""
-        self._end(lingers=self.replaces or bool(self.predecessors))
+        self._end(lingers=self.may_leave_files or bool(self.predecessors))
 
     def linger(self) -> None:
         """Ends the lease of an owner that has failed: its requests may still arrive, and its files may be left."""
@@ -280,7 +284,7 @@ class WriteLease:
             return
         self._stop()
         try:
-            if not (lingers and _linger(self._storage, self.key, self._clock, replaces=self.replaces)):
+            if not (lingers and _linger(self._storage, self.key, self._clock, may_leave_files=self.may_leave_files)):
                 self._storage.delete_file(self.key)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)

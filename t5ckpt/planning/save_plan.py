@@ -205,7 +205,7 @@ def _stored_paths(
         leaf, nbytes = array.leaf, array.nbytes
         # A job of one process holds every value.
         on_leader = is_single or not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
-        leader_has_all = on_leader and leaf.is_global
+        leader_has_all = on_leader and leaf.is_whole_per_process
         in_t5x = t5x_inlines.get(array.path)
         must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and in_t5x is True)
         limit = options.inline_bytes

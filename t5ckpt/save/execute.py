@@ -247,7 +247,7 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
         yield
     except BaseException:
         try:
-            write_lingering(request.storage, request.step, request.clock, replaces=True)
+            write_lingering(request.storage, request.step, request.clock, may_leave_files=True)
         except T5CkptError as error:
             where = request.storage.url(step_dir(request.step))
             _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)

@@ -240,8 +240,8 @@ class LeafToSave(NamedTuple):
     note: str = ''
 
     @property
-    def is_global(self) -> bool:
-        """Whether every process holds the whole value, or can take it from process 0."""
+    def is_whole_per_process(self) -> bool:
+        """Whether a process that holds a part of the value holds all of it."""
         value = self.value
         return getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
 

@@ -129,10 +129,10 @@ def test_a_heartbeat_that_takes_longer_than_the_lease(compares, is_removed):
 
     lease = None
     lease = acquire_lease(Late(storage), 1, clock)
-    lease.update(replaces=True)
+    lease.update(may_leave_files=True)
     assert lease.is_ours() is (compares and not is_removed)
-    assert lease.renewed == -math.inf or is_removed
-    lease.update(replaces=False)
+    assert lease.last_beat == -math.inf or is_removed
+    lease.update(may_leave_files=False)
     assert lease.is_ours() is (compares and not is_removed)
     assert len(write_leases_of(storage, 1)) == (not (compares and is_removed))
     lease.close()
@@ -155,8 +155,8 @@ def test_a_heartbeat_whose_reply_was_lost_does_not_lose_the_lease():
     lease = acquire_lease(lossy, 1, clock)
     lossy.is_lost = True
     with pytest.raises(StorageError, match='the reply was lost'):
-        lease.update(replaces=True)
-    lease.update(replaces=False)
+        lease.update(may_leave_files=True)
+    lease.update(may_leave_files=False)
     assert lease.is_ours()
     lease.release()
     assert write_leases_of(storage, 1) == []

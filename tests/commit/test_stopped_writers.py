@@ -1,6 +1,5 @@
 """A writer that is stopped for longer than its lease, between its last look at the lease and its commit."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -257,7 +256,7 @@ class StoppedAtListing(Elsewhere):
 
 def test_in_place_a_collector_that_is_stopped_removes_nothing_of_a_later_save(caplog):
     run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
-    run.write(catalog_of(run).write_lease_key(1, '0' * 16), json.dumps(dataclasses.asdict(EXPIRED)).encode())
+    run.write(catalog_of(run).write_lease_key(1, '0' * 16), json.dumps(EXPIRED.record()).encode())
     run.write('checkpoint_1/t5ckpt-0123456789abcdef/w/0', b'left by a dead writer')
     stops = []
 

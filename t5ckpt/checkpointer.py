@@ -45,7 +45,6 @@ from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
 from t5ckpt.reading.array_reader import ReadOptions
-from t5ckpt.restore.fit import fit_leaves
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
@@ -72,7 +71,6 @@ from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
-from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 __all__ = ['Checkpointer']
@@ -215,7 +213,7 @@ class Checkpointer:
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
         self._monitored = monitored_metrics(policy, save_policy)
-        self._template_check = TemplateCheck(train_state, self._match, self._notices, is_strict=strict_save)
+        self._template_check = TemplateCheck(self._axes, self._default_restore, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
         environment = Environment(clock, preempted, lambda: self._pending is not None and not self._pending.done())
         self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, environment, self._notices)
@@ -449,10 +447,9 @@ class Checkpointer:
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         return pending
 
-    def _match(self, leaves: LeafTable, keys: Mapping[Path, str]) -> None:
-        """Matches leaves with the template, as a restore without options does."""
-        options = RestoreOptions(self._restore_cast(), keys=keys, strict=strictness(None, is_t5x=self._is_t5x))
-        fit_leaves(leaves, 'the state', self._train_state, self._partitioner, options)
+    def _default_restore(self) -> RestoreOptions:
+        """The options of a restore without arguments."""
+        return RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.

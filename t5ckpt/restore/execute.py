@@ -18,7 +18,6 @@ from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_resto
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
 from t5ckpt.reading.contents import Contents, leaves_of, read_contents
 from t5ckpt.restore.all_gather import gather
-from t5ckpt.restore.fit import leaf_templates
 from t5ckpt.restore.make_leaf import make_fallback_leaf
 from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves, source_boxes
 from t5ckpt.restore.report import report_plan
@@ -27,6 +26,7 @@ from t5ckpt.restore.resolve import find_checkpoint_to_restore, verifies_checksum
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.template import leaf_templates
 from t5ckpt.tree.train_state import StateView, flatten_state
 
 _log = logging.getLogger('t5ckpt')

@@ -17,7 +17,7 @@ from t5ckpt.reading.contents import Contents
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import canonical_dtype, is_abstract, is_jax_array
-from t5ckpt.tree.train_state import unsharded_warning
+from t5ckpt.tree.template import unsharded_warning
 
 _WIDE_BYTES = 8
 _SHOWN = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import LeafProblem, T5CkptError, TemplateMismatchWarning, TreeMismatchError
+from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
+from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
-from t5ckpt.tree.train_state import flatten_state, unsharded_warning
-
-# Matches leaves, and the implementation of typed keys by path, with the template, as a restore does.
-Match = Callable[[LeafTable, Mapping[Path, str]], Any]
+from t5ckpt.tree.template import leaf_templates, unsharded_warning
+from t5ckpt.tree.train_state import StateView, flatten_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +31,24 @@ class SavedLeaf:
 class TemplateCheck:
     """Compares the saved state with the template of the same checkpointer.
 
-    ``match`` is the comparison of a restore. It takes as long as planning a restore, so it runs only if the tree differs from
-    that of the previous save and from that of the template.
+    It plans a restore of the saved leaves. That takes long, so it is done only if the tree differs from that of the previous
+    save and from that of the template.
 
     Notes: 2 ms for 10,000 unchanged leaves; the first check takes as long as flattening the template.
     """
 
-    def __init__(self, template: Any, match: Match, notices: Notices, *, is_strict: bool):
-        """``is_strict`` raises instead of warning."""
-        self._template = template
-        self._match = match
+    def __init__(self, axes: LeafAxes, options: Callable[[], RestoreOptions], notices: Notices, *, is_strict: bool):
+        """Makes the check.
+
+        Args:
+          axes: the template and the partitioner.
+          options: returns those of a restore without arguments.
+          notices: the warnings that were given.
+          is_strict: raises instead of warning.
+        """
+        self._template = axes.template
+        self._partitioner = axes.partitioner
+        self._options = options
         self._notices = notices
         self._is_strict = is_strict
         self._checked: list[Any] | None = None
@@ -83,16 +91,21 @@ class TemplateCheck:
 
     def _differences(self, table: LeafTable, seen: list[Any]) -> Sequence[LeafProblem]:
         try:
-            if seen == _fingerprint(flatten_state(self._template).table):
+            template = flatten_state(self._template)
+            if seen == _fingerprint(template.table):
                 return ()
-            leaves, keys = _as_saved(table)
-            self._match(leaves, keys)
+            self._plan_restore(table, template)
         except TreeMismatchError as error:
             return error.problems
         except T5CkptError:
             # A leaf that cannot be saved at all; the plan of the save reports it.
             return ()
         return ()
+
+    def _plan_restore(self, table: LeafTable, template: StateView) -> None:
+        leaves, keys = _as_saved(table)
+        templates = leaf_templates(template, self._template, self._partitioner)
+        plan_restore(leaves, templates, dataclasses.replace(self._options(), keys=keys), 'the state')
 
     def _warn(self, step: int) -> None:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]

@@ -14,9 +14,9 @@ import numpy as np
 
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import Partitioner, TrainState
+from t5ckpt.core.protocols import TrainState
 from t5ckpt.core.text import shown
-from t5ckpt.errors import UnshardedTemplateWarning, UnsupportedLeafError
+from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import check_has_values
@@ -24,8 +24,8 @@ from t5ckpt.tree.leaves import check_has_values
 MAX_STEP = 10**18
 # Deeper than a state that can be saved, and shallower than the stack of Python.
 _MOST_LEVELS = 400
-# The path of a state that is an array.
-_BARE: Path = ('array',)
+BARE_ARRAY: Path = ('array',)
+"""The path of a state that is an array."""
 # The paths of the step in states of T5X and Flax.
 OWN_STEPS: tuple[Path, ...] = (('state', 'step'), ('step',))
 
@@ -102,7 +102,7 @@ def _path_of_single(state: Any) -> Path:
     if _empty_kind(state) is not None:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
     if _is_bare_array(state):
-        return _BARE
+        return BARE_ARRAY
     if state is None:
         raise UnsupportedLeafError(
             'the state is None, and a checkpoint holds a tree. To look into a checkpoint without a template, call '
@@ -256,23 +256,3 @@ def _found_step(state: Any, table: LeafTable) -> Any:
     if own is not None and not callable(own):
         return own
     return next((table[path] for path in OWN_STEPS if path in table), None)
-
-
-def axes_tree(partitioner: Partitioner, state: Any) -> Any:
-    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
-    from jax.sharding import PartitionSpec
-
-    axes = partitioner.get_mesh_axes(state)
-    if isinstance(axes, PartitionSpec):
-        return {_BARE[0]: axes}
-    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
-
-
-def unsharded_warning(text: str) -> UnshardedTemplateWarning:
-    """The warning of a template without shardings, with the code that attaches them."""
-    cure = (
-        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
-        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
-        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
-    )
-    return UnshardedTemplateWarning(f'{text} {cure}')

@@ -12,11 +12,13 @@ from t5ckpt.convert.conversion import Found
 from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.planning.casts import Cast
-from t5ckpt.planning.restore_plan import RestoreOptions
-from t5ckpt.restore.fit import fit_leaves, put_leaves
+from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
+from t5ckpt.restore.make_leaf import make_inline_leaf
+from t5ckpt.restore.report import warn_if_narrowed
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.template import leaf_templates
 from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')
@@ -32,18 +34,18 @@ def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partiti
       partitioner: provides the shardings, if there is one.
       strict: a leaf that the template lacks is an error, and not left out.
     """
-    held = found if strict else _held(found, state)
-    return put_leaves(fit_leaves(held.table, _where(held), state, partitioner, RestoreOptions(cast)), state)
+    plan = _plan(found if strict else _in_template(found, state), state, partitioner, RestoreOptions(cast))
+    warn_if_narrowed(plan)
+    return flatten_state(state).rebuild(plan.kept | {read.path: make_inline_leaf(read) for read in plan.inline})
 
 
 def convert_tf_to_model(
     found: Found, request: StreamRequest, axes: LeafAxes, fns: Sequence[SaveStateTransformationFn]
 ) -> CommittedCheckpoint | None:
     """Writes the leaves that the template of ``axes`` has; None if the step exists already."""
-    held = _held(found, axes.template)
     if found.step is None:
         raise ValueError(f'{_where(found)}: the step is unknown: no global_step, and no number at the end of its name.')
-    plan = fit_leaves(held.table, _where(found), axes.template, axes.partitioner)
+    plan = _plan(_in_template(found, axes.template), axes.template, axes.partitioner, RestoreOptions())
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     given = transformed(table, axes, fns)
     try:
@@ -54,10 +56,20 @@ def convert_tf_to_model(
         return None
 
 
-def _held(found: Found, state: Any) -> Found:
+def _plan(found: Found, state: Any, partitioner: Partitioner | None, options: RestoreOptions) -> RestorePlan:
+    """Matches the tensors, which are LazyArrays, with the template.
+
+    Raises:
+      TreeMismatchError: with all differences.
+    """
+    templates = leaf_templates(flatten_state(state), state, partitioner)
+    return plan_restore(found.table, templates, options, _where(found))
+
+
+def _in_template(found: Found, state: Any) -> Found:
     """The leaves of the checkpoint that the template has, too."""
-    held = flatten_state(state).table
-    return dataclasses.replace(found, table={path: leaf for path, leaf in found.table.items() if path in held})
+    template = flatten_state(state).table
+    return dataclasses.replace(found, table={path: leaf for path, leaf in found.table.items() if path in template})
 
 
 def _where(found: Found) -> str:

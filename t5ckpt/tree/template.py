@@ -1,4 +1,4 @@
-"""Fits leaves to the template of a checkpointer: the template of each leaf, and leaves of other sources than checkpoints."""
+"""The template of a checkpointer, the state to restore to, leaf by leaf: with the shardings of a partitioner or its own."""
 
 from __future__ import annotations
 
@@ -8,35 +8,10 @@ from typing import Any
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import UnmatchedPattern
-from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
-from t5ckpt.restore.make_leaf import make_inline_leaf
-from t5ckpt.restore.report import warn_if_narrowed
-from t5ckpt.tree.leaf_table import LeafTable, lookup
+from t5ckpt.errors import UnmatchedPattern, UnshardedTemplateWarning
+from t5ckpt.tree.leaf_table import lookup
 from t5ckpt.tree.leaves import LeafTemplate, leaf_template
-from t5ckpt.tree.train_state import StateView, axes_tree, flatten_state
-
-
-def fit_leaves(
-    leaves: LeafTable,
-    where: str,
-    state: Any,
-    partitioner: Partitioner | None,
-    options: RestoreOptions | None = None,
-) -> RestorePlan:
-    """Matches leaves from another source than a checkpoint, such as LazyArrays, with a template.
-
-    Raises:
-      TreeMismatchError: with all differences.
-    """
-    options = RestoreOptions() if options is None else options
-    return plan_restore(leaves, leaf_templates(flatten_state(state), state, partitioner), options, where)
-
-
-def put_leaves(plan: RestorePlan, state: Any) -> Any:
-    """Builds a state with the structure of ``state``; its leaves are read and put on devices one after another."""
-    warn_if_narrowed(plan)
-    return flatten_state(state).rebuild(plan.kept | {read.path: make_inline_leaf(read) for read in plan.inline})
+from t5ckpt.tree.train_state import BARE_ARRAY, StateView
 
 
 def leaf_templates(
@@ -75,3 +50,23 @@ def _all_templates(view: StateView, state: Any, partitioner: Partitioner | None)
         sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
         templates[path] = leaf_template(path, leaf, sharding)
     return templates
+
+
+def axes_tree(partitioner: Partitioner, state: Any) -> Any:
+    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
+    from jax.sharding import PartitionSpec
+
+    axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {BARE_ARRAY[0]: axes}
+    return axes.state_dict() if hasattr(axes, 'state_dict') else axes
+
+
+def unsharded_warning(text: str) -> UnshardedTemplateWarning:
+    """The warning of a template without shardings, with the code that attaches them."""
+    cure = (
+        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
+        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
+        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
+    )
+    return UnshardedTemplateWarning(f'{text} {cure}')

@@ -75,6 +75,81 @@ _WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
+class _ManifestWrite:
+    """The write of a step's manifest, which fails if another writer has put one there.
+
+    Attributes:
+      version: of the manifest to replace; None if there is none.
+      overwrites: whether it is that of a complete checkpoint.
+    """
+
+    def __init__(self, storage: Storage, directory: str, keep_files: Callable[[], None]):
+        """Takes the directory of the step; ``keep_files`` is called before an error after which the manifest may be there."""
+        self._storage = storage
+        self._keep_files = keep_files
+        self._directory = directory
+        self._key = join(directory, MANIFEST)
+        self._old = b''
+        self.version: Any = None
+        self.overwrites = False
+
+    def read_old(self) -> None:
+        """Reads the manifest to replace, if there is one."""
+        with contextlib.suppress(CheckpointNotFoundError):
+            self._old, self.version = self._storage.read_with_version(self._key)
+
+    def put(self, manifest: bytes) -> Any:
+        """Writes the manifest, unless the step has that of another writer; returns its version.
+
+        What was there may be gone by then: a program has deleted the step that is overwritten, or a writer has removed its
+        manifest again. A manifest whose files were collected counts as gone, since its writer removes it. A server or a proxy
+        may refuse every write.
+        """
+        version = self.version
+        for _ in attempts(_REFUSED_SECONDS):
+            written = self._put_once(manifest, version)
+            if written is not None:
+                return written
+            before = version
+            try:
+                found, version = self._storage.read_with_version(self._key)
+            except CheckpointNotFoundError:
+                version = None
+            else:
+                if version == before or self.overwrites or not is_remnant(self._storage, self._directory, found):
+                    raise self.already_committed('replaced or deleted' if self.overwrites else 'saved')
+        raise StorageError(
+            errno.EIO,
+            f'{self._storage.url(self._key)}: the storage refuses to create it as if it existed, but has no such object. Ask for '
+            'the cause at its server or proxy, and save again.',
+        )
+
+    def _put_once(self, manifest: bytes, version: Any) -> Any:
+        try:
+            return self._storage.replace(self._key, manifest, version)
+        except AccessDeniedError:
+            raise
+        except StorageError:
+            # The manifest may still arrive, and needs its arrays then.
+            self._keep_files()
+            raise
+
+    def already_committed(self, change: str) -> AlreadyCommittedError:
+        """The error of a step that has another manifest."""
+        return AlreadyCommittedError(f'{self._storage.url(self._key)} was {change} by another writer in the meantime')
+
+    def put_back(self, version: Any, error: T5CkptError) -> None:
+        """Writes the old manifest again, since a pin or a read lease was written before it was replaced."""
+        try:
+            if self._storage.replace(self._key, self._old, version) is not None:
+                return
+            reason = 'another program has replaced it'
+        except StorageError as second:
+            reason = str(second)
+        self._keep_files()
+        raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
+
+
 class ManifestTransaction(Transaction):
     """Writes a checkpoint in the directory of its step, under the write lease of the step."""
 
@@ -83,8 +158,7 @@ class ManifestTransaction(Transaction):
         super().__init__(storage, step, step_dir(step), clock)
         self._lease = lease
         self._key = join(self.directory, MANIFEST)
-        # The manifest to replace, its version, and whether it is that of a complete checkpoint.
-        self._old, self._version, self._overwrites = b'', None, False
+        self._write = _ManifestWrite(storage, self.directory, self._keep_files)
         # Whether the directory has files that do not belong to this write.
         self._has_others = False
         # Once it was written: the manifest of the sidecar, and the sidecar's key.
@@ -126,7 +200,7 @@ class ManifestTransaction(Transaction):
             check_room_in_place(storage, step)
             if storage.is_file(work._key):
                 # Broken, or left of a step that was deleted.
-                work._version = storage.version(work._key)
+                work._write.version = storage.version(work._key)
             if resume_text(storage, work.directory) != writer['resume']:
                 work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
                 record = Sidecar(writer=writer, step=step)
@@ -146,18 +220,20 @@ class ManifestTransaction(Transaction):
         """Checks that one write replaces a complete step."""
         check_replaceable(storage, step, has_positions=has_positions)
 
+    def _keep_files(self) -> None:
+        self._keeps_files = True
+
     def _find_others(self, may_replace: Callable[[], bool]) -> None:
         """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
         storage = self.storage
-        with contextlib.suppress(CheckpointNotFoundError):
-            # Read before its contents are checked, so a manifest that arrives later is not replaced.
-            self._old, self._version = storage.read_with_version(self._key)
+        # Before the contents are checked, so a manifest that arrives later is not replaced.
+        self._write.read_old()
         found = occupant_in_place(storage, self.step)
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
-        self._has_others, self._overwrites = True, found is not None
+        self._has_others, self._write.overwrites = True, found is not None
         self._lease.update(may_leave_files=True)
-        if not self._overwrites:
+        if found is None:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
     def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
@@ -168,17 +244,17 @@ class ManifestTransaction(Transaction):
         del directories
         self._write_sidecar_of(manifest, sidecar)
         last_beat = self._lease.last_beat
-        if self._overwrites:
+        if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
             self._lease.update(action=REPLACE)
             self._check_not_kept()
         if not self._lease.is_ours():
             self._keeps_files = not self.generation
             raise self._taken_over()
-        version = self._put_alone(manifest)
+        version = self._write.put(manifest)
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
         while was_stopped and self._delete_manifest_if_collected(version, sidecar):
-            version = self._put_alone(manifest)
+            version = self._write.put(manifest)
         self._finish(version, was_stopped=was_stopped)
 
     def _write_sidecar_of(self, manifest: bytes, sidecar: bytes | None) -> None:
@@ -195,42 +271,6 @@ class ManifestTransaction(Transaction):
         reason = kept_by(storage, step, self._clock, pinned=pinned) if pinned or checks_readers else None
         if reason is not None:
             raise kept_error(storage, step, reason, 'replaced')
-
-    def _put_alone(self, manifest: bytes) -> Any:
-        """Writes the manifest, unless the step has that of another writer; returns its version.
-
-        What was there may be gone by then: a program has deleted the step that is overwritten, or a writer has removed its
-        manifest again. A manifest whose files were collected counts as gone, since its writer removes it. A server or a proxy
-        may refuse every write.
-        """
-        version = self._version
-        for _ in attempts(_REFUSED_SECONDS):
-            written = self._put(manifest, version)
-            if written is not None:
-                return written
-            before = version
-            try:
-                found, version = self.storage.read_with_version(self._key)
-            except CheckpointNotFoundError:
-                version = None
-            else:
-                if version == before or self._overwrites or not is_remnant(self.storage, self.directory, found):
-                    raise self._already_committed('replaced or deleted' if self._overwrites else 'saved')
-        raise StorageError(
-            errno.EIO,
-            f'{self.storage.url(self._key)}: the storage refuses to create it as if it existed, but has no such object. Ask for '
-            'the cause at its server or proxy, and save again.',
-        )
-
-    def _put(self, manifest: bytes, version: Any) -> Any:
-        try:
-            return self.storage.replace(self._key, manifest, version)
-        except AccessDeniedError:
-            raise
-        except StorageError:
-            # The manifest may still arrive, and needs its arrays then.
-            self._keeps_files = True
-            raise
 
     def _delete_manifest_if_collected(self, version: Any, sidecar: bytes | None) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
@@ -249,7 +289,7 @@ class ManifestTransaction(Transaction):
         others = actions_of_others(self.storage, self.step, self._lease)
         found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
         if found not in (sidecar, None):
-            raise self._already_committed('saved')
+            raise self._write.already_committed('saved')
         is_left = self.generation and found is not None and others <= _WRITERS
         if is_left or self._lease.is_ours():
             return False
@@ -268,30 +308,16 @@ class ManifestTransaction(Transaction):
                 return True
         return False
 
-    def _already_committed(self, change: str) -> AlreadyCommittedError:
-        return AlreadyCommittedError(f'{self.storage.url(self._key)} was {change} by another writer in the meantime')
-
     def _taken_over(self) -> BeingWrittenError:
         return BeingWrittenError(
             f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
         )
 
-    def _put_back(self, version: Any, error: T5CkptError) -> None:
-        """Writes the old manifest again, since a pin or a read lease was written before it was replaced."""
-        try:
-            if self.storage.replace(self._key, self._old, version) is not None:
-                return
-            reason = 'another program has replaced it'
-        except StorageError as second:
-            reason = str(second)
-        self._keeps_files = True
-        raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
-
     def _finish(self, version: Any, *, was_stopped: bool) -> None:
         """Marks the committed step, and removes the files of others. A failure leaves that to garbage collection."""
         is_done = False
         try:
-            if self._overwrites:
+            if self._write.overwrites:
                 self._check_not_kept(checks_readers=was_stopped)
                 self._lease.update(action=SAVE)
             mark_step(self.storage, self.step, version)
@@ -299,7 +325,7 @@ class ManifestTransaction(Transaction):
                 remove_superseded(self.storage, self.step, self._lease)
             is_done = True
         except StepKeptError as error:
-            self._put_back(version, error)
+            self._write.put_back(version, error)
             raise
         except T5CkptError as error:
             where = self.storage.url(self.directory)
@@ -321,7 +347,7 @@ class ManifestTransaction(Transaction):
         if not self._is_committed_by_another():
             if self.generation:
                 self.storage.delete_tree(join(self.directory, self.generation))
-                if not self._overwrites and self._lease.is_ours() and not self.storage.is_file(self._key):
+                if not self._write.overwrites and self._lease.is_ours() and not self.storage.is_file(self._key):
                     # T5X reads positions of data iterators from files with fixed names.
                     self._remove_keys(lambda key: key.startswith(TRAIN_DS_PREFIX))
             elif self._lease.is_ours() and not self.storage.is_file(self._key):
@@ -332,7 +358,7 @@ class ManifestTransaction(Transaction):
             self._may_arrive
             or not self.generation
             or not self._lease.is_ours()
-            or (not self._overwrites and self.storage.is_file(self._key))
+            or (not self._write.overwrites and self.storage.is_file(self._key))
         ):
             # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.

@@ -1,9 +1,7 @@
 """Deletes the steps that the keep policy does not keep, after each save or, with a local tier, after each upload.
 
 ``policies.retention_plan`` decides: it is a pure function from the facts of the steps to decisions. This module gathers the facts
-(``commit/prunable_steps.py``) and carries the decisions out: it hides each step in one atomic operation, and removes its files in
-the background. A crash in between leaves a directory that no listing shows and that garbage collection removes. A deletion that
-fails is logged and does not stop the others.
+(``commit/prunable_steps.py``), and ``commit/pruning.py`` carries the decisions out.
 
 The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
 best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step that cannot be inspected stays and is logged.
@@ -11,33 +9,28 @@ best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step th
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
-from t5ckpt.catalog.listing import listing, steps_in, waiting_steps
+from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.in_place import Hidden
-from t5ckpt.commit.other_layouts import hide_other, infos_of_others, pruning_refusal, reason_to_stay
+from t5ckpt.commit.other_layouts import infos_of_others, pruning_refusal, reason_to_stay
 from t5ckpt.commit.prunable_steps import StayLog
+from t5ckpt.commit.pruning import Pruning
 from t5ckpt.commit.read_lease import leased_steps
-from t5ckpt.commit.removal import check_known, is_pinned, kept_by
+from t5ckpt.commit.removal import check_known
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock, MetricSource
-from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
 from t5ckpt.format.sidecar import Sidecar
-from t5ckpt.policies import HELD, WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
-
-_log = logging.getLogger('t5ckpt')
 
 
 class RunFacts(Protocol):
@@ -75,8 +68,8 @@ class Retention:
         prune_others: bool = False,
     ):
         """See ``Checkpointer`` for the parameters."""
-        self._strategy = strategy_of(storage)
-        if prune_others and not self._strategy.can_rename:
+        strategy = strategy_of(storage)
+        if prune_others and not strategy.can_rename:
             raise pruning_refusal(storage)
         self.policy = policy
         self.keep_datasets = keep_datasets
@@ -89,8 +82,7 @@ class Retention:
         self._remover: threading.Thread | None = None
         self._latest: int | None = None
         self._stay_log = StayLog(storage)
-        steps = self._strategy.prunable_steps
-        self._steps = steps(storage, clock, self._facts, self._stay_log, prunes_others=prune_others)
+        self._steps = strategy.prunable_steps(storage, clock, self._facts, self._stay_log, prunes_others=prune_others)
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
@@ -210,6 +202,17 @@ class Retention:
             return Decision(decision.step, True, str(error), overruled=True)
         return decision
 
+    def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
+        """The metrics that the policy uses and a step does not have: by name, the step and the metrics that it has.
+
+        Args:
+          step: the step that is about to be saved.
+          metrics: its metrics. With a metric source, earlier steps are checked instead, as of the latest save.
+        """
+        if self._source is not None:
+            return self._coverage.missing()
+        return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
+
     def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
         """Hides the steps that the policy does not keep, and starts to remove their files. The plan is made anew.
 
@@ -227,95 +230,19 @@ class Retention:
             infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
             infos, plan = self._decide(infos, unchecked, others, just_saved)
             self._coverage.record(infos, self.policy.metric_names, just_saved)
-        done: list[Decision] = []
-        hidden: list[Hidden] = []
+        pruning = Pruning(self._storage, self._clock, self._steps, self._stay_log)
         try:
-            for decision in plan:
-                if decision.keep:
-                    self._stay_log.log(decision)
-                elif confirmed is not None and decision.step not in confirmed:
-                    continue
-                elif not self._prune(decision, others.get(decision.step), done, hidden):
-                    break
+            pruning.hide_steps(plan, others, confirmed)
             if self.keep_datasets is not None:
                 steps = self._steps.prunable(listing(self._storage).steps)
                 remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
         finally:
-            # On an object store, each of them has a write lease, which would be renewed until this process ends.
             self.wait()
-            if hidden:
-                self._remover = start_thread(lambda: self._remove(hidden), 't5ckpt-delete', daemon=False)
-                if self._remover is None:
-                    self._remove(hidden)
-        return done
-
-    def _prune(self, decision: Decision, other: ListedStep | None, done: list[Decision], hidden: list[Hidden]) -> bool:
-        """Hides a step; adds it to ``done`` and ``hidden``, unless it is kept. A failure is logged.
-
-        Returns False if the storage may refuse all deletions: each attempt would leave a lease that may not be deleted.
-        """
-        try:
-            found = self._hide(decision.step, other)
-            if found is None:
-                self._log_kept(decision.step, other)
-            else:
-                hidden.append(found)
-                done.append(decision)
-                _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
-        except CheckpointNotFoundError:
-            # Another process has deleted it.
-            done.append(decision)
-        except T5CkptError as error:
-            self._log_failure(decision.step, error)
-            return self._strategy.can_rename or not isinstance(error, AccessDeniedError)
-        return True
-
-    def _log_kept(self, step: int, other: ListedStep | None) -> None:
-        name = step_dir(step) if other is None else other.name
-        reason = None if other is None else reason_to_stay(self._storage, other)
-        if reason is not None:
-            self._stay_log.warn(step, name, reason, 'stays')
-        else:
-            pinned = is_pinned(self._storage, name)
-            waits = WAITS if step in waiting_steps(self._storage) else HELD
-            held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
-            self._stay_log.log(Decision(step, True, held, overruled=True))
-
-    def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
-        """Hides a step; returns None if it is kept."""
-        if other is not None:
-            return hide_other(self._storage, other, self._clock)
-        self._steps.check_sidecar(step)
-        return self._strategy.hide(self._storage, step, self._clock)
-
-    def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
-        """The metrics that the policy uses and a step does not have: by name, the step and the metrics that it has.
-
-        Args:
-          step: the step that is about to be saved.
-          metrics: its metrics. With a metric source, earlier steps are checked instead, as of the latest save.
-        """
-        if self._source is not None:
-            return self._coverage.missing()
-        return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
-
-    def _log_failure(self, step: int, error: T5CkptError) -> None:
-        """Logs that a step could not be deleted; once for a step that a newer program wrote."""
-        if isinstance(error, UnsupportedFormatError):
-            self._stay_log.log(Decision(step, True, str(error), overruled=True))
-        else:
-            _log.warning('t5ckpt: could not delete step %d: %s', step, error)
+            self._remover = pruning.start_removal()
+        return pruning.done
 
     def wait(self) -> None:
         """Waits until the files of hidden steps are removed."""
         if self._remover is not None:
             self._remover.join()
             self._remover = None
-
-    def _remove(self, found: Sequence[Hidden]) -> None:
-        for hidden in found:
-            try:
-                remove_hidden(self._storage, hidden, self._clock)
-            except T5CkptError as error:
-                where = self._storage.url(hidden.directory)
-                _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)

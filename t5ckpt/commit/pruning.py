@@ -1,0 +1,131 @@
+"""Carries out what the keep policy decided: hides steps in one atomic operation each, and removes their files in the background.
+
+A crash in between leaves a directory that no listing shows and that garbage collection removes. A deletion that fails is logged
+and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.listing import waiting_steps
+from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.in_place import Hidden
+from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
+from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
+from t5ckpt.commit.removal import is_pinned, kept_by
+from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.core.protocols import Clock
+from t5ckpt.core.thread_pool import start_thread
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.format.names import step_dir
+from t5ckpt.policies import HELD, WAITS, Decision
+from t5ckpt.storage import Storage
+
+_log = logging.getLogger('t5ckpt')
+
+
+class Pruning:
+    """One deletion of the steps that a keep policy gives up.
+
+    Attributes:
+      done: the decisions that were carried out, by this process or another one.
+    """
+
+    def __init__(self, storage: Storage, clock: Clock, steps: PrunableSteps, stay_log: StayLog):
+        """Takes the run."""
+        self.done: list[Decision] = []
+        self._storage = storage
+        self._clock = clock
+        self._steps = steps
+        self._stay_log = stay_log
+        self._strategy = strategy_of(storage)
+        self._hidden: list[Hidden] = []
+
+    def hide_steps(
+        self, plan: Sequence[Decision], others: Mapping[int, ListedStep], confirmed: Collection[int] | None
+    ) -> None:
+        """Hides the steps that do not stay, and logs why the others do.
+
+        Args:
+          plan: the decisions.
+          others: those of the steps that are in another layout.
+          confirmed: the steps that may go; None allows all of them.
+        """
+        for decision in plan:
+            if decision.keep:
+                self._stay_log.log(decision)
+            elif confirmed is not None and decision.step not in confirmed:
+                continue
+            elif not self._hide_logged(decision, others.get(decision.step)):
+                break
+
+    def _hide_logged(self, decision: Decision, other: ListedStep | None) -> bool:
+        """Hides a step, unless it is kept. A failure is logged.
+
+        Returns False if the storage may refuse all deletions: each attempt would leave a lease that may not be deleted.
+        """
+        try:
+            found = self._hide(decision.step, other)
+            if found is None:
+                self._log_kept(decision.step, other)
+            else:
+                self._hidden.append(found)
+                self.done.append(decision)
+                _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
+        except CheckpointNotFoundError:
+            # Another process has deleted it.
+            self.done.append(decision)
+        except T5CkptError as error:
+            self._log_failure(decision.step, error)
+            return self._strategy.can_rename or not isinstance(error, AccessDeniedError)
+        return True
+
+    def _log_kept(self, step: int, other: ListedStep | None) -> None:
+        name = step_dir(step) if other is None else other.name
+        reason = None if other is None else reason_to_stay(self._storage, other)
+        if reason is not None:
+            self._stay_log.warn(step, name, reason, 'stays')
+        else:
+            pinned = is_pinned(self._storage, name)
+            waits = WAITS if step in waiting_steps(self._storage) else HELD
+            held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
+            self._stay_log.log(Decision(step, True, held, overruled=True))
+
+    def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
+        """Hides a step; returns None if it is kept."""
+        if other is not None:
+            return hide_other(self._storage, other, self._clock)
+        self._steps.check_sidecar(step)
+        return self._strategy.hide(self._storage, step, self._clock)
+
+    def _log_failure(self, step: int, error: T5CkptError) -> None:
+        """Logs that a step could not be deleted; once for a step that a newer program wrote."""
+        if isinstance(error, UnsupportedFormatError):
+            self._stay_log.log(Decision(step, True, str(error), overruled=True))
+        else:
+            _log.warning('t5ckpt: could not delete step %d: %s', step, error)
+
+    def start_removal(self) -> threading.Thread | None:
+        """Starts a thread that removes the files of the hidden steps. Without a thread, returns None after their removal.
+
+        To be called after each :meth:`hide_steps`: on an object store, each hidden step has a write lease, which would be renewed
+        until this process ends.
+        """
+        if not self._hidden:
+            return None
+        remover = start_thread(self._remove, 't5ckpt-delete', daemon=False)
+        if remover is None:
+            self._remove()
+        return remover
+
+    def _remove(self) -> None:
+        for hidden in self._hidden:
+            try:
+                remove_hidden(self._storage, hidden, self._clock)
+            except T5CkptError as error:
+                where = self._storage.url(hidden.directory)
+                _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)

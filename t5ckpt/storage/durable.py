@@ -1,12 +1,14 @@
-"""Writes and renames that are durable when they return.
+"""Writes, new directories and renames that are durable when they return.
 
 A rename whose directory cannot be synchronized is undone, so that an error means that nothing has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 
 from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
 
@@ -38,6 +40,32 @@ def write_synced(path: str, data: bytes) -> os.stat_result:
         return os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def make_dir_durably(path: str, *, exclusive: bool, syncs_name: bool) -> bool:
+    """Creates a directory and its parents; returns False, with ``exclusive``, if it existed before.
+
+    The names of the parents are durable, that of the directory only with ``syncs_name``.
+    """
+    missing: list[str] = []
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+        sync_dir(os.path.dirname(directory))
+    try:
+        os.mkdir(path)
+        if syncs_name:
+            sync_dir(os.path.dirname(path))
+    except FileExistsError:
+        if exclusive:
+            return False
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+    return True
 
 
 def rename_durably(source: str, target: str) -> None:

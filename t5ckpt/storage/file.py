@@ -23,7 +23,7 @@ from t5ckpt.errors import StorageError
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.checked_rename import check_renamed
 from t5ckpt.storage.directory_lock import lock_directory
-from t5ckpt.storage.durable import exchange_durably, rename_durably, sync_dir, write_synced
+from t5ckpt.storage.durable import exchange_durably, make_dir_durably, rename_durably, sync_dir, write_synced
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.memory_limit import check_whole_read
@@ -248,28 +248,9 @@ class FileStorage(Storage):
                 yield below, entry.size
 
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        path = self._path(key)
         with foreign_errors(self.url(key), writing=True):
-            missing: list[str] = []
-            parent = os.path.dirname(path)
-            while not os.path.isdir(parent):
-                missing.append(parent)
-                parent = os.path.dirname(parent)
-            for directory in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(directory)
-                sync_dir(os.path.dirname(directory))
-            try:
-                os.mkdir(path)
-                if not key:
-                    # No rename into the directory makes its own name durable.
-                    sync_dir(os.path.dirname(path))
-            except FileExistsError:
-                if exclusive:
-                    return False
-                if not stat.S_ISDIR(os.stat(path).st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-        return True
+            # The name of a step's directory becomes durable by a rename, that of the root does not.
+            return make_dir_durably(self._path(key), exclusive=exclusive, syncs_name=not key)
 
     def try_lock(self, key: str) -> Any:
         with foreign_errors(self.url(key)):

@@ -76,7 +76,7 @@ class SaveOptions:
 class ArrayWrite:
     """One stored leaf. ``value`` is the caller's array, ``dtype`` its dtype after the cast, ``array.dtype`` the one on disk.
 
-    ``copied`` are the boxes of the chunks that are assigned to other processes, see ``WriteAssignment.with_copies``.
+    ``boxes_of_others`` are those of the chunks that are assigned to other processes, see ``WriteAssignment.with_copies``.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class ArrayWrite:
     dtype: np.dtype
     array: StoredArray
     chunks: tuple[ChunkWrite, ...]
-    copied: frozenset[Box] = frozenset()
+    boxes_of_others: frozenset[Box] = frozenset()
 
     @property
     def chunk_bytes(self) -> int:
@@ -104,9 +104,9 @@ class ArrayWrite:
         return [f'{location}/{grid.key(grid.index_of(chunk.box))}' for chunk in self.chunks]
 
     @property
-    def copied_files(self) -> list[str]:
+    def files_of_others(self) -> list[str]:
         """The ``chunk_files`` that are assigned to other processes."""
-        return [file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.copied]
+        return [file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.boxes_of_others]
 
 
 class InlineWrite(NamedTuple):
@@ -258,10 +258,10 @@ def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
 
 def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
     leaf, on_disk = array.leaf, stored_dtype(array.dtype)
-    chunk_shape, chunks, copied = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
+    chunk_shape, chunks, boxes_of_others = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
     stored = StoredArray(directory, leaf.shape, on_disk, metadata=metadata)
-    write = ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, copied)
+    write = ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, boxes_of_others)
     if not takes(metadata['compressor'], write.chunk_bytes):
         raise UnsupportedLeafError(
             f'{leaf.name}: {options.codec} encodes chunks of less than 2 GiB, and those of {leaf.shape} have '

@@ -133,16 +133,16 @@ class WriteAssignment:
             shards = [HeldShard(None, Box.whole(shape), (0,))]
         grid = ChunkGrid(shape, chunk_shape)
         chunks: list[ChunkWrite] = []
-        copied: set[Box] = set()
+        of_others: set[Box] = set()
         for shard in shards:
             boxes = self.chunks_of_this_process(shard, grid, itemsize)
             if self.with_copies and self.index in shard.holders:
                 own, boxes = frozenset(boxes), grid.split(shard.box)
-                copied.update(box for box in boxes if box not in own)
+                of_others.update(box for box in boxes if box not in own)
             # For a shard at the array's origin both boxes are one object, which halves memory and time.
             is_shifted = any(shard.box.start)
             chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-        return chunk_shape, tuple(chunks), frozenset(copied)
+        return chunk_shape, tuple(chunks), frozenset(of_others)
 
     def shards_of(self, array: Any) -> list[HeldShard]:
         """The distinct shards of a jax.Array that this process holds, by box."""

@@ -33,6 +33,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD, encode, is_native
 from t5ckpt.format.dtypes import name_of, zarr_typestr
 from t5ckpt.lazy import LazyArray
@@ -219,5 +220,5 @@ def _encoded_by_tensorstore(array: StoredArray, values: np.ndarray) -> bytes:
     context = ts.Context()
     store = ts.open(spec, create=True, context=context).result()
     store[tuple(map(slice, values.shape))].write(values).result()
-    key = '.'.join(['0'] * len(chunks)) or '0'
+    key = ChunkGrid(tuple(chunks), tuple(chunks)).key([0] * len(chunks))
     return ts.KvStore.open({'driver': 'memory'}, context=context).result().read(key).result().value

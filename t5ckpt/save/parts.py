@@ -112,7 +112,7 @@ def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any])
     )
     own = _own(prepared, written)
     positions = write_positions(prepared, work.directory, prepared.dataset)
-    copies = {name: written.checksums[name] for name in prepared.copies}
+    copies = {name: written.checksums[name] for name in prepared.files_of_others}
     copies |= write_positions(prepared, work.directory, _positions_of_peer(prepared))
     storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
     entry = write_checksums(storage, work.directory, index, own.checksums | positions)
@@ -122,7 +122,7 @@ def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any])
 
 def _own(prepared: PreparedSave, written: WriteReport) -> WriteReport:
     """The report of the files that are assigned to this process."""
-    checksums = {name: entry for name, entry in written.checksums.items() if name not in prepared.copies}
+    checksums = {name: entry for name, entry in written.checksums.items() if name not in prepared.files_of_others}
     return dataclasses.replace(written, checksums=checksums)
 
 

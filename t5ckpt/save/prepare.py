@@ -25,8 +25,17 @@ from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
 class PreparedSave:
     """A planned save whose first wave is staged, for :func:`run_save`. It keeps no original of a staged array alive.
 
-    ``leaves`` is for the next save, see ``save/chunk_reuse.py``. The processes compare ``text`` and share ``samples``. ``copies``
-    are the files that are assigned to other processes, in a save ``in_parts``.
+    Attributes:
+      request: of the save.
+      facts: what the sidecar records of the tree.
+      staging: the leaves, in waves.
+      previous: the checkpoint from which chunks are linked or copied.
+      leaves: for the next save, see ``save/chunk_reuse.py``.
+      dataset: the files of the data iterator's position, by name.
+      text: the plan as text, which the processes compare.
+      samples: beginnings of arrays, from which process 0 chooses the codecs of all processes.
+      devices: the largest number of devices of a leaf.
+      files_of_others: in a save ``in_parts``, the files that this process writes and that are assigned to other processes.
     """
 
     request: SaveRequest
@@ -38,7 +47,7 @@ class PreparedSave:
     text: str
     samples: Mapping[str, Any]
     devices: int
-    copies: frozenset[str] = frozenset()
+    files_of_others: frozenset[str] = frozenset()
 
 
 def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> PreparedSave | None:
@@ -62,7 +71,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())
-    copies = _copied_files(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
+    files_of_others = _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     previous = _previous(request)
     unchanged = _unchanged(plan.writes, request, previous)
     known = leaves_of_writes(plan.writes)
@@ -72,7 +81,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, copies)
+    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, files_of_others)
 
 
 def _unchanged(writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None) -> list[Path]:
@@ -91,10 +100,10 @@ def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> boo
     return request.in_parts and all(not is_jax_array(each.value) or each.value.addressable_shards for each in inline)
 
 
-def _copied_files(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
+def _files_of_others(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
     """The files that this process writes and that are assigned to others."""
     return frozenset(
-        file for write in writes for file in ([write.zarray] if with_metadata else []) + write.copied_files
+        file for write in writes for file in ([write.zarray] if with_metadata else []) + write.files_of_others
     )
 
 

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.storage.server_requests import ServerRequests, is_direct
+from t5ckpt.storage.server_requests import ServerRequests, needs_no_proxy
 
 _SCOPE = 'https://www.googleapis.com/auth/devstorage.read_write'
 _METADATA = 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'
@@ -58,7 +58,7 @@ class GcsRequests(ServerRequests):
 
 def gcs_requests(bucket: str, endpoint: str, patience: float, project: str | None) -> GcsRequests | None:
     """The requests of a bucket; None if they cannot be sent or no token is found."""
-    token = _tokens() if is_direct(endpoint) else None
+    token = _tokens() if needs_no_proxy(endpoint) else None
     return None if token is None else GcsRequests(bucket, endpoint, patience, token, project)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from t5ckpt.storage.options import S3Options, s3_credentials, s3_endpoint, s3_region
-from t5ckpt.storage.server_requests import RefusedError, ServerRequests, is_direct
+from t5ckpt.storage.server_requests import RefusedError, ServerRequests, needs_no_proxy
 
 _BULK_KEYS = 1000
 _UPLOAD = re.compile(rb'<UploadId>(.+?)</UploadId>', re.DOTALL)
@@ -183,7 +183,7 @@ def s3_requests(bucket: str, options: S3Options, environ: Mapping[str, str]) -> 
     if region is None or find is None:
         return None
     server = f'https://s3.{region}.amazonaws.com' if endpoint is None else endpoint
-    if not is_direct(server):
+    if not needs_no_proxy(server):
         return None
     requests = S3Requests(bucket, server, region, options.retry_seconds, find)
     requests.extra = {'x-amz-request-payer': 'requester'} if options.requester_pays else {}

@@ -205,7 +205,7 @@ def _close(connections: list[http.client.HTTPConnection]) -> None:
         connection.close()
 
 
-def is_direct(endpoint: str) -> bool:
+def needs_no_proxy(endpoint: str) -> bool:
     """Whether a server is reached without an HTTP proxy, according to the environment."""
     parts = urllib.parse.urlsplit(endpoint)
     return parts.scheme not in urllib.request.getproxies() or bool(urllib.request.proxy_bypass(parts.netloc))

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 from t5ckpt.errors import T5CkptError
+from t5ckpt.format.chunk_grid import ceil_div
 from t5ckpt.format.names import parse_leftover, parse_prefixed_step
 from t5ckpt.metrics.event_protobuf import Scalar, all_scalars
 from t5ckpt.metrics.record_file import RecordScan
@@ -78,7 +79,7 @@ def _chosen(root: str) -> list[str]:
 
 def _curve(name: str, values: dict[int, tuple[float, float]]) -> Curve:
     steps = sorted(values)
-    every = max(1, -(-len(steps) // _MAX_POINTS))
+    every = max(1, ceil_div(len(steps), _MAX_POINTS))
     # From the end, so that the last point is always there.
     kept = steps[::-1][::every][::-1]
     return Curve(name, tuple((step, *values[step]) for step in kept), len(steps))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
 # A manifest of more chunks is not one of a save that this program writes.
 _MOST_CHUNKS = 2**31
@@ -189,7 +189,7 @@ def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPla
       count: of all chunks.
     """
     left = lacking.copy()
-    part = -(-num_bits(lacking) // max(1, sum(bool(vote) for vote in votes)))
+    part = ceil_div(num_bits(lacking), max(1, sum(bool(vote) for vote in votes)))
     none = np.zeros(0, np.uint8)
     sends = [none] * len(votes)
     for process, vote in enumerate(votes):

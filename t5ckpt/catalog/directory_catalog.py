@@ -30,6 +30,7 @@ class DirectoryCatalog(RunCatalog):
     absence = 'there is no such directory'
     incomplete_state = 'broken'
     lease_directory = ''
+    may_arrive_late = False
     is_deleted_whole = True
 
     def exists(self) -> bool:

@@ -56,6 +56,8 @@ class RunCatalog(ABC):
 
     lease_directory: str
     """The directory of the leases."""
+    may_arrive_late: bool
+    """Whether a request may be applied after its process has given it up or ended."""
     is_deleted_whole: bool
     """Whether a step disappears at once, so that values that were read before its deletion are of one checkpoint."""
 

@@ -170,6 +170,7 @@ class IndexCatalog(RunCatalog):
     # A step without a manifest is found by its write lease alone.
     incomplete_state = 'unfinished'
     lease_directory = INDEX
+    may_arrive_late = True
     # The files are removed one by one, and another writer may write some of the same names before its manifest.
     is_deleted_whole = False
 

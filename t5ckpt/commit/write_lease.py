@@ -92,7 +92,7 @@ def write_lingering(storage: Storage, step: int, clock: Clock, *, may_leave_file
 
 def _linger(storage: Storage, key: str, clock: Clock, *, may_leave_files: bool) -> bool:
     """Writes a record that lingers, if a request may arrive later; returns whether it may."""
-    may_arrive = not storage.commits_by_rename
+    may_arrive = catalog_of(storage).may_arrive_late
     if may_arrive:
         owner = dataclasses.replace(EXPIRED, last_beat=clock() - _LINGERING_SECONDS, may_leave_files=may_leave_files)
         storage.write(key, _encode_record(owner.record()))

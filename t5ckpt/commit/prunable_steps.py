@@ -81,9 +81,9 @@ class PrunableSteps(ABC):
     def _with_leased(self) -> tuple[list[int], set[int]]:
         """The steps, and those that have a read lease."""
 
+    @abstractmethod
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
         """As :meth:`infos`, perhaps with steps that do not exist; also returns the steps to check with :meth:`gone`."""
-        return self.infos(names, just_saved), set()
 
     def gone(self, steps: Collection[int]) -> set[int]:
         """Those of some steps that do not exist."""
@@ -103,6 +103,9 @@ class StepsOnDisk(PrunableSteps):
         for name, error in found.unreadable.items():
             self._stay_log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
         return self.prunable(found.steps), leased_steps(self._storage, self._clock)
+
+    def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
+        return self.infos(names, just_saved), set()
 
     def check_sidecar(self, step: int) -> None:
         pass

@@ -38,7 +38,7 @@ def both_python_ints(dtype: np.dtype, template: LeafTemplate) -> bool:
     return is_int and kind(dtype) in ('int', 'uint')
 
 
-def held(found: Any) -> str:
+def leaf_text(found: Any) -> str:
     """Describes a leaf of the checkpoint, for a message."""
     if found is None or isinstance(found, Empty):
         return 'None' if found is None else 'an empty container'
@@ -51,7 +51,7 @@ def held(found: Any) -> str:
     )
 
 
-def describe(template: LeafTemplate) -> str:
+def template_text(template: LeafTemplate) -> str:
     """Describes a leaf of the template, for a message."""
     if template.kind == 'scalar' and template.python is not None:
         return f'Python {template.python.__name__}'
@@ -63,7 +63,7 @@ def is_empty(leaf: Any) -> bool:
     return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
 
 
-def first_in(path: Path, paths: Collection[Path]) -> Path | None:
+def topmost_in(path: Path, paths: Collection[Path]) -> Path | None:
     """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
     return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in paths), None)
 

@@ -31,7 +31,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, uses_host_buffer
-from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, describe, first_in, held, is_empty
+from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
@@ -180,14 +180,14 @@ def plan_restore(
     matcher = _Matcher(leaves, templates, options)
     for path, template in templates.items():
         matcher.match(path, template)
-    matcher.leftovers()
+    matcher.match_rest()
     if matcher.problems:
         raise mismatch_error(matcher.problems, where)
     return RestorePlan(
         tuple(matcher.stored),
         tuple(matcher.inline),
         matcher.kept,
-        tuple(matcher.taken),
+        tuple(matcher.from_fallback),
         tuple(matcher.ignored),
         tuple(matcher.skipped),
         tuple(matcher.notes),
@@ -223,7 +223,7 @@ class _Matcher:
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
         self.kept: LeafTable = {}
-        self.taken: list[InlineRead] = []
+        self.from_fallback: list[InlineRead] = []
         self.ignored: list[Path] = []
         self.skipped: list[Path] = []
         self.notes: list[str] = []
@@ -254,7 +254,7 @@ class _Matcher:
         """Adds an empty container or a text of the template."""
         template, found = pair.template, pair.found
         if hasattr(found, 'dtype') and template.kind == 'text':
-            self.problems.append(LeafProblem(pair.name, 'unexpected', held(found), 'text'))
+            self.problems.append(LeafProblem(pair.name, 'unexpected', leaf_text(found), 'text'))
         elif template.kind == 'text' and not isinstance(found, str):
             self.notes.append(f"{pair.name}: no text in the checkpoint, the template's stays")
         is_text = isinstance(found, str) and template.kind == 'text'
@@ -266,12 +266,12 @@ class _Matcher:
         if value is not None and not isinstance(value, (Empty, str)):
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
-            hint = f'The checkpoint holds {held(pair.found)} there.'
-            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.template), hint))
+            hint = f'The checkpoint holds {leaf_text(pair.found)} there.'
+            self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint))
         else:
-            near = self._near((pair.name, pair.template), self._leaves, self._templates)
+            near = self._near_names((pair.name, pair.template), self._leaves, self._templates)
             hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
-            self.problems.append(LeafProblem(pair.name, 'missing', '', describe(pair.template), hint, near))
+            self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
@@ -280,9 +280,9 @@ class _Matcher:
         if pair.template.kind != 'key' or isinstance(dtype, np.dtype):
             dtype = self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state '))
         if dtype is not None:
-            self.taken.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
+            self.from_fallback.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
 
-    def _near(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+    def _near_names(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.
 
         One of them may be the renamed leaf.
@@ -354,7 +354,7 @@ class _Matcher:
         wanted = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
         return LeafProblem(pair.name, 'dtype', found, wanted)
 
-    def leftovers(self) -> None:
+    def match_rest(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""
         without_array = {
             path: template.kind for path, template in self._templates.items() if template.kind in _NO_ARRAY
@@ -364,7 +364,7 @@ class _Matcher:
         for path, found in self._leaves.items():
             if (path in self._templates and path not in without_array) or found is None or isinstance(found, Empty):
                 continue
-            above = first_in(path, skips) if skips else None
+            above = topmost_in(path, skips) if skips else None
             if above is not None:
                 used.add(above)
                 self.skipped.append(path)
@@ -373,20 +373,20 @@ class _Matcher:
             elif self._strict == 'contains':
                 self.ignored.append(path)
             else:
-                self._excess(path, found, without_array)
+                self._add_unexpected(path, found, without_array)
         self.notes += [
             f'{leaf_name(path)}: ... in the template, and nothing in the checkpoint'
             for path in skips - used
             if without_array[path] == 'skip'
         ]
 
-    def _excess(self, path: Path, found: Any, without_array: Mapping[Path, str]) -> None:
-        name, above = leaf_name(path), first_in(path, without_array)
-        near = self._near((name, found), self._templates, self._leaves)
+    def _add_unexpected(self, path: Path, found: Any, without_array: Mapping[Path, str]) -> None:
+        name, above = leaf_name(path), topmost_in(path, without_array)
+        near = self._near_names((name, found), self._templates, self._leaves)
         what = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
         hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''
-        self.problems.append(LeafProblem(name, 'unexpected', held(found), what, hint, near))
+        self.problems.append(LeafProblem(name, 'unexpected', leaf_text(found), what, hint, near))
 
 
 def _values_of(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -355,7 +355,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     Raises:
       ValueError: a pattern matches no leaf, or the source provides no leaf that the sources before it lack.
     """
-    source: list[str] = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
+    source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
     found = warm.transform(_names(source), unflatten({path: _value(leaf) for path, leaf in template.items()}))
     _check_patterns(warm, [*map(leaf_name, template), *source])
     have = set(flatten_nested(found, is_spec))

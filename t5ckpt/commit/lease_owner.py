@@ -154,7 +154,9 @@ def _owner_part(record: Any) -> Any:
 def new_owner(nonce: str, last_beat: float, action: str) -> Owner:
     """Returns this process as the owner of a lease, which ends with :func:`end_owner`."""
     _open_nonces.add(nonce)
-    return Owner(nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), last_beat, action)
+    return Owner(
+        nonce, socket.gethostname(), _boot_id(), os.getpid(), _process_start_time(os.getpid()), last_beat, action
+    )
 
 
 def end_owner(nonce: str) -> None:

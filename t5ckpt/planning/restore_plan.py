@@ -269,7 +269,7 @@ class _Matcher:
             hint = f'The checkpoint holds {leaf_text(pair.found)} there.'
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint))
         else:
-            near = self._near_names((pair.name, pair.template), self._leaves, self._templates)
+            near = self._close_to((pair.name, pair.template), self._leaves, self._templates)
             hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
 
@@ -282,7 +282,7 @@ class _Matcher:
         if dtype is not None:
             self.from_fallback.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
 
-    def _near_names(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+    def _close_to(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
         """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.
 
         One of them may be the renamed leaf.
@@ -382,7 +382,7 @@ class _Matcher:
 
     def _add_unexpected(self, path: Path, found: Any, without_array: Mapping[Path, str]) -> None:
         name, above = leaf_name(path), topmost_in(path, without_array)
-        near = self._near_names((name, found), self._templates, self._leaves)
+        near = self._close_to((name, found), self._templates, self._leaves)
         what = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
         hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''

@@ -106,7 +106,9 @@ class ArrayWrite:
     @property
     def files_of_others(self) -> list[str]:
         """The ``chunk_files`` that are assigned to other processes."""
-        return [file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.boxes_of_others]
+        return [
+            file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.boxes_of_others
+        ]
 
 
 class InlineWrite(NamedTuple):

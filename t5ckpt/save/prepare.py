@@ -71,7 +71,9 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())
-    files_of_others = _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
+    files_of_others = (
+        _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
+    )
     previous = _previous(request)
     unchanged = _unchanged(plan.writes, request, previous)
     known = leaves_of_writes(plan.writes)

@@ -113,7 +113,7 @@ class Checkpointer:
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
       process_timeout: seconds that a process waits for the others at each of the two barriers of a save.
-      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks that are read whole.
+      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole from a disk.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
@@ -323,7 +323,8 @@ class Checkpointer:
             That of process 0 is used.
 
         Returns:
-          The checkpoint, or None if a complete one of this step exists and nothing was written.
+          The checkpoint; None if the save was dropped, because the step has a complete one or another process writes or deletes
+          it. The log has the reason.
 
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was written.

@@ -24,6 +24,7 @@ from t5ckpt.planning.restore_plan import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.restore.read_arrays import read_arrays
+from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import LeafTemplate
 
@@ -36,7 +37,7 @@ _PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'comple
 
 @checks_kinds
 def load_t5x_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
     remap: bool = True,
@@ -52,7 +53,7 @@ def load_t5x_checkpoint(
     """Loads a checkpoint for analysis. The signature is T5X's, with the additional parameters from ``mmap`` on.
 
     Args:
-      path: a run's directory, a step's directory, or the manifest file.
+      path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       state_transformation_fns: called in order with (state, {}) before arrays are read; stored arrays are spec dicts.
       remap: False skips the transformations, as in T5X, with a warning if there are any.
@@ -62,7 +63,7 @@ def load_t5x_checkpoint(
         stay in memory. False reads all arrays at once.
       storage_options: see docs/storage.md.
       verify: 'full' verifies the checksum of every file that is read, 'quick' checks only that files exist and have the right
-        sizes, 'auto' is 'full' if all arrays are read at once and 'quick' if they are mapped or lazy.
+        sizes, 'auto' is 'full' if all arrays are read at once from a disk, and 'quick' otherwise.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
       cast_leaves: a pattern for the whole names of the leaves that ``restore_dtype`` casts instead, such as
         ``'model/.*'``.

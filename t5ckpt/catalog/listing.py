@@ -91,7 +91,7 @@ def step_of(name: str) -> int | None:
 
 @checks_kinds
 def reindex_steps(
-    checkpoints_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Finds steps that other tools added to a run on an object store, and adds them to the index for listings.
 

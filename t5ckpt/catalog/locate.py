@@ -150,7 +150,7 @@ def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | No
 
 
 def locate(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     *,
@@ -159,7 +159,7 @@ def locate(
     """Resolves a path as :func:`find_checkpoint` does, to a location.
 
     Args:
-      path: of a run, a step or a file.
+      path: of a run, a step or a file; or a Storage, whose root is a run or a step.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       storage_options: see docs/storage.md.
       tensors: also accepts a safetensors or npz file, or a directory without a checkpoint that has a safetensors model.
@@ -169,8 +169,9 @@ def locate(
       CheckpointNotFoundError: no checkpoint; the message lists the contents of the directory.
     """
     step = given_step(step)
-    parent, name = split_path(path)
     storage = open_storage(path, storage_options)
+    # A storage has no parent.
+    parent, name = ('', '') if isinstance(path, Storage) else split_path(path)
     outer = open_storage(parent, storage_options) if name else storage
     if name and outer.is_file(name):
         foreign = foreign_file(name)
@@ -190,7 +191,7 @@ def locate(
             return Located(open_storage(grand, storage_options), directory, name, number)
         return Located(outer, '', name, number)
     if storage.root_kind() != 'dir':
-        raise CheckpointNotFoundError(f'{path}: no such file or directory. Check the path.')
+        raise CheckpointNotFoundError(f'{storage.url()}: no such file or directory. Check the path.')
     try:
         return _locate_in_dir(storage, outer, name, step)
     except CheckpointNotFoundError:
@@ -307,8 +308,10 @@ def model_file(storage: Storage) -> str | None:
     return next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
 
 
-def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
+def no_checkpoint(storage: Storage) -> T5CkptError:
     """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
+    if storage.kind('') is None:
+        return not_a_run(storage)
     model, runs = model_file(storage), runs_below(storage)
     cure = 'Check the path.'
     if model is not None:
@@ -344,8 +347,6 @@ def _is_step(entry: Entry) -> bool:
 
 
 def _contents_text(storage: Storage) -> str:
-    if storage.kind('') != 'dir':
-        return 'there is no such directory'
     names = [entry.name for entry in storage.entries()]
     if not names:
         return 'the directory is empty'

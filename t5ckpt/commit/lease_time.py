@@ -65,13 +65,14 @@ def warn_if_ahead(storage: Storage, key: str, expires: float, lasts: float, now:
             't5ckpt: %s expires at %s, although it lasts %.0f s and now is %s: the clock of its owner or of this machine '
             'is wrong. Correct the clock. If the owner has ended, remove the file',
             storage.url(key),
-            _text(expires),
+            time_text(expires),
             lasts,
-            _text(now),
+            time_text(now),
         )
 
 
-def _text(unix: float) -> str:
+def time_text(unix: float) -> str:
+    """The date and time of unix seconds."""
     # A time beyond the year 9999 has no date.
     try:
         return time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(unix))

@@ -15,13 +15,13 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_files import live_steps, write_leases_of
 from t5ckpt.commit.lease_owner import DELETE, MEND, REPLACE, SAVE, UNKNOWN, Owner, read_owner
-from t5ckpt.commit.lease_time import lease_clock, warn_if_ahead
+from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -82,9 +82,9 @@ def acquire_lease(
     if index is not None:
         owners = _owners(storage, (each for each in index.write_leases if each.step == step))
         # Only object stores have an index. There ``clock`` is the clock of the leases.
-        owner = _first_live(owners, clock, stale_after)
-        if owner is not None and owner.action == SAVE:
-            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+        found = _first_live(owners, clock, stale_after)
+        if found is not None and found[1].action == SAVE:
+            raise BeingWrittenError(_owned_by_other(storage, step, *found))
     times = attempts(0.0 if action == MEND else _RIVAL_SECONDS)
     late_attempts = 0
     while True:
@@ -143,21 +143,22 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
         others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
         owners = _owners(storage, others)
-        owner = _first_live(owners, now, stale_after)
-        if owner is None:
-            lease.predecessors = tuple(owners)
-            if any(each.may_leave_files for each in owners):
+        found = _first_live(owners, now, stale_after)
+        if found is None:
+            lease.predecessors = tuple(owners.values())
+            if any(each.may_leave_files for each in owners.values()):
                 lease.update(may_leave_files=True)
             for each in others:
                 storage.delete_file(each.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
             return
-        if owner.nonce < lease.nonce or not has_time:
-            raise BeingWrittenError(_owned_by_other(storage, step, owner))
+        if found[1].nonce < lease.nonce or not has_time:
+            raise BeingWrittenError(_owned_by_other(storage, step, *found))
 
 
-def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> list[Owner]:
-    return [owner for each in leases if (owner := read_owner(storage, each.key)) is not None]
+def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> dict[str, Owner]:
+    """Returns the owners by the keys of their leases."""
+    return {each.key: owner for each in leases if (owner := read_owner(storage, each.key)) is not None}
 
 
 def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) -> bool:
@@ -169,10 +170,10 @@ def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) ->
     return _first_live(owners, lease_clock(storage, clock), stale_after) is not None
 
 
-def _first_live(owners: Iterable[Owner], clock: Clock, stale_after: float) -> Owner | None:
-    """Returns the live owner with the smallest nonce; None where there is none."""
-    live = [owner for owner in owners if not owner.is_dead(clock, stale_after)]
-    return min(live, key=lambda owner: owner.nonce, default=None)
+def _first_live(owners: Mapping[str, Owner], clock: Clock, stale_after: float) -> tuple[str, Owner] | None:
+    """Returns the key of the lease and the live owner with the smallest nonce; None where there is none."""
+    live = [(key, owner) for key, owner in owners.items() if not owner.is_dead(clock, stale_after)]
+    return min(live, key=lambda found: found[1].nonce, default=None)
 
 
 def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
@@ -192,7 +193,7 @@ def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Cl
 def actions_of_others(storage: Storage, step: int, lease: WriteLease) -> set[str]:
     """Returns the actions of the other leases of a step, lingering records apart. The owners of expired ones may go on."""
     others = [each for each in write_leases_of(storage, step) if each.key != lease.key]
-    return {owner.action for owner in _owners(storage, others) if owner.pid}
+    return {owner.action for owner in _owners(storage, others).values() if owner.pid}
 
 
 def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
@@ -201,17 +202,22 @@ def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
     ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`.
     """
     owners = _owners(storage, write_leases_of(storage, step))
-    return any(owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners)
+    return any(
+        owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners.values()
+    )
 
 
-def _owned_by_other(storage: Storage, step: int, owner: Owner) -> str:
-    where = storage.url(step_dir(step))
-    if owner.is_local and owner.pid == os.getpid():
-        return f'{where} is being written or deleted by another call of this process'
-    who = 'another writer' if owner is UNKNOWN else f'process {owner.pid} on {owner.host}'
+def _owned_by_other(storage: Storage, step: int, key: str, owner: Owner) -> str:
+    """The owner of a lease, and how to write the step if it has ended: only this machine sees that at once."""
+    text = f'{storage.url(step_dir(step))} is being written or deleted by'
+    if owner.is_local:
+        call = 'another call of this process'
+        return f'{text} {call if owner.pid == os.getpid() else f"process {owner.pid} of this machine"}'
+    if owner is UNKNOWN:
+        return f'{text} another program, whose lease cannot be read. If it has ended, remove {storage.url(key)}'
     return (
-        f'{where} is being written or deleted by {who}; if that process is dead, '
-        f'its write lease expires {TAKE_OVER_SECONDS / 60:g} minutes after its last heartbeat'
+        f'{text} process {owner.pid} on {owner.host}. If that process has ended, remove its lease {storage.url(key)}, or wait '
+        f'until it expires at {time_text(owner.last_beat + TAKE_OVER_SECONDS)}'
     )
 
 

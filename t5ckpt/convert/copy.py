@@ -17,6 +17,7 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
+from t5ckpt.storage import Storage
 
 
 @checks_options
@@ -71,8 +72,8 @@ class CopyReport:
 
 @checks_kinds
 def copy_checkpoint(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Storage,
+    target: str | os.PathLike[str] | Storage,
     step: int | None = None,
     *,
     options: CopyOptions | None = None,
@@ -81,8 +82,8 @@ def copy_checkpoint(
     """Copies a checkpoint byte for byte to another run, on any storage; a pin is not copied.
 
     Args:
-      source: a run's directory, a step's directory, or a manifest file.
-      target: the directory of the run that gets the copy.
+      source: a run's directory, a step's directory, or a manifest file; or a Storage with one of the first two as its root.
+      target: the directory of the run that gets the copy, or a Storage with it as its root.
       step: which step, if ``source`` is a run's directory; None takes the latest.
       options: see :class:`CopyOptions`.
       progress: called with (bytes done, bytes in all), as far as they are known.
@@ -98,9 +99,10 @@ def copy_checkpoint(
     started = time.monotonic()
     located = with_links(locate(source, step, options.source_options), options.follow_links)
     if not located.manifest:
+        where = target.url() if isinstance(target, Storage) else os.fspath(target)
         raise UnsupportedFormatError(
             f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it (t5ckpt convert '
-            f'orbax {located.url} {os.fspath(target)}), or copy its directory with another tool.'
+            f'orbax {located.url} {where}), or copy its directory with another tool.'
         )
     refuse_step_path(target)
     number = located.step_to_write()

@@ -34,11 +34,11 @@ from t5ckpt.storage import Storage
 
 
 @checks_kinds
-def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Run:
+def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None) -> Run:
     """Opens a run's directory; each access lists its steps anew.
 
     Args:
-      path: the directory.
+      path: the directory, or a Storage with it as its root.
       storage_options: see docs/storage.md.
 
     Raises:
@@ -48,7 +48,7 @@ def open_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
     storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
         raise not_a_run(storage)
-    return Run(storage, storage_options)
+    return Run(storage)
 
 
 class Series(Mapping[int, Any]):
@@ -91,9 +91,8 @@ class Run(Mapping[int, CheckpointView]):
     cached by this object.
     """
 
-    def __init__(self, storage: Storage, storage_options: Mapping[str, Any] | None = None):
+    def __init__(self, storage: Storage):
         self._storage = storage
-        self._options = storage_options
         self._series: dict[tuple[int, float | None, str, Any], Any] = {}
 
     @property
@@ -145,7 +144,7 @@ class Run(Mapping[int, CheckpointView]):
 
     def __getitem__(self, step: int) -> CheckpointView:
         try:
-            return open_checkpoint(self.path, step, storage_options=self._options)
+            return open_checkpoint(self._storage, step)
         except CheckpointNotFoundError as error:
             raise _StepNotFoundError(str(error)) from error
 

@@ -23,6 +23,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
 from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
+from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _SHOWN = 60
@@ -30,7 +31,7 @@ _SHOWN = 60
 
 @checks_kinds
 def open_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     *,
     mmap: bool = True,
@@ -41,7 +42,7 @@ def open_checkpoint(
     """Opens a checkpoint as a mapping of lazy arrays; reads the manifest and no array.
 
     Args:
-      path: a run's directory, a step's directory, or the manifest file.
+      path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       mmap: maps the files of local, uncompressed arrays; a slice is copied out of the map.
       storage_options: see docs/storage.md.

@@ -55,14 +55,14 @@ from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import Contents, RawFiles, find_sidecar, read_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import Entry, open_storage, split_path
+from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
 _OWN = {SIDECAR, MANIFEST, COPIES, PINNED, DATASET_REMOVED}
 
 
 @checks_kinds
 def verify(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     *,
     full: bool = False,
@@ -73,7 +73,7 @@ def verify(
     """Checks that a checkpoint is complete and undamaged, and reports all damages.
 
     Args:
-      path: a run's directory, a step's directory, or the manifest file.
+      path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       full: reads every byte and compares checksums; otherwise presence, sizes, and the manifest's checksum are compared.
       follow_links: symbolic links may lead out of the checkpoint's directory.
@@ -132,16 +132,17 @@ def verify_located(
 
 
 def locate_or_broken(
-    path: str | os.PathLike[str], step: int | None, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str] | Storage, step: int | None, storage_options: Mapping[str, Any] | None = None
 ) -> Located:
     """Locates a checkpoint, or a directory of t5ckpt whose manifest is missing, which other readers do not list."""
     try:
         return locate(path, step, storage_options)
     except CheckpointNotFoundError:
-        parent, name = split_path(path)
-        if step is not None:
-            parent, name = os.fspath(path), step_dir(step)
-        outer = open_storage(parent, storage_options)
+        if step is not None or isinstance(path, Storage):
+            outer, name = open_storage(path, storage_options), '' if step is None else step_dir(step)
+        else:
+            parent, name = split_path(path)
+            outer = open_storage(parent, storage_options)
         if not sidecars_in(outer, name):
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))

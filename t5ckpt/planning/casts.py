@@ -22,7 +22,7 @@ from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import did_you_mean, shown
 from t5ckpt.errors import UnmatchedPattern
-from t5ckpt.format.dtypes import kind
+from t5ckpt.format.dtypes import is_storable, kind
 from t5ckpt.tree.leaves import LeafToSave
 
 # The dtypes that a misspelt cast may mean.
@@ -33,7 +33,7 @@ def _floating_dtype(dtype: Any, option: str) -> np.dtype | None:
     """Checks the dtype of a cast option; None is returned as it is.
 
     Raises:
-      ValueError: the dtype is not floating; a cast to integers would lose the weights.
+      ValueError: the dtype is not floating; a cast to integers would lose the weights. Or no checkpoint holds it.
     """
     if dtype is None:
         return None
@@ -47,6 +47,10 @@ def _floating_dtype(dtype: Any, option: str) -> np.dtype | None:
     if kind(wanted) != 'float':
         raise ValueError(
             f'{option} must be a floating dtype such as jnp.bfloat16, got {wanted.name}: only floating leaves are cast.'
+        )
+    if not is_storable(wanted):
+        raise ValueError(
+            f'{option}: neither JAX nor a checkpoint has the dtype {wanted.name}. Pass one that they have, such as float64.'
         )
     return wanted
 

@@ -57,7 +57,7 @@ class ShardingCheck:
 def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
     mesh: Any = getattr(sharding, 'mesh', None)
     if type(mesh).__name__ == 'AbstractMesh':
-        return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which names no devices'
+        return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which has no devices'
     text = _division_problem(sharding, shape)
     return ('sharding', text) if text else ('', '')
 

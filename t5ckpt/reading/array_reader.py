@@ -229,7 +229,7 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
 
 
 def open_contents(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     step: int | None,
     storage_options: Mapping[str, Any] | None,
     reading: ReadOptions,

@@ -255,7 +255,7 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
 
 
 def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
-    _log.warning('t5ckpt: step %d is saved by another writer, this save is dropped: %s', step, error)
+    _log.warning('t5ckpt: this save of step %d is dropped: %s', step, error)
     return {'skip': True}
 
 

@@ -240,7 +240,7 @@ class PendingSave:
           timeout: seconds; None waits forever.
 
         Returns:
-          The checkpoint, or None if the step existed already and nothing was written.
+          The checkpoint; None if the save was dropped, see ``Checkpointer.save``.
 
         Raises:
           TimeoutError: the save is still running.

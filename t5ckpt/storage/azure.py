@@ -118,7 +118,7 @@ class AzureStorage(BucketStorage):
     def _children(self, key: str, beginning: str = '') -> list[tuple[str, Any]]:
         """The names directly below ``key`` that begin so, each with its properties, or None for a directory."""
         below = self._below(key)
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'listing'):
             found = self.wait(self._kvstore().children(f'{below}{beginning}'))
         self._listing.is_found = True
         names = ((name.removeprefix(below), blob) for name, blob in found)
@@ -143,7 +143,7 @@ class AzureStorage(BucketStorage):
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         below = self._below(key)
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'listing'):
             found = self.wait(self._kvstore().sizes(below))
         self._listing.is_found = True
         for name, size in sorted(found):
@@ -159,11 +159,11 @@ class AzureStorage(BucketStorage):
         return next((blob.size for found, blob in self._children(parent, name) if blob and found == name), None)
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
-        with bucket_errors(self.url(target)):
+        with bucket_errors(self.url(target), 'writing'):
             return self.wait(self._kvstore().copy(self._key(source), self._key(target), version))
 
     def delete_files(self, keys: Sequence[str]) -> None:
-        with bucket_errors(self.url()):
+        with bucket_errors(self.url(), 'deleting'):
             self.wait(self._kvstore().delete_many([*map(self._key, keys)]))
 
     def open_kvstore(self, key: str) -> Any:

@@ -103,7 +103,7 @@ class BucketStorage(Storage):
 
     def write(self, key: str, data: bytes) -> None:
         try:
-            with bucket_errors(self.url(key)):
+            with bucket_errors(self.url(key), 'writing'):
                 self.wait(self._kvstore().write(self._key(key), data))
         except AccessDeniedError:
             raise
@@ -116,7 +116,7 @@ class BucketStorage(Storage):
         if self._conditional.are_ignored(expected):
             return super().replace(key, data, version)
         try:
-            written = self._conditional.write(self._key(key), data, expected)
+            written = self._conditional.write(self._key(key), self.url(key), data, expected)
         except AccessDeniedError:
             raise
         except StorageError:
@@ -149,12 +149,12 @@ class BucketStorage(Storage):
         if self._compares_deletions:
             try:
                 if not self._conditional.are_ignored(version):
-                    return bool(self._conditional.write(self._key(key), None, version))
+                    return bool(self._conditional.write(self._key(key), self.url(key), None, version))
             except StorageError:
                 if not self._conditional.are_ignored(version):
                     raise
             return None
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'deleting'):
             return None if self._requests is None else self._requests.delete_unchanged(self._key(key), version)
 
     @property
@@ -249,18 +249,18 @@ class BucketStorage(Storage):
         raise NotImplementedError(f'{self.url()} cannot rename {source} to {target}; write in place')
 
     def delete_file(self, key: str) -> None:
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'deleting'):
             self.wait(self._connection.delete(self._key(key)))
 
     def delete_files(self, keys: Sequence[str]) -> None:
-        with bucket_errors(self.url()):
+        with bucket_errors(self.url(), 'deleting'):
             if self._requests is not None and len(keys) > 1 and self._requests.delete_many([*map(self._key, keys)]):
                 return
             for future in [self._connection.delete(self._key(key)) for key in keys]:
                 self.wait(future)
 
     def delete_tree(self, key: str) -> None:
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'deleting'):
             self.wait(self._kvstore().delete_range(key_range(self._below(key))))
         # A driver that treats a refused listing as an empty one deletes nothing here.
         left = [] if self._listing.is_complete else self._keys(key)

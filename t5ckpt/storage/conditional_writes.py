@@ -38,14 +38,16 @@ class ConditionalWrites:
         """Whether the server does not compare this version, ``ABSENT`` or that of an object, as far as it is known."""
         return self._is_ignored or (self._refuses_changes and version != ABSENT)
 
-    def write(self, path: str, data: bytes | None, version: bytes) -> bytes:
+    def write(self, path: str, url: str, data: bytes | None, version: bytes) -> bytes:
         """Writes or deletes a key of the bucket if it has this version; returns the new version, b'' if it was refused.
+
+        ``url`` is that of the key, for errors.
 
         Raises:
           StorageError: the request failed; it may have been applied.
         """
         try:
-            written = self._write(path, data, version)
+            written = self._write(path, url, data, version)
         except AccessDeniedError:
             raise
         except StorageError as error:
@@ -55,13 +57,13 @@ class ConditionalWrites:
                     self._note(is_ignored=True)
             raise
         if not self._is_known and written and version == ABSENT:
-            again = self._write(path, data, version)
+            again = self._write(path, url, data, version)
             self._note(is_ignored=bool(again))
             return again or written
         return written
 
-    def _write(self, path: str, data: bytes | None, version: bytes) -> bytes:
-        with bucket_errors(f'{self._connection.url} ({path})'):
+    def _write(self, path: str, url: str, data: bytes | None, version: bytes) -> bytes:
+        with bucket_errors(url, 'deleting' if data is None else 'writing'):
             return retried(lambda: self._sent(path, data, version), self._connection.patience or 0.0)
 
     def _sent(self, path: str, data: bytes | None, version: bytes) -> bytes:

@@ -36,12 +36,17 @@ UNMET_CONDITION = (
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
 _NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; existing files were not changed.'
-_REFUSED = 'Check the credentials and their permissions for this bucket. Without credentials, requests are anonymous.'
+_REFUSED = (
+    'Check that the credentials permit {action} there (docs/storage.md has the permissions). Without credentials, requests are '
+    'anonymous.'
+)
 # Internal details in TensorStore's messages; the answer of the server follows them.
 _SPEC = re.compile(r" \[(tensorstore_spec|http_response_body)='(?:[^'\\]|\\.)*'\]")
 _REFUSALS = ('PERMISSION_DENIED', 'UNAUTHENTICATED')
-# S3 answers with HTTP 400 where the keys of a role have expired.
-_EXPIRED = re.compile(r'\b(ExpiredToken|InvalidToken|TokenRefreshRequired): ')
+EXPIRED = re.compile(r'\b(ExpiredToken|InvalidToken|TokenRefreshRequired)(: |</Code>)')
+"""In an answer of S3 with HTTP 400: the keys of a role have expired."""
+_SKEWED = re.compile(r'\bRequestTimeTooSkewed\b')
+_CLOCK = 'The clock of this machine or of the server is wrong: correct it.'
 _RENEW = 'The credentials have expired or are not valid: renew them.'
 _DENIED = 'Check the permissions and the mount; existing files were not changed.'
 _NOT_HERE = 'Nothing can be created there: pass a directory on a mounted and writable disk.'
@@ -110,8 +115,11 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
     return kind(number, f'{where}: {text}. {cure}')
 
 
-def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False) -> T5CkptError:
-    """The error of t5ckpt for an error of TensorStore in a read or, with ``writing``, a write of ``where``."""
+def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False, action: str = '') -> T5CkptError:
+    """The error of t5ckpt for an error of TensorStore in a read or, with ``writing``, a write of ``where``.
+
+    ``action`` is what the credentials must permit, 'reading' or 'writing' by default.
+    """
     text = _SIGNATURE.sub('', _SPEC.sub('', str(error)))
     lowered = text.lower()
     system = _OS_CODE.search(text)
@@ -119,9 +127,9 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return map_os_error(OSError(int(system.group(1)), _OS_CODE.sub('', text)), where, writing=writing)
     if 'no space left' in lowered or 'quota exceeded' in lowered:
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
-    is_expired = _EXPIRED.search(text) is not None
+    is_expired = EXPIRED.search(text) is not None
     if is_expired or 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
-        cure = _RENEW if is_expired else _REFUSED if _HTTP_CODE.search(text) else _DENIED
+        cure = _cure_of_refusal(text, action or ('writing' if writing else 'reading'))
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move this file away.')
@@ -130,6 +138,14 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
             f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
         )
     return StorageError(errno.EIO, f'{where}: {text}')
+
+
+def _cure_of_refusal(text: str, action: str) -> str:
+    if EXPIRED.search(text):
+        return _RENEW
+    if _SKEWED.search(text):
+        return _CLOCK
+    return _REFUSED.format(action=action) if _HTTP_CODE.search(text) else _DENIED
 
 
 def _means_damage(text: str) -> bool:
@@ -141,15 +157,15 @@ def _means_damage(text: str) -> bool:
     return code is None or code.group(1) in _DAMAGED
 
 
-def map_bucket_error(error: Exception, where: str) -> T5CkptError:
-    """The error of t5ckpt for an error of TensorStore in a listing, read, write or deletion of keys of a bucket.
+def map_bucket_error(error: Exception, where: str, action: str = 'reading') -> T5CkptError:
+    """The error of t5ckpt for an error of TensorStore in reading, writing, listing or deleting keys of a bucket.
 
     These operations do not decode bytes, so no answer of a server means that a checkpoint is damaged.
     """
     name = _BUCKET_NAME.search(str(error))
     if name is not None:
         return InvalidPathError(f'{where}: a bucket cannot have the name {name[1]}. Check the URL.')
-    mapped = map_tensorstore_error(error, where, writing=True)
+    mapped = map_tensorstore_error(error, where, writing=True, action=action)
     if type(mapped) is not StorageError or _RETRIED in str(error) or str(error) == UNMET_CONDITION:
         return mapped
     status = _HTTP_CODE.search(str(error))
@@ -173,8 +189,8 @@ def _shown_cause(error: Exception) -> Exception | None:
 
 
 @contextlib.contextmanager
-def bucket_errors(where: str) -> Generator[None]:
-    """Maps the errors of TensorStore inside the block, for requests to a bucket."""
+def bucket_errors(where: str, action: str = 'reading') -> Generator[None]:
+    """Maps the errors of TensorStore inside the block, for requests to a bucket; ``action`` is what they do to a key."""
     try:
         yield
     except T5CkptError:
@@ -182,7 +198,7 @@ def bucket_errors(where: str) -> Generator[None]:
     except OSError as error:
         raise map_os_error(error, where, writing=True) from error
     except TENSORSTORE_ERRORS as error:
-        raise map_bucket_error(error, where) from _shown_cause(error)
+        raise map_bucket_error(error, where, action) from _shown_cause(error)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class KeyListing:
 
     def keys(self, below: str, beginnings: Sequence[str], where: str) -> list[str]:
         """The keys in the directory ``below`` that begin with one of some texts, relative to it; ``where`` is its address."""
-        with bucket_errors(where):
+        with bucket_errors(where, 'listing'):
             found = self._list([key_range(below + beginning) for beginning in beginnings])
         # Consoles create keys that end with a slash to show a directory.
         return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
@@ -45,7 +45,7 @@ class KeyListing:
             for each in beginnings
             for gap in _gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
         ]
-        with bucket_errors(where):
+        with bucket_errors(where, 'listing'):
             # Not ``_pages``: most ranges are empty, and GCS repeats the requests of empty ranges.
             found = self._requested([ts.KvStore.KeyRange(*ends) for ends in ranges])
         return [raw.decode()[len(below) :] for names in found for raw in names]

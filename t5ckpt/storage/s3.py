@@ -68,7 +68,7 @@ class S3Storage(BucketStorage):
         super().__init__(bucket, prefix, connection, cache=file_cache(options), requests=requests)
 
     def rewrite(self, key: str, data: bytes, version: Any) -> Any:
-        with bucket_errors(self.url(key)):
+        with bucket_errors(self.url(key), 'writing'):
             written = None if self._requests is None else self._requests.rewrite(self._key(key), data, version)
         return written or self.replace(key, data, version)
 

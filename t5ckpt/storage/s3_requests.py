@@ -113,7 +113,7 @@ class S3Requests(ServerRequests):
         try:
             self._send('DELETE', 'DELETE', self._target(key), headers)
         except RefusedError as error:
-            if error.is_transient or error.status in (401, 403):
+            if error.is_transient or error.is_of_credentials:
                 raise
             if error.is_of_object:
                 return False
@@ -140,7 +140,7 @@ class S3Requests(ServerRequests):
             if error.is_transient:
                 raise
             # The server has no such request. If it refuses the deletion itself, that of each key is refused, too.
-            self._deletes_many = False
+            self._deletes_many = error.is_of_credentials
             return False
         return b'<DeleteResult' in reply and b'<Error>' not in reply
 

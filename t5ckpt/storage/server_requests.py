@@ -24,6 +24,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from t5ckpt.storage.error_mapping import EXPIRED
+
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED', 416: 'OUT_OF_RANGE'}
 # Of S3: another request to the same key was under way. Other answers of this status do not change.
@@ -52,6 +54,11 @@ class RefusedError(ValueError):
     def is_transient(self) -> bool:
         """Whether another attempt may succeed; a status of 0 is a connection that failed."""
         return not self.status or self.status in _TRANSIENT or is_conflict(str(self))
+
+    @property
+    def is_of_credentials(self) -> bool:
+        """Whether the credentials are refused, which may be renewed."""
+        return self.status in (401, 403) or EXPIRED.search(str(self)) is not None
 
     @property
     def is_of_object(self) -> bool:
@@ -114,7 +121,7 @@ class ServerRequests(ABC):
             copied = self._copy(source, target, version)
         except RefusedError as error:
             if not error.is_of_object:
-                self.copies = self.copies and error.is_transient
+                self.copies = self.copies and (error.is_transient or error.is_of_credentials)
                 self._pause_copies(error)
             return None
         self._pause = self._patience

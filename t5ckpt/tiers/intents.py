@@ -10,17 +10,18 @@ file whose step is uploaded by the next start; without the step, the next start 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import math
 import threading
 from collections.abc import Generator, Mapping
-from typing import Any
 
 from t5ckpt.catalog.listing import newest, waiting_steps
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
-from t5ckpt.save.schedule import with_best
+from t5ckpt.save.schedule import Best, with_best
 from t5ckpt.save_policies import Moment, SavePolicy
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.part import save_of
@@ -106,6 +107,34 @@ class Intents:
             return True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """The latest decision.
+
+    Attributes:
+      step: that is uploaded; None before the first one.
+      unix: when it was decided.
+      best: the lowest and the highest value of each metric so far.
+    """
+
+    step: int | None = None
+    unix: float | None = None
+    best: Best = dataclasses.field(default_factory=dict[str, tuple[float, float]])
+
+
+def _taken_of(data: bytes) -> _Taken:
+    """Decodes ``taken.json``. Raises ValueError for other contents."""
+    try:
+        match json.loads(data):
+            case {'step': int(step), 'unix': int() | float() as unix, 'best': dict(best)} if math.isfinite(unix):
+                values = {str(name): (float(low), float(high)) for name, (low, high) in best.items()}
+                return _Taken(step, float(unix), values)
+            case other:
+                raise ValueError(f'{other!r:.100} is not a step, a time and metrics')
+    except (TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 class PersistSchedule:
     """Decides which saved steps wait for their upload; ``tiers/queue.py`` drops those that a newer one overtakes.
 
@@ -119,7 +148,7 @@ class PersistSchedule:
         self._clock = clock
         self._began = clock()
         self._previous: int | None = None
-        self._taken: dict[str, Any] | None = None
+        self._taken: _Taken | None = None
         self._owed = ''
         self.upload_seconds: float | None = None
         """How long the latest upload took."""
@@ -144,16 +173,16 @@ class PersistSchedule:
         now, taken = self._clock(), self._last()
         # A clock that was set back does not stop the uploads until it has caught up.
         self._began = min(self._began, now)
-        taken['unix'] = None if taken['unix'] is None else min(taken['unix'], now)
+        self._taken = taken = dataclasses.replace(taken, unix=None if taken.unix is None else min(taken.unix, now))
         return self._policy.reason(
             Moment(
                 step=step,
                 previous_step=previous,
-                last_saved_step=taken['step'],
-                seconds_since_save=now - (self._began if taken['unix'] is None else taken['unix']),
+                last_saved_step=taken.step,
+                seconds_since_save=now - (self._began if taken.unix is None else taken.unix),
                 preempted=preempted,
                 metrics=metrics,
-                best={name: (low, high) for name, (low, high) in taken['best'].items()},
+                best=taken.best,
                 blocked_seconds=self.upload_seconds,
                 write_seconds=self.upload_seconds,
                 saving=is_uploading,
@@ -169,21 +198,24 @@ class PersistSchedule:
         if self._policy is None:
             return
         self._owed = ''
-        self._taken = {'step': step, 'unix': self._clock(), 'best': with_best(self._last()['best'], metrics)}
+        self._taken = _Taken(step, self._clock(), with_best(self._last().best, metrics))
         try:
-            self._local.write(_TAKEN, json.dumps(self._taken).encode())
+            self._local.write(_TAKEN, json.dumps(dataclasses.asdict(self._taken)).encode())
         except StorageError as error:
             # The step is committed, and only the intervals of a later process depend on this file.
             _log.warning('t5ckpt: %s could not be written: %s', self._local.url(_TAKEN), error)
 
-    def _last(self) -> dict[str, Any]:
+    def _last(self) -> _Taken:
         if self._taken is None:
-            self._taken = {'step': None, 'unix': None, 'best': {}, **self._recorded()}
+            self._taken = self._recorded()
         return self._taken
 
-    def _recorded(self) -> dict[str, Any]:
+    def _recorded(self) -> _Taken:
         try:
-            return json.loads(self._local.read(_TAKEN))
-        except (CheckpointNotFoundError, ValueError):
+            return _taken_of(self._local.read(_TAKEN))
+        except CheckpointNotFoundError:
+            pass
+        except ValueError as error:
             # Only intervals depend on it.
-            return {}
+            _log.warning('t5ckpt: %s is ignored, since it is damaged: %s', self._local.url(_TAKEN), error)
+        return _Taken()

@@ -536,6 +536,7 @@ def test_an_overwrite_is_told_of_a_writer_that_was_faster(tmp_path, caplog, exch
     storage.acts['publish checkpoint_1.replaced'] = before_last
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         assert ck.save(state(2), step=1, overwrite=True) is None
+    assert 'this save of step 1 is dropped' in caplog.text
     assert 'checkpoint_1 was saved by another writer in the meantime' in caplog.text
     assert value_of(tmp_path, 1) == [3]
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:

@@ -52,6 +52,15 @@ def test_constructor_options(options, tmp_path):
     assert repr(value)[:80] in str(caught.value)
 
 
+@pytest.mark.skipif(np.dtype(np.longdouble) == np.float64, reason='is float64 here')
+@pytest.mark.parametrize('option', ['save_dtype', 'restore_dtype'])
+def test_a_cast_to_a_dtype_that_no_checkpoint_has(option, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf'{option}: neither JAX nor a checkpoint has the dtype {np.longdouble(0).dtype}'
+    ):
+        Checkpointer(STATE, checkpoints_dir=tmp_path, **{option: np.longdouble})
+
+
 @pytest.mark.parametrize('compression', ['lz4', 'blosc'])
 def test_chunks_that_a_codec_cannot_encode(compression, tmp_path):
     """No byte of the array is read."""

@@ -403,6 +403,23 @@ def test_a_refused_request_names_bucket_key_and_status(bucket):
     assert t5ckpt.all_steps(url) == [1]
 
 
+@pytest.mark.parametrize(
+    ('kinds', 'action', 'attempt'),
+    [
+        (['write'], 'writing', lambda url: checkpointer(url).save(at(2))),
+        (['read', 'head'], 'reading', t5ckpt.open_checkpoint),
+        (['list', 'head', 'read'], 'listing', t5ckpt.all_steps),
+        (['delete'], 'deleting', lambda url: checkpointer(url).delete(1)),
+    ],
+)
+def test_a_refused_request_names_what_the_credentials_must_permit(bucket, kinds, action, attempt):
+    url = bucket.url()
+    checkpointer(url).save(at(1))
+    bucket.proxy.choose = lambda kind, key: '403' if kind in kinds else None
+    with pytest.raises(errors.AccessDeniedError, match=rf'{url}.*403.*permit {action} there'):
+        attempt(url)
+
+
 def test_a_server_that_fails_ends_the_wait_in_time(bucket):
     url = bucket.url()
     checkpointer(url).save(at(1))

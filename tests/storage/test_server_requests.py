@@ -258,13 +258,38 @@ def test_a_deletion_that_is_refused_keeps_its_condition(s3):
     with checkpointer(url, storage_options={'retry_seconds': 1}) as ck:
         ck.save(state(0), step=0)
         s3.proxy.choose = lambda kind, key: 'RequestTimeTooSkewed' if kind == 'delete' else None
-        with pytest.raises(t5ckpt.errors.AccessDeniedError):
+        with pytest.raises(t5ckpt.errors.AccessDeniedError, match='The clock of this machine'):
             ck.delete(0)
         s3.proxy.choose = lambda kind, key: None
         s3.proxy.clear()
         ck.delete(0)
     assert conditional_deletions(s3)
     assert t5ckpt.all_steps(url) == []
+
+
+def test_credentials_that_expire_for_a_while_turn_nothing_off(s3):
+    """S3 answers with 400. Copies, conditions and deletions of many keys are sent again with the new credentials."""
+    url = s3.url()
+    with checkpointer(url, storage_options={'retry_seconds': 1}) as ck:
+        ck.save(state(0), step=0)
+        s3.proxy.choose = lambda kind, key: 'ExpiredToken' if kind == 'copy' else None
+        ck.save(state(1), step=1)
+        s3.proxy.choose = lambda kind, key: 'ExpiredToken' if kind == 'delete' else None
+        with pytest.raises(t5ckpt.errors.AccessDeniedError, match=r'ExpiredToken.*renew them'):
+            ck.delete(0)
+        with pytest.raises(t5ckpt.errors.AccessDeniedError, match=r'ExpiredToken.*renew them'):
+            open_storage(url).delete_files(['a', 'b'])
+        s3.proxy.choose = lambda kind, key: None
+        # The pause after a copy that failed.
+        time.sleep(1)
+        sent(s3)
+        ck.save(state(2), step=2)
+        assert sent(s3)[1].count('copy') == 6
+        ck.delete(1)
+        passed = s3.proxy.clear()
+    assert any('if-match' in request.headers for request in passed if request.kind == 'delete')
+    assert any('\n' in request.key for request in passed if request.kind == 'delete')
+    assert t5ckpt.all_steps(url) == [0, 2]
 
 
 # --- signatures --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import traceback
 import urllib.parse
 import uuid
 
+import numpy as np
 import pytest
 import tensorstore as ts
 from support import forked
@@ -14,6 +15,7 @@ from support import forked
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.storage.memory import MemoryStorage
 from t5ckpt.testing import FaultyStorage, StorageConformance
 
 
@@ -56,6 +58,45 @@ class TestFaulty(TestFile):
 
     def make(self, tmp_path):
         return FaultyStorage(super().make(tmp_path))
+
+
+class Mine(MemoryStorage):
+    """A storage whose URLs no function opens."""
+
+    def url(self, key=''):
+        return f'mine://{self._bucket}/{self._key(key)}'.rstrip('/')
+
+
+def test_what_reads_a_path_reads_a_storage_of_ones_own(tmp_path):
+    name, state = uuid.uuid4().hex, {'w': np.arange(2.0**12, dtype=np.float32)}
+    run = Mine(name, 'run')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+        ck.save(state, step=1)
+        ck.save({'w': -state['w']}, step=2)
+    assert t5ckpt.all_steps(run) == list(t5ckpt.open_run(run)) == [1, 2]
+    for sign, found in [
+        (1, t5ckpt.open_checkpoint(run, 1)),
+        (-1, t5ckpt.open_checkpoint(run)),
+        (1, t5ckpt.open_checkpoint(Mine(name, 'run/checkpoint_1'))),
+        (1, t5ckpt.open_run(run)[1]),
+        (-1, t5ckpt.load_t5x_checkpoint(run)),
+        (1, t5ckpt.load_t5x_checkpoint(run, 1)),
+    ]:
+        assert np.array_equal(found['w'], sign * state['w'])
+    assert t5ckpt.verify(run, full=True).step == 2
+    assert t5ckpt.copy_checkpoint(run, tmp_path / 'copy', 1).step == 1
+    assert t5ckpt.copy_checkpoint(tmp_path / 'copy', Mine(name, 'copies')).path == f'mine://{name}/copies/checkpoint_1'
+    assert t5ckpt.verify(Mine(name, 'copies'), full=True).ok
+    for read in (t5ckpt.open_checkpoint, t5ckpt.load_t5x_checkpoint, t5ckpt.verify):
+        with pytest.raises(errors.CheckpointNotFoundError, match='step 3 does not exist, complete steps are: 1, 2'):
+            read(run, 3)
+        with pytest.raises(errors.CheckpointNotFoundError, match=f'mine://{name}/none: there is no run'):
+            read(Mine(name, 'none'))
+    run.delete_file('checkpoint_2/checkpoint')
+    assert not t5ckpt.verify(run, 2).ok
+    assert not t5ckpt.verify(Mine(name, 'run/checkpoint_2')).ok
+    with pytest.raises(ValueError, match='a Storage was opened with its own'):
+        t5ckpt.open_checkpoint(run, storage_options={'endpoint': 'x'})
 
 
 def test_unknown_schemes_are_refused():

@@ -187,6 +187,32 @@ def test_a_manifest_that_arrives_late_makes_a_whole_checkpoint(bucket):
     assert not open_storage(url).names('.t5ckpt/busy', '')
 
 
+@pytest.mark.parametrize('is_readable', [True, False])
+def test_the_log_of_a_dropped_save_names_the_lease_to_remove(bucket, caplog, is_readable):
+    """As of a pod that was killed and starts again on another machine."""
+    url, clock = bucket.url(), FakeClock()
+    owner = {'nonce': 'n', 'host': 'pod-0', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
+    record = json.dumps(owner).encode() if is_readable else b'of another program'
+    open_storage(url).write('.t5ckpt/busy/5.0123456789abcdef', record)
+    with checkpointer(url, clock) as ck:
+        assert ck.save(state(5), step=5) is None
+        [line] = [each.getMessage() for each in caplog.records if 'dropped' in each.getMessage()]
+        assert line.startswith(
+            f't5ckpt: this save of step 5 is dropped: {url}/checkpoint_5 is being written or deleted by '
+        )
+        lease = f'{url}/.t5ckpt/busy/5.0123456789abcdef'
+        if is_readable:
+            expires = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(clock() + 600))
+            cure = 'process 7 on pod-0. If that process has ended, '
+            cure += f'remove its lease {lease}, or wait until it expires at {expires}'
+        else:
+            cure = f'another program, whose lease cannot be read. If it has ended, remove {lease}'
+        assert line.endswith(cure)
+        open_storage(url).delete_file(lease.removeprefix(f'{url}/'))
+        assert ck.save(state(5), step=5) is not None
+    check(url, must=(5,))
+
+
 def test_a_step_that_another_machine_is_writing_is_left_alone(bucket):
     """Its heartbeat counts; when that has stopped long enough, the step is free and garbage collection removes its leftovers."""
     url, clock = bucket.url(), FakeClock()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -139,6 +140,32 @@ def test_intervals_of_time_and_bests_continue_after_a_restart(run_dir, local):
         with checkpointer(run_dir, local, **options) as ck:
             ck.save(state(step), metrics={'loss': loss})
     assert steps_in(run_dir) == [1, 3, 4], 'the first, after 70 s, and the best'
+
+
+@pytest.mark.parametrize(
+    'damaged',
+    [
+        *(b'[]', b'null', b'{', b'\xff', b'{}', b'[' * 10**5),
+        *(json.dumps({'step': 1, 'unix': unix, 'best': {}}).encode() for unix in ('now', None, math.nan, 10**400)),
+        *(
+            json.dumps({'step': 1, 'unix': 0, 'best': best}).encode()
+            for best in (['loss'], {'loss': 1}, {'loss': ['a', 2]})
+        ),
+    ],
+    ids=lambda data: data[:30].decode(errors='replace'),
+)
+def test_a_damaged_record_of_the_last_upload_is_ignored(run_dir, local, caplog, damaged):
+    options = {'persist_policy': t5ckpt.SaveEverySeconds(60) | t5ckpt.SaveOnImprovement('loss', 'min')}
+    with checkpointer(run_dir, local, **options) as ck:
+        ck.save(state(1), metrics={'loss': 1.0})
+    record = local / '.t5ckpt/taken.json'
+    assert json.loads(record.read_bytes())['step'] == 1
+    record.write_bytes(damaged)
+    with checkpointer(run_dir, local, **options) as ck:
+        ck.save(state(2), metrics={'loss': 2.0})
+    assert said(caplog, 'taken.json is ignored, since it is damaged', logging.WARNING)
+    assert steps_in(run_dir) == [1, 2]
+    assert json.loads(record.read_bytes())['best'] == {'loss': [2.0, 2.0]}
 
 
 def test_overwriting_replaces_the_step_in_both_tiers(bucket, local):

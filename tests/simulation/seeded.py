@@ -1,6 +1,6 @@
 """Plants a bug of bugs.toml into a copy of the package, and lets the simulator look for it.
 
-`python tests/simulation/seeded.py` prints the table of docs/fault-injection.md.
+`python tests/simulation/seeded.py` prints the rows of docs/fault-injection.md.
 """
 
 import shutil
@@ -58,9 +58,8 @@ def main():
             continue
         with tempfile.TemporaryDirectory() as root:
             failure, schedules = find(bug, Path(root))
-        violation = 'NOT FOUND' if failure is None else failure.violation
-        steps = '' if failure is None else f'{len(failure.decisions)}'
-        sys.stdout.write(f'| {bug["name"]} | {schedules} | {steps} | {violation} |\n')
+        where = 'NOT FOUND' if failure is None else failure.scenario
+        sys.stdout.write(f'| {bug["name"]} | {where} | {schedules:,} |\n')
         sys.stdout.flush()
 
 

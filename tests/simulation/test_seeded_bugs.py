@@ -31,6 +31,17 @@ def test_each_bug_fits():
         seeded.changes(bug)
 
 
+def test_the_page_has_a_row_for_each_bug():
+    page = (ROOT / 'docs' / 'fault-injection.md').read_text(encoding='utf-8')
+    rows = re.findall(r'^\| (.+) \| ([a-z-]+) \| ([0-9,]+) \|$', page.partition('## Planted bugs')[2], re.MULTILINE)
+    assert [name for name, _, _ in rows] == [bug['name'] for bug in seeded.BUGS]
+    for bug, (_, scenario, schedules) in zip(seeded.BUGS, rows, strict=True):
+        limit = seeded.SCHEDULES * (1 + bug['scenarios'].index(scenario))
+        assert 1 <= int(schedules.replace(',', '')) <= limit
+    assert f'has {len(seeded.BUGS)} bugs' in page
+    assert f'{len(seeded.RACES)} more races' in page
+
+
 def test_each_race_of_the_changelog_has_its_bug():
     named = [bug['changelog'] for bug in [*seeded.BUGS, *seeded.RACES] if 'changelog' in bug]
     assert [text for text in named if not any(text in entry for entry in entries())] == []

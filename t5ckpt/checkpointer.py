@@ -55,10 +55,9 @@ from t5ckpt.save.arguments import (
     in_order,
     warn_of_gda,
     warn_of_idle,
-    warn_of_missing_metrics,
 )
 from t5ckpt.save.encoding import CodecSelection, compression_for
-from t5ckpt.save.monitored import best_step_of, monitored_metrics
+from t5ckpt.save.monitored import best_step_of, monitored_metrics, warn_of_missing_metrics
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.request import Reuse, SaveRequest
@@ -437,7 +436,7 @@ class Checkpointer:
                 site=CallSite.here(),
                 keep=self._retention.policy,
             )
-            request = self._tiers.persisting(request, preempted=self.should_stop)
+            request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
                 warn_of_missing_metrics(self._notices, self._retention.missing_metrics(request.step, call.metrics))
             if not call.transforms:

@@ -1,4 +1,8 @@
-"""The base class of all verbs: the options of storages, errors in terms of the command line, exit codes, Ctrl-C."""
+"""The base class of all verbs: the options of storages, errors in terms of the command line, exit codes, Ctrl-C.
+
+A new verb is a module of ``cli/`` with a ``command``, and is listed in ``VERBS`` of ``cli/__init__.py``. It prints its JSON with
+``cli/output.print_json``.
+"""
 
 from __future__ import annotations
 

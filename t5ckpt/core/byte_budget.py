@@ -1,5 +1,8 @@
 """Bounds the host memory that a save or a restore uses at once.
 
+In a save, ``save/stage.py`` gives one half of ``concurrent_gb`` to staged copies and the other half to ``save/write.py``. A
+restore has one budget for all leaves in flight, in ``restore/read_arrays.py``.
+
 A request larger than the whole budget is admitted alone, when no other bytes are held. T5X's condition variable waits forever in
 this case, because its comparison is strict.
 

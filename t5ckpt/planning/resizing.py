@@ -65,6 +65,11 @@ def clipped(box: Box, shape: Sequence[int]) -> Box | None:
     return None if part.is_empty and part != box else part
 
 
+def source_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> list[Box]:
+    """The boxes of a stored array of this shape from which boxes of the restored leaf are filled."""
+    return [part for box in boxes if (part := clipped(box, shape)) is not None]
+
+
 def resized(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """An array of another shape with the same values at the indices that both have, and zeros elsewhere."""
     out = np.zeros(shape, values.dtype)

@@ -14,15 +14,16 @@ from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.format.chunk_grid import Box
+from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
-from t5ckpt.reading.contents import Contents, leaves_of, read_contents
+from t5ckpt.reading.contents import Contents, leaves_of
 from t5ckpt.restore.all_gather import gather
 from t5ckpt.restore.make_leaf import make_fallback_leaf
-from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves, source_boxes
+from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
 from t5ckpt.restore.report import report_plan
 from t5ckpt.restore.request import LocalSource, RestoreRequest
-from t5ckpt.restore.resolve import find_checkpoint_to_restore, verifies_checksums
+from t5ckpt.restore.resolve import contents_to_restore
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
@@ -78,11 +79,8 @@ def _planned(request: RestoreRequest) -> _Planned:
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    located, raw = find_checkpoint_to_restore(request)
+    contents = contents_to_restore(request)
     view = flatten_state(request.template)
-    contents = read_contents(located, raw)
-    if request.source is None:
-        contents.check_not_part()
     template = unflatten(view.table)
     leaves, facts = leaves_of(contents, request.call.transforms, template)
     fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table
@@ -98,7 +96,7 @@ def _planned(request: RestoreRequest) -> _Planned:
         resize=request.call.resize,
     )
     templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
-    plan = plan_restore(leaves, templates, options, located.url)
+    plan = plan_restore(leaves, templates, options, contents.located.url)
     report_plan(plan, request, contents, view.table, fallback)
     return _Planned(view, contents, plan)
 
@@ -108,14 +106,14 @@ def _provided(request: RestoreRequest, source: LocalSource, planned: _Planned) -
     files: dict[str, None] = {}
     for read in planned.plan.stored:
         array = read.leaf.array
-        boxes = [Box.whole(array.shape)] if request.call.lazy else source_boxes(read)
+        boxes = [Box.whole(array.shape)] if request.call.lazy else source_boxes(read.boxes, array.shape)
         files |= dict.fromkeys(
             f'{array.location}/{array.grid.key(index)}' for box in boxes for index in array.grid.chunks_of(box)
         )
     dataset = None if request.call.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
     checksums = source.provide(request.round, list(files), prefix)
-    if not verifies_checksums(request, source.located):
+    if not request.verifies_checksums(source.located):
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
 

@@ -28,7 +28,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.resizing import clipped, resized
+from t5ckpt.planning.resizing import clipped, resized, source_boxes
 from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
@@ -173,7 +173,7 @@ class _RestoreScheduler:
         return self._values
 
     def _open(self, read: StoredRead) -> tuple[list[Box], Callable[[], OpenArray]]:
-        boxes = source_boxes(read)
+        boxes = source_boxes(read.boxes, read.leaf.shape)
         return boxes, self._reader.start_open(read.leaf, read.name, boxes, self._pool)
 
     def _admit(self, size: int) -> None:
@@ -217,13 +217,6 @@ class _RestoreScheduler:
 def _bytes_wanted(read: StoredRead) -> int:
     """The boxes of a leaf that this process restores."""
     return sum(box.size for box in read.boxes) * read.leaf.array.dtype.itemsize
-
-
-def source_boxes(read: StoredRead) -> list[Box]:
-    """The boxes of the stored array that this process needs."""
-    if not read.resizes:
-        return read.boxes
-    return [part for box in read.boxes if (part := clipped(box, read.leaf.shape)) is not None]
 
 
 def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:

@@ -9,7 +9,7 @@ import os
 from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.errors import DisagreementError, RemoteError
-from t5ckpt.reading.contents import RawFiles, read_raw
+from t5ckpt.reading.contents import Contents, RawFiles, read_contents, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 
@@ -31,20 +31,25 @@ def _requested(request: RestoreRequest) -> str:
     return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
 
 
-def verifies_checksums(request: RestoreRequest, located: Located) -> bool:
-    """Whether a restore compares the checksums of the chunks that it reads."""
-    # Only LazyArrays are read by index.
-    lazy = request.call.lazy
-    return request.reading.verifies_checksums(located.storage, lazy=lazy, by_index=lazy)
-
-
 def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
     located = _locate(request)
-    return located, read_raw(located, checksums=verifies_checksums(request, located))
+    return located, read_raw(located, checksums=request.verifies_checksums(located))
 
 
-def find_checkpoint_to_restore(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes."""
+def contents_to_restore(request: RestoreRequest) -> Contents:
+    """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes.
+
+    Raises:
+      CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``source``.
+      FormatError: it is damaged, or of a newer version.
+    """
+    contents = read_contents(*_located_files(request))
+    if request.source is None:
+        contents.check_not_part()
+    return contents
+
+
+def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:
     if request.source is not None:
         return request.source.located, RawFiles(request.source.manifest, request.source.sidecar)
     if request.round.is_single_process:
@@ -85,4 +90,4 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
-    return located, dataclasses.replace(raw, checksum_lists=shared if verifies_checksums(request, located) else None)
+    return located, dataclasses.replace(raw, checksum_lists=shared if request.verifies_checksums(located) else None)

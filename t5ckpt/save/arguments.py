@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.arguments import check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.call_site import Notices, warn_caller
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
-from t5ckpt.errors import MissingMetricWarning, NoEffectWarning, ObsoleteArgumentWarning
+from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
 from t5ckpt.policies import KeepAll, KeepPolicy
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage
@@ -233,13 +233,3 @@ def warn_of_idle(
             'leave it out.'
         )
         warn_caller(NoEffectWarning(text))
-
-
-def warn_of_missing_metrics(notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:
-    """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
-    for name, (step, held) in missing.items():
-        text = (
-            f'step {step} has no metric {name!r}, which the keep policy looks at; it has: {", ".join(held) or "none"}. '
-            f'Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
-        )
-        notices.warn(('keep_policy', name), MissingMetricWarning(text))

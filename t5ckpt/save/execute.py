@@ -16,27 +16,22 @@ from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.strategy import begin
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.commit.write_lease import write_lingering
-from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import DisagreementError, SaveFailedError, StepMismatchWarning, T5CkptError
+from t5ckpt.errors import DisagreementError, SaveFailedError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import FileEntry, entry_of
-from t5ckpt.format.keep_policy import fields_of
-from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.format.names import step_dir
+from t5ckpt.format.sidecar import encode_sidecar
 from t5ckpt.planning.save_plan import difference
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
+from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.staged_leaf import manifest_leaves
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 from t5ckpt.storage import requests_between
-from t5ckpt.tree.leaf_table import LeafTable, unflatten
-from t5ckpt.tree.train_state import OWN_STEPS
 
 _log = logging.getLogger('t5ckpt')
 
@@ -86,7 +81,7 @@ def run_save(prepared: PreparedSave, check_caller: Callable[[], None]) -> Commit
     if done.get('skip'):
         return None
     arrays = join(step_dir(request.step), started['generation'])
-    return finish(prepared, written, arrays, done['sidecar_checksum'], done['bytes'], before)
+    return after_commit(prepared, written, arrays, done['sidecar_checksum'], done['bytes'], before)
 
 
 class _Leader:
@@ -117,25 +112,25 @@ class _Leader:
             facts = writer_facts()
             work = begin(request.storage, request.step, request.clock, facts, index, request.may_replace)
         except StepTakenError as error:
-            return _dropped(request.step, error)
+            return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)
-        place = {'directory': work.directory, 'generation': work.generation}
-        return {**place, 'reuse': reuse, 'codecs': codecs}
+        location = {'directory': work.directory, 'generation': work.generation}
+        return {**location, 'reuse': reuse, 'codecs': codecs}
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
         """Commits, after all processes have written their chunks."""
         request, work = self._prepared.request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        sidecar, nbytes = sealed(self._prepared, work, votes, report, entry_of(manifest))
+        sidecar, nbytes = sidecar_of_save(self._prepared, work, votes, report, entry_of(manifest))
         encoded = encode_sidecar(sidecar)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
-            with request.around_commit(request.persists()):
+            with request.around_commit(request.upload_reason()):
                 work.commit(manifest, encoded, directories)
         except StepTakenError as error:
-            return _dropped(request.step, error)
+            return _skip_taken_step(request.step, error)
         request.retention.note_saved(request.step, sidecar)
         return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
 
@@ -147,33 +142,6 @@ def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -
         last = None if previous is None else previous.codec(request.storage, location)
         codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
     return codecs
-
-
-def sealed(
-    prepared: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
-) -> tuple[Sidecar, int]:
-    """The sidecar of what all processes wrote, and the bytes of all files.
-
-    Raises:
-      SaveFailedError: the files are not those of the arrays.
-    """
-    files = {MANIFEST: manifest}
-    lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
-    files |= {name: tuple(vote['checksums']) for name, vote in zip(lists, votes, strict=True)}
-    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
-    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
-    if arrays['files'] != expected:
-        raise SaveFailedError(
-            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
-        )
-    known = Sidecar(
-        prepared.facts.below(work.generation),
-        devices=prepared.devices if prepared.devices > 1 else None,
-        custom_metadata=prepared.request.call.custom_metadata,
-        metrics=prepared.request.call.metrics,
-        keep=fields_of(prepared.request.keep) or {},
-    )
-    return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
 
 
 def _previous_of(
@@ -254,12 +222,12 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
         raise
 
 
-def _dropped(step: int, error: StepTakenError) -> dict[str, Any]:
+def _skip_taken_step(step: int, error: StepTakenError) -> dict[str, Any]:
     _log.warning('t5ckpt: this save of step %d is dropped: %s', step, error)
     return {'skip': True}
 
 
-def finish(
+def after_commit(
     prepared: PreparedSave,
     written: WriteReport,
     directory: str,
@@ -289,28 +257,3 @@ def finish(
     if request.reuse is not None:
         request.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
     return done
-
-
-def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
-    """The manifest, with the leaves that it holds."""
-    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.storage.driver)
-    _warn_of_other_step(prepared.request, table)
-    with paused():
-        return encode_manifest(unflatten(table))
-
-
-def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
-    """Warns if the step in the state differs from the step that it is saved as; a restored run continues from the former.
-
-    Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.
-    """
-    if not request.round.is_leader:
-        return
-    own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
-    value = np.asarray(own)
-    if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
-        text = (
-            f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
-            f'Save it with save(state), or set the step in it to {request.step}.'
-        )
-        request.notices.warn('step', StepMismatchWarning(text), request.site)

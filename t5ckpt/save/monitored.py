@@ -1,13 +1,15 @@
-"""Finds the metric that the policies of a run compare, and the best step by a metric."""
+"""Finds the metric that the policies of a run compare, and the best step by a metric; warns of metrics that a step lacks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from t5ckpt.commit.retention import RunFacts
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.arguments import MODES, check_kind, check_word
+from t5ckpt.core.call_site import Notices
+from t5ckpt.errors import MissingMetricWarning
 from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
@@ -94,3 +96,13 @@ def best_of(infos: Sequence[StepInfo], metric: str, mode: str) -> int | None:
     values = {info.step: info.metrics.get(metric, math.nan) for info in infos}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
     return max(ranked)[1] if ranked else None
+
+
+def warn_of_missing_metrics(notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:
+    """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
+    for name, (step, held) in missing.items():
+        text = (
+            f'step {step} has no metric {name!r}, which the keep policy looks at; it has: {", ".join(held) or "none"}. '
+            f'Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
+        )
+        notices.warn(('keep_policy', name), MissingMetricWarning(text))

@@ -36,7 +36,8 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
-from t5ckpt.save.execute import agreed_codecs, check_agreement, finish, manifest_bytes, sealed, write_positions
+from t5ckpt.save.execute import after_commit, agreed_codecs, check_agreement, write_positions
+from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 
@@ -75,7 +76,7 @@ def save_parts(prepared: PreparedSave, check_caller: Callable[[], None]) -> Comm
             request.reuse.previous = None
         raise
     request.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
-    return finish(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
+    return after_commit(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
 
 
 def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
@@ -151,11 +152,11 @@ def _sealed(
     """On process 0, when all files are durable: sends the sidecar, and the manifest if a process needs it."""
     request = prepared.request
     entry: FileEntry = entry_of(manifest)
-    sidecar, nbytes = sealed(prepared, work, votes, own, entry)
+    sidecar, nbytes = sidecar_of_save(prepared, work, votes, own, entry)
     request.round.share('sidecar', encode_sidecar(sidecar))
     if any(vote['manifest'] != votes[0]['manifest'] for vote in votes):
         request.round.share('manifest', manifest)
-    return {'bytes': nbytes, 'manifest': votes[0]['manifest'], 'reason': request.persists()}
+    return {'bytes': nbytes, 'manifest': votes[0]['manifest'], 'reason': request.upload_reason()}
 
 
 def _commit(

@@ -53,8 +53,9 @@ class SaveRequest:
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
-      persists: called in process 0 before the commit; why the step is also uploaded, or None.
-      around_commit: surrounds the commit, with the answer of ``persists``; with ``in_parts`` in every process, else in process 0.
+      upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
+      around_commit: surrounds the commit, with the answer of ``upload_reason``; with ``in_parts`` in every process, else in
+        process 0.
       started: when the save was asked for, by ``time.monotonic``.
     """
 
@@ -75,7 +76,7 @@ class SaveRequest:
     site: CallSite
     keep: KeepPolicy
     in_parts: bool = False
-    persists: Callable[[], str | None] = lambda: None
+    upload_reason: Callable[[], str | None] = lambda: None
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 

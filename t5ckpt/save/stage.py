@@ -117,7 +117,7 @@ class Staging:
     ``is_staged`` is set.
 
     Attributes:
-      inline: the inline leaves, staged, for ``staged_leaf.manifest_leaves``.
+      inline: the inline leaves, staged, for ``save/manifest_and_sidecar.py``.
       unchanged: the leaves that are not staged, because the previous checkpoint holds them.
       total_bytes, chunk_count, array_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.

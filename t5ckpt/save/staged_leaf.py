@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite
-from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 
 
 class StagedLeaf(abc.ABC):
@@ -149,30 +145,6 @@ def whole_value(leaf: Any) -> np.ndarray:
     for shard in leaf.addressable_shards:
         values[shard.index] = shard.data
     return values
-
-
-def manifest_leaves(
-    inline: Sequence[tuple[InlineWrite, Any]], arrays: Mapping[Path, StoredArray], driver: str
-) -> LeafTable:
-    """The leaves of the manifest: the staged inline ones as numpy, after their cast, and specs of the arrays."""
-    # Waits for the transfer of the inline leaves.
-    table = {write.path: _as_inline(write, value) for write, value in inline}
-    return table | {path: spec_of(array, driver) for path, array in arrays.items()}
-
-
-def _as_inline(write: InlineWrite, value: Any) -> Any:
-    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
-    if value is None:
-        return None
-    if isinstance(value, LazyArray):
-        value = values_of(value, write.name)
-    elif is_jax_array(value):
-        value = whole_value(value)
-    array = np.asarray(value)
-    if write.dtype is not None and array.dtype != write.dtype:
-        array = array.astype(write.dtype)
-    was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
-    return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 
 
 def _shard_of(chunk: ChunkWrite) -> int:

@@ -41,8 +41,8 @@ from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
+from t5ckpt.save.manifest_and_sidecar import manifest_leaves
 from t5ckpt.save.stage import Staging, StagingMode
-from t5ckpt.save.staged_leaf import manifest_leaves
 from t5ckpt.save.write import WriteJob, write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten

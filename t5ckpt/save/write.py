@@ -151,6 +151,8 @@ class _InFlight:
 
 
 class _Writer:
+    """Writes the chunks of one process: starts each write, bounds the bytes in flight, and records the checksums."""
+
     def __init__(self, job: WriteJob, staging: Staging):
         self._job = job
         self._staging = staging

@@ -297,7 +297,11 @@ class Storage(ABC):
         """The TensorStore context for that spec; an error in a process that was forked after the first use."""
 
     def requests(self) -> Mapping[str, int]:
-        """How many requests of each method this process has sent to servers of this kind; empty without a server."""
+        """How many requests of each method this process has sent to servers of this kind; empty without a server.
+
+        On object stores these are the requests of TensorStore (``storage/connection.py``) and those that t5ckpt sends itself
+        (``storage/server_requests.py``). ``save/execute.py`` logs those of a save.
+        """
         return {}
 
     def open_kvstore(self, key: str) -> Any:

@@ -1,7 +1,8 @@
-"""Parses ``storage_options=`` and the environment variables that replace missing options.
+"""Parses ``storage_options=``, and for S3 the environment variables that replace missing options.
 
-The variables are those that users of each service already set: ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``,
-``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys; ``TENSORSTORE_GCS_HTTP_URL`` for Google Cloud Storage.
+The variables are those that users of each service already set. Here those of S3 are read: ``AWS_ENDPOINT_URL_S3``,
+``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_PROFILE`` and the keys. ``storage/azure_account.py`` reads
+those of Azure, ``storage/gcs.py`` and ``storage/gcs_requests.py`` those of Google Cloud Storage.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class StepTiers(ABC):
         """
 
     @abstractmethod
-    def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
+    def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class OneTier(StepTiers):
     def begin_save(self) -> None:
         pass
 
-    def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:  # noqa: ARG002
+    def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:  # noqa: ARG002
         return request
 
     def wait_until_persisted(self, step: int | None) -> None:

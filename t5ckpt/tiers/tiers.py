@@ -149,12 +149,12 @@ class Tiers(StepTiers):
         else:
             self._join()
 
-    def persisting(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
+    def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         step, call = request.step, request.call
         return dataclasses.replace(
             request,
             in_parts=not self._is_single,
-            persists=functools.partial(self._uploads.reason, step, call, preempted),
+            upload_reason=functools.partial(self._uploads.reason, step, call, preempted),
             around_commit=functools.partial(self._uploads.around_commit, step, call),
         )
 

@@ -1,0 +1,105 @@
+"""The manifest and the sidecar of a save, from what all processes wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.commit.transaction import Transaction
+from t5ckpt.core.gc_pause import paused
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.errors import SaveFailedError, StepMismatchWarning
+from t5ckpt.format.array_spec import StoredArray, spec_of
+from t5ckpt.format.file_checksums import FileEntry
+from t5ckpt.format.keep_policy import fields_of
+from t5ckpt.format.manifest import encode_manifest
+from t5ckpt.format.names import MANIFEST, file_checksums_name
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.save_plan import InlineWrite
+from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.save.request import SaveRequest
+from t5ckpt.save.staged_leaf import values_of, whole_value
+from t5ckpt.save.write import WriteReport
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
+from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.train_state import OWN_STEPS
+
+
+def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
+    """The manifest, with the leaves that it holds."""
+    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.storage.driver)
+    _warn_of_other_step(prepared.request, table)
+    with paused():
+        return encode_manifest(unflatten(table))
+
+
+def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
+    """Warns if the step in the state differs from the step that it is saved as; a restored run continues from the former.
+
+    Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.
+    """
+    if not request.round.is_leader:
+        return
+    own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
+    value = np.asarray(own)
+    if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
+        text = (
+            f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
+            f'Save it with save(state), or set the step in it to {request.step}.'
+        )
+        request.notices.warn('step', StepMismatchWarning(text), request.site)
+
+
+def manifest_leaves(
+    inline: Sequence[tuple[InlineWrite, Any]], arrays: Mapping[Path, StoredArray], driver: str
+) -> LeafTable:
+    """The leaves of the manifest: the staged inline ones as numpy, after their cast, and specs of the arrays."""
+    # Waits for the transfer of the inline leaves.
+    table = {write.path: _as_inline(write, value) for write, value in inline}
+    return table | {path: spec_of(array, driver) for path, array in arrays.items()}
+
+
+def _as_inline(write: InlineWrite, value: Any) -> Any:
+    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
+    if value is None:
+        return None
+    if isinstance(value, LazyArray):
+        value = values_of(value, write.name)
+    elif is_jax_array(value):
+        value = whole_value(value)
+    array = np.asarray(value)
+    if write.dtype is not None and array.dtype != write.dtype:
+        array = array.astype(write.dtype)
+    was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
+    return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
+
+
+def sidecar_of_save(
+    prepared: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
+) -> tuple[Sidecar, int]:
+    """The sidecar of what all processes wrote, and the bytes of all files.
+
+    Raises:
+      SaveFailedError: the files are not those of the arrays.
+    """
+    files = {MANIFEST: manifest}
+    lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
+    files |= {name: tuple(vote['checksums']) for name, vote in zip(lists, votes, strict=True)}
+    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
+    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
+    if arrays['files'] != expected:
+        raise SaveFailedError(
+            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
+        )
+    known = Sidecar(
+        prepared.facts.below(work.generation),
+        devices=prepared.devices if prepared.devices > 1 else None,
+        custom_metadata=prepared.request.call.custom_metadata,
+        metrics=prepared.request.call.metrics,
+        keep=fields_of(prepared.request.keep) or {},
+    )
+    return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())

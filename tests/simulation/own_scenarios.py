@@ -1,4 +1,4 @@
-"""Scenarios of storages that this test has written: a good one, and one that ignores the versions of conditional writes."""
+"""Scenarios of storages that this test has written: good ones, and three whose conditions do not exclude another writer."""
 
 import itertools
 import uuid
@@ -6,6 +6,8 @@ import uuid
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Entry, Storage
 from t5ckpt.storage.memory import MemoryStorage
+from t5ckpt.testing.simulation.any_storage import scenarios_of
+from t5ckpt.testing.simulation.own_storage import point
 from t5ckpt.testing.simulation.programs import after, saver
 from t5ckpt.testing.simulation.scenarios import Scenario
 
@@ -76,6 +78,28 @@ class Plain(Storage):
     publish = array_kvstore = context = try_lock
 
 
+class Twofold(Plain):
+    """Compares and writes in two requests."""
+
+    def replace(self, key, data, version):
+        if self.version(key) != version:
+            return None
+        point(f'writes {key}, which it has compared')
+        self.write(key, data)
+        return self.version(key)
+
+    def delete_unchanged(self, key, version):
+        return self.version(key) == version and super().delete_unchanged(key, version)
+
+
+class Unconditional(Plain):
+    """Deletes a key whatever its version, as the base class does."""
+
+
+def memory():
+    return MemoryStorage(uuid.uuid4().hex, 'run')
+
+
 def start(world):
     return [
         world.start('one', saver(world, 1, [7]), machine='a'),
@@ -90,3 +114,5 @@ def before(world):
 SCENARIOS = {
     kind.__name__: Scenario(start, before, kind=kind, faults=('pause', 'lost', 'error')) for kind in (Plain, Careless)
 }
+for kind in (memory, Careless, Twofold, Unconditional):
+    SCENARIOS |= {f'{kind.__name__}-{name}': scenario for name, scenario in scenarios_of(kind).items()}

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from t5ckpt.testing.simulation.any_storage import scenarios_of
 from t5ckpt.testing.simulation.campaign import continue_report, explore, simulate
 from t5ckpt.testing.simulation.choosers import Replay, chooser_of
 from t5ckpt.testing.simulation.disk import Disk
@@ -128,6 +129,24 @@ def test_a_storage_of_ones_own(storage):
         repeated = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (repeated.returncode, repeated.stderr) == (1, '')
         assert f'{violation}\nafter 1 schedules' in repeated.stdout
+
+
+@pytest.mark.slow
+def test_a_good_storage_passes_all_scenarios(monkeypatch):
+    """With as many schedules as docs/storage.md says."""
+    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parent))
+    names = [f'memory-{name}' for name in scenarios_of(dict)]
+    found = simulate(names, range(100), module='own_scenarios')
+    assert found.failures == []
+    assert found.schedules == 100 * len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('storage', ['Careless', 'Twofold', 'Unconditional'])
+def test_a_storage_without_conditions_fails(storage, monkeypatch):
+    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parent))
+    found = simulate([f'{storage}-late'], range(100), module='own_scenarios')
+    assert re.search('is missing|is gone', found.failures[0].violation)
 
 
 def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):

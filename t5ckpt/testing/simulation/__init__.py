@@ -18,12 +18,12 @@ change of the storage the *observer* (``world.py``) checks that
 
 A failure prints its seed and the shortest schedule that still fails.
 
-To test a storage of your own, write a module with ``SCENARIOS`` whose ``kind`` makes an empty one (``own_storage``).
+To test a storage of your own, write a module whose ``SCENARIOS`` are those that ``any_storage.scenarios_of`` returns.
 docs/storage.md has an example.
 
 The modules: ``scheduler`` (who is next), ``tasks``, ``choosers`` (random, PCT, exhaustive, replay), ``virtual`` (how the
 package is loaded), ``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``,
-``own_storage``, ``coordination``, ``arrays`` (what TensorStore opens), ``programs``, ``jobs``, ``verbs``, ``tiers``, ``world``,
-``explore`` (many schedules, the shortest), ``report`` and ``campaign`` (many processes). Tests call
+``own_storage``, ``any_storage``, ``coordination``, ``arrays`` (what TensorStore opens), ``programs``, ``jobs``, ``verbs``,
+``tiers``, ``world``, ``explore`` (many schedules, the shortest), ``report`` and ``campaign`` (many processes). Tests call
 :func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, since the simulated world needs one of its own.
 """

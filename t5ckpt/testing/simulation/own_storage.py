@@ -20,6 +20,20 @@ from t5ckpt.testing.simulation.scheduler import active, current_task
 _FAILED = 'injected: the storage failed'
 
 
+def point(operation: str) -> None:
+    """One more point of the schedule, within a method that writes or deletes. It does nothing outside of a simulation.
+
+    Args:
+      operation: what the trace says.
+
+    Raises:
+      StorageError: the schedule lets the method fail here.
+    """
+    scheduler = active()
+    if scheduler is not None and scheduler.point(operation) is not None:
+        raise StorageError(errno.EIO, _FAILED)
+
+
 class OwnServer:
     """The storage as the world sees it, without points.
 

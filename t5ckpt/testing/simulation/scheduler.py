@@ -207,7 +207,8 @@ class Scheduler:
                 self.cut_power(int(float(decision.value)))
                 raise Killed
             case _:
-                self._note(task, f'{operation} [{decision.action.upper()} {decision.value}]')
+                fault = f'{decision.action.upper()} {decision.value}'.strip()
+                self._note(task, f'{operation} [{fault}]')
                 return decision
         self._note(task, operation)
         return None

@@ -1,0 +1,43 @@
+"""The scenarios that every storage runs, for a storage of one's own.
+
+Those of ``scenarios`` that copy, repair or restore are not among them: they read arrays with TensorStore, which has no driver for
+the storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from t5ckpt.storage import Storage
+from t5ckpt.testing.simulation.scenarios import SCENARIOS, Scenario
+
+FAULTS = ('crash', 'pause', 'delay', 'error', 'lost')
+_STOPS = ('pause', 'delay')
+_WITH_FAULTS = (
+    *(
+        'first-save',
+        'save',
+        'take-over',
+        'prune',
+        'remove',
+        'remove-twice',
+        'overwrite',
+        'list',
+        'keep',
+        'again',
+        'view',
+    ),
+    'stopped-remover',
+)
+
+
+def scenarios_of(make: Callable[[], Storage]) -> dict[str, Scenario]:
+    """Returns savers, readers, deleters and pins on a storage of one's own, with faults, by name.
+
+    Args:
+      make: makes an empty storage.
+    """
+    own = {name: dataclasses.replace(SCENARIOS[name], kind=make, faults=FAULTS) for name in _WITH_FAULTS}
+    # A crash within it is not survived, see docs/reliability.md.
+    return own | {'late': dataclasses.replace(SCENARIOS['late'], kind=make, faults=_STOPS, checked_after=())}

@@ -44,7 +44,7 @@ from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
-from t5ckpt.reading.array_reader import ReadOptions
+from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
@@ -207,7 +207,7 @@ class Checkpointer:
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
         self._reuse = Reuse() if reuse_unchanged and (target.links or target.copies) else None
-        self._selection = CodecSelection(target)
+        self._codec_selection = CodecSelection(target)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._progress = progress
@@ -427,7 +427,7 @@ class Checkpointer:
                 staging=self._staging,
                 in_background=in_background,
                 reuse=self._reuse,
-                selection=self._selection,
+                codec_selection=self._codec_selection,
                 dataset=self._dataset,
                 progress=self._progress,
                 clock=self._clock,

@@ -15,7 +15,7 @@ from typing import Any
 
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import mark_missing_steps, mark_step, unmark_step
-from t5ckpt.commit.lease_owner import MEND
+from t5ckpt.commit.lease_owner import COLLECT
 from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
 from t5ckpt.commit.superseded import remove_superseded
@@ -172,7 +172,7 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
     if has_live_lease(storage, leases, clock, stale_after):
         return False
     try:
-        lease = acquire_lease(storage, step, clock, MEND, stale_after=stale_after)
+        lease = acquire_lease(storage, step, clock, COLLECT, stale_after=stale_after)
     except BeingWrittenError:
         return False
     try:

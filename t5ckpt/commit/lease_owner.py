@@ -20,7 +20,7 @@ DELETE = 'delete'
 """The owner is about to hide the step, or removes its files or those of its data iterators."""
 REPLACE = 'replace'
 """The owner puts another checkpoint in the place of the step."""
-MEND = 'mend'
+COLLECT = 'mend'
 """The owner changes something of the step that no reader needs: garbage collection."""
 
 # The names of fields in a record on storage, where they differ.
@@ -40,7 +40,7 @@ class Owner:
       pid: the process.
       started: when the process started, in clock ticks since boot.
       last_beat: when the record was last written.
-      action: ``SAVE``, ``DELETE``, ``REPLACE`` or ``MEND``.
+      action: ``SAVE``, ``DELETE``, ``REPLACE`` or ``COLLECT``.
       may_leave_files: whether files of an overwrite in place may have been left, see ``commit/by_manifest.py``.
     """
 
@@ -77,7 +77,7 @@ class Owner:
 # An object is never half written, so a record that does not parse is of another program.
 UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
 # In every record that lingers: it has no owner, so that others may take the step and garbage collection inspects it.
-EXPIRED = Owner('', '', '', 0, '', 0.0, MEND)
+EXPIRED = Owner('', '', '', 0, '', 0.0, COLLECT)
 
 
 def _boot_id() -> str:

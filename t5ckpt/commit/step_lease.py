@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_files import live_steps, write_leases_of
-from t5ckpt.commit.lease_owner import DELETE, MEND, REPLACE, SAVE, UNKNOWN, Owner, read_owner
+from t5ckpt.commit.lease_owner import COLLECT, DELETE, REPLACE, SAVE, UNKNOWN, Owner, read_owner
 from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
@@ -71,7 +71,7 @@ def acquire_lease(
       storage: the run.
       step: the step.
       clock: unix seconds.
-      action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``MEND`` wait a few seconds for another owner.
+      action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``COLLECT`` wait a few seconds for another owner.
       index: the markers as they were listed before. If they show a save of the step, this function does not wait.
       stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
 
@@ -85,7 +85,7 @@ def acquire_lease(
         found = _first_live(owners, clock, stale_after)
         if found is not None and found[1].action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, *found))
-    times = attempts(0.0 if action == MEND else _RIVAL_SECONDS)
+    times = attempts(0.0 if action == COLLECT else _RIVAL_SECONDS)
     late_attempts = 0
     while True:
         if not next(times, False):
@@ -98,7 +98,7 @@ def acquire_lease(
                 raise CheckpointNotFoundError(f'{storage.url(key)}: another process has deleted it') from error
             if late_attempts == 0:
                 continue
-            if action == MEND or late_attempts == _LATE_ATTEMPTS or _has_owner(storage, step, clock, stale_after):
+            if action == COLLECT or late_attempts == _LATE_ATTEMPTS or _has_owner(storage, step, clock, stale_after):
                 raise
 
 

@@ -68,7 +68,7 @@ from t5ckpt.storage import Storage
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
 SETTLED_SECONDS = 3600.0
-"""After so long, no request of an owner is on its way to a server."""
+"""After so long, no request of an owner is on its way to a server. Garbage collection takes a step when its lease is as old."""
 # The age of a record that lingers: dead for another owner of the step, whose clock may be behind, and not for garbage collection.
 _LINGERING_SECONDS = TAKE_OVER_SECONDS + CLOCK_SECONDS
 # Attempts to replace a record; each but the first follows a write of this lease that was applied after its error.

@@ -202,7 +202,7 @@ class _Pair(NamedTuple):
     name: str
     template: LeafTemplate
     found: Any
-    source: str = ''
+    label: str = ''
 
 
 class _Matcher:
@@ -212,7 +212,7 @@ class _Matcher:
         self._leaves = leaves
         self._templates = templates
         self._fallback = options.fallback
-        # Misspelt, perhaps.
+        # Names that the template lacks, possibly misspelt.
         self._strays = [leaf_name(path) for path in options.fallback if path not in templates]
         self._cast = options.cast
         self._keys = options.keys
@@ -278,7 +278,7 @@ class _Matcher:
         value = value if hasattr(value, 'dtype') else np.asarray(value)
         dtype: Any = value.dtype
         if pair.template.kind != 'key' or isinstance(dtype, np.dtype):
-            dtype = self._dtype_if_it_fits(pair._replace(found=value, source='fallback_state '))
+            dtype = self._dtype_if_it_fits(pair._replace(found=value, label='fallback_state '))
         if dtype is not None:
             self.from_fallback.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
 
@@ -308,7 +308,7 @@ class _Matcher:
         template, shape, dtype = pair.template, tuple(pair.found.shape), np.dtype(pair.found.dtype)
         wanted = np.dtype(np.void) if template.dtype is None else template.dtype
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.
-        casts = self._cast is not None and (pair.source == '' or self._cast.dtype is None)
+        casts = self._cast is not None and (pair.label == '' or self._cast.dtype is None)
         cast = cast_dtype(pair.path, dtype, self._cast, wanted) if casts else dtype
         problem = self._problem_of(pair, wanted, cast)
         if problem is not None:
@@ -329,22 +329,22 @@ class _Matcher:
         if problem is not None:
             return problem
         if shape != template.shape and not self._may_resize(pair):
-            return LeafProblem(pair.name, 'shape', f'{pair.source}{shape}', str(template.shape))
+            return LeafProblem(pair.name, 'shape', f'{pair.label}{shape}', str(template.shape))
         if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, template):
-            return LeafProblem(pair.name, 'dtype', f'{pair.source}{dtype.name}', wanted.name)
+            return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', wanted.name)
         if self._strict == 'exact' and cast != wanted and template.kind == 'array':
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
-            return LeafProblem(pair.name, 'dtype', f'{pair.source}{cast.name}', wanted.name, hint)
+            return LeafProblem(pair.name, 'dtype', f'{pair.label}{cast.name}', wanted.name, hint)
         return None
 
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
         has_axes = pair.template.kind == 'array' and len(pair.found.shape) == len(pair.template.shape)
-        return pair.source == '' and has_axes and self._resize.covers(pair.name)
+        return pair.label == '' and has_axes and self._resize.covers(pair.name)
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
         """The problem of PRNG keys of another implementation, or of keys where the template has an array, or the reverse."""
-        if self._keys is None or pair.source != '':
+        if self._keys is None or pair.label != '':
             return None
         written = self._keys.get(pair.path, None if self._lenient_keys else '')
         template = pair.template

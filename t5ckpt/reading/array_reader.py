@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, with_links
-from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
@@ -41,10 +39,10 @@ from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.native_chunks import is_read_natively
 from t5ckpt.reading.open_array import OpenArray, RangeArray, TensorStoreArrays
+from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
-VERIFY_LEVELS = ('auto', 'full', 'quick')
 
 
 class ArrayReader:
@@ -274,31 +272,3 @@ def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     if strictly:
         raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
     _log.warning('t5ckpt: %s.', text)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadOptions:
-    """How a checkpoint is read; see ``Checkpointer`` for each field.
-
-    Raises:
-      ValueError: ``verify`` is none of ``VERIFY_LEVELS``.
-    """
-
-    mmap: bool = False
-    verify: str = 'auto'
-    follow_links: bool = False
-    share_replicated: bool = False
-    budget_bytes: int = 4 * 10**9
-
-    def __post_init__(self) -> None:
-        check_word('verify', self.verify, VERIFY_LEVELS)
-
-    def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
-        """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
-
-        On storage without local files, verification would fetch each file twice, except through a cache, which serves
-        reads ``by_index`` (``ArrayReader.read``).
-        """
-        reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
-        is_cached = storage.caches and by_index
-        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

@@ -22,7 +22,7 @@ from t5ckpt.restore.all_gather import gather
 from t5ckpt.restore.make_leaf import make_fallback_leaf
 from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
 from t5ckpt.restore.report import report_plan
-from t5ckpt.restore.request import LocalSource, RestoreRequest
+from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.restore.resolve import contents_to_restore
 from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -45,10 +45,10 @@ def run_restore(request: RestoreRequest) -> Any:
     """
     started, before = time.monotonic(), request.storage.requests()
     last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
-    with request.round.failing_together(last if request.source is None else Phase.NEED):
+    with request.round.failing_together(last if request.local_part is None else Phase.NEED):
         planned = _planned(request)
-    if request.source is not None:
-        planned = _provided(request, request.source, planned)
+    if request.local_part is not None:
+        planned = _provided(request, request.local_part, planned)
     with request.round.failing_together(last):
         finish = _read(request, planned)
     if request.reading.share_replicated:
@@ -101,7 +101,7 @@ def _planned(request: RestoreRequest) -> _Planned:
     return _Planned(view, contents, plan)
 
 
-def _provided(request: RestoreRequest, source: LocalSource, planned: _Planned) -> _Planned:
+def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
     """Brings the files that this process reads to its storage."""
     files: dict[str, None] = {}
     for read in planned.plan.stored:
@@ -112,8 +112,8 @@ def _provided(request: RestoreRequest, source: LocalSource, planned: _Planned) -
         )
     dataset = None if request.call.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
-    checksums = source.provide(request.round, list(files), prefix)
-    if not request.verifies_checksums(source.located):
+    checksums = part.provide(request.round, list(files), prefix)
+    if not request.verifies_checksums(part.located):
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
 

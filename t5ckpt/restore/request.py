@@ -18,7 +18,7 @@ from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.reading.array_reader import ReadOptions
+from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.storage import Storage
 
 
@@ -42,7 +42,7 @@ class RestoreCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalSource:
+class LocalPart:
     """A checkpoint of which each process has a part in a storage of its own.
 
     Attributes:
@@ -70,7 +70,7 @@ class RestoreRequest:
       round: of all processes of the job.
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: how arrays are read, such as memory-mapped.
-      source: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
+      local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """
 
     call: RestoreCall
@@ -84,7 +84,7 @@ class RestoreRequest:
     progress: Progress | None
     reading: ReadOptions
     notices: Notices
-    source: LocalSource | None = None
+    local_part: LocalPart | None = None
 
     def verifies_checksums(self, located: Located) -> bool:
         """Whether the checksums of the chunks are compared when they are read."""

@@ -40,18 +40,18 @@ def contents_to_restore(request: RestoreRequest) -> Contents:
     """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes.
 
     Raises:
-      CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``source``.
+      CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``local_part``.
       FormatError: it is damaged, or of a newer version.
     """
     contents = read_contents(*_located_files(request))
-    if request.source is None:
+    if request.local_part is None:
         contents.check_not_part()
     return contents
 
 
 def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    if request.source is not None:
-        return request.source.located, RawFiles(request.source.manifest, request.source.sidecar)
+    if request.local_part is not None:
+        return request.local_part.located, RawFiles(request.local_part.manifest, request.local_part.sidecar)
     if request.round.is_single_process:
         return _find(request)
     return _find_and_broadcast(request) if request.round.is_leader else _receive(request)

@@ -36,12 +36,12 @@ from t5ckpt.storage import requests_between
 _log = logging.getLogger('t5ckpt')
 
 
-def run_save(prepared: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits.
 
     Args:
       prepared: from :func:`prepare_save`.
-      check_caller: called once, after all values have been read from the caller's arrays; raises if the caller may have
+      check_not_interrupted: called once, after all values have been read from the caller's arrays; raises if the caller may have
         changed them before.
 
     Returns:
@@ -63,7 +63,7 @@ def run_save(prepared: PreparedSave, check_caller: Callable[[], None]) -> Commit
                 written, entry = _write(prepared, started)
                 report = written.below(started['generation'])
                 manifest = manifest_bytes(prepared, report) if request.round.is_leader else b''
-                check_caller()
+                check_not_interrupted()
             vote = {
                 'checksums': list(entry),
                 'bytes': report.file_bytes,
@@ -137,10 +137,10 @@ class _Leader:
 
 def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
     """In process 0, the codecs by array directory that all processes use; chooses those of the arrays that are sampled."""
-    request, codecs = prepared.request, prepared.request.selection.agreed
+    request, codecs = prepared.request, prepared.request.codec_selection.agreed
     for location, (sample, dtype) in prepared.samples.items():
         last = None if previous is None else previous.codec(request.storage, location)
-        codecs[location] = request.selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+        codecs[location] = request.codec_selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
     return codecs
 
 
@@ -186,7 +186,7 @@ def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteRep
         request.progress,
         request.round.is_leader,
         None if request.round.is_single_process else started['codecs'],
-        request.selection,
+        request.codec_selection,
     )
     written = write_arrays(job, prepared.staging)
     files = written.below(generation).checksums | write_positions(prepared, started['directory'], prepared.dataset)

@@ -46,7 +46,7 @@ _log = logging.getLogger('t5ckpt')
 _MOST_POSITION_BYTES = 2**20
 
 
-def save_parts(prepared: PreparedSave, check_caller: Callable[[], None]) -> CommittedCheckpoint | None:
+def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits, as :func:`run_save` does; each process in its own storage."""
     request = prepared.request
     before = request.storage.requests()
@@ -64,7 +64,7 @@ def save_parts(prepared: PreparedSave, check_caller: Callable[[], None]) -> Comm
                 work = stack.enter_context(_begun(prepared))
                 written, vote = _write(prepared, work, started['codecs'])
                 manifest = manifest_bytes(prepared, written)
-                check_caller()
+                check_not_interrupted()
             vote['manifest'] = digest(manifest)
             done = request.round.reduce_on_leader(
                 Phase.WRITE, vote, lambda votes: _sealed(prepared, work, votes, _own(prepared, written), manifest)
@@ -109,7 +109,8 @@ def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any])
     can_reuse = prepared.previous is not None and prepared.previous.is_there(storage)
     previous = prepared.previous if can_reuse else None
     written = write_arrays(
-        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.selection), prepared.staging
+        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.codec_selection),
+        prepared.staging,
     )
     own = _own(prepared, written)
     positions = write_positions(prepared, work.directory, prepared.dataset)

@@ -38,15 +38,15 @@ class PendingSave:
         self.step = step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
-        self._seen = False
+        self._is_reported = False
         self._is_blocking = False
         self._work = save
         # Thread.join is not used: an interrupt during join marks a running thread as ended (CPython issue 90010).
         self._ended = InterruptSafeEvent()
         self._is_started = False
-        # The owner of the work: the thread that saves, or the call that cancelled before a thread had begun. Set with
+        # Who runs the work: the thread that saves, or the call that cancelled before a thread had begun. Set with
         # dict.setdefault, which is atomic and idempotent, because an interrupt may come between any two operations.
-        self._owner: dict[str, object] = {}
+        self._runner: dict[str, object] = {}
         self._begun = InterruptSafeEvent()
         self._thread = -1
         # Held while the save reads the caller's arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
@@ -100,13 +100,13 @@ class PendingSave:
         if start_thread(self._run, f't5ckpt-save-{self.step}', daemon=False) is None:
             self._run()
 
-    def _has_begun(self) -> bool:
-        """Whether a thread owns the work; starts one if a signal handler came first. Of two threads, one does the work."""
-        if not self._owner:
+    def _ensure_begun(self) -> bool:
+        """Whether a thread runs the work; starts one if a signal handler came first. Of two threads, one does the work."""
+        if not self._runner:
             self._launch()
             # Bounded: while a thread starts, a lock inside ``threading`` blocks the start of others.
             self._begun.wait(_START_SECONDS)
-        return bool(self._owner)
+        return bool(self._runner)
 
     def _has_caller(self) -> bool:
         """Whether the caller still waits while its arrays are read, or they are staged.
@@ -115,7 +115,7 @@ class PendingSave:
         """
         return self._arrays_in_use.locked() or self._is_staged
 
-    def _check_caller(self) -> None:
+    def _check_not_interrupted(self) -> None:
         """Raises if the caller was interrupted and may have changed its arrays before all values were read."""
         if not self._has_caller():
             raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
@@ -123,14 +123,14 @@ class PendingSave:
     def _run(self) -> None:
         # Not the thread's identifier, which Python may reuse.
         token = object()
-        if self._owner.setdefault('is', token) is not token:
+        if self._runner.setdefault('is', token) is not token:
             return
         self._begun.set()
         self._thread = threading.get_ident()
         try:
             if self._work is not None:
                 run = save_parts if self._work.request.in_parts else run_save
-                self._outcome = run(self._work, self._check_caller)
+                self._outcome = run(self._work, self._check_not_interrupted)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
@@ -156,11 +156,11 @@ class PendingSave:
         self.wait()
 
     def _cancel_once(self) -> None:
-        self._seen = True
+        self._is_reported = True
         work = self._work
         if work is not None:
             work.staging.stop()
-        if self._owner.setdefault('is', self) is self:
+        if self._runner.setdefault('is', self) is self:
             if work is not None:
                 self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
                 self._work = None
@@ -229,7 +229,7 @@ class PendingSave:
                 'and close in the thread that trains.'
             )
         end = None if timeout is None else time.monotonic() + timeout
-        if not (self._has_caller() and self._has_begun()):
+        if not (self._has_caller() and self._ensure_begun()):
             self._cancel_once()
         return _wait_until(self._ended, end)
 
@@ -249,14 +249,14 @@ class PendingSave:
         if not self.wait(timeout):
             raise TimeoutError(f'the save of step {self.step} is still running after {timeout} s')
         if self._error is not None:
-            self._seen = True
+            self._is_reported = True
             raise self._error
         return self._outcome
 
     def raise_unreported(self) -> None:
         """Raises the error of a failed save, once, unless ``result`` has raised it."""
-        if self.done() and self._error is not None and not self._seen:
-            self._seen = True
+        if self.done() and self._error is not None and not self._is_reported:
+            self._is_reported = True
             text = f'the save of step {self.step} in the background failed: '
             raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
 

@@ -80,7 +80,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     staging = Staging(
         plan, request.staging, request.call.budget_bytes, in_background=request.in_background, unchanged=unchanged
     )
-    samples = request.selection.samples(plan.writes) if is_leader and not is_single else {}
+    samples = request.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
     return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, files_of_others)

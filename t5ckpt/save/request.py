@@ -44,7 +44,7 @@ class SaveRequest:
       staging: how jax.Arrays are staged.
       in_background: whether the caller continues during the save, and may write to its host arrays.
       reuse: the checkpoint from which chunks are linked; None links none.
-      selection: chooses the codecs that depend on the data.
+      codec_selection: chooses the codecs that depend on the data.
       dataset: the data iterator whose position is saved.
       progress: called with (bytes done, bytes in all).
       clock: unix seconds.
@@ -67,7 +67,7 @@ class SaveRequest:
     staging: StagingMode
     in_background: bool
     reuse: Reuse | None
-    selection: CodecSelection
+    codec_selection: CodecSelection
     dataset: DatasetState | None
     progress: Progress | None
     clock: Clock

@@ -102,7 +102,7 @@ class WriteJob:
       progress: called with (bytes done, bytes in all).
       is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
       codecs: by array directory, the codecs that process 0 chose from the data and broadcast.
-      selection: chooses the codecs if there is one process, and learns the rate of the storage.
+      codec_selection: chooses the codecs if there is one process, and learns the rate of the storage.
     """
 
     storage: Storage
@@ -111,7 +111,7 @@ class WriteJob:
     progress: Progress | None = None
     is_leader: bool = True
     codecs: Mapping[str, Any] | None = None
-    selection: CodecSelection | None = None
+    codec_selection: CodecSelection | None = None
 
 
 def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
@@ -166,7 +166,7 @@ class _Writer:
         self._copies_inside = job.storage.copies
         copiers = _COPIERS if self._copies_inside and job.previous is not None else 0
         self._encoders = Pool(max(os.cpu_count() or 1, copiers), 't5ckpt-encode')
-        self._selection = CodecSelection(job.storage) if job.selection is None else job.selection
+        self._selection = CodecSelection(job.storage) if job.codec_selection is None else job.codec_selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
         self._copy_budget = ByteBudget(_COPIED_BYTES)

@@ -31,7 +31,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.checksum import digest
 from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.execute import run_restore
-from t5ckpt.restore.request import LocalSource, RestoreRequest
+from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.part import Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
@@ -120,9 +120,9 @@ class SharedRestore:
         part = completed(self._coordinator.round(_ACTION), own, self._local, step, found.sender, self._catalog.clock)
         provider = Provider(self._coordinator, part, self._run if found.in_run else None, request.reading.budget_bytes)
         call = dataclasses.replace(request.call, step=step)
-        source = LocalSource(part.located, part.manifest, part.sidecar, provider)
+        local_part = LocalPart(part.located, part.manifest, part.sidecar, provider)
         of_part = dataclasses.replace(
-            request, call=call, storage=self._local, source=source, round=self._coordinator.round('a restore')
+            request, call=call, storage=self._local, local_part=local_part, round=self._coordinator.round('a restore')
         )
         try:
             restored = run_restore(of_part)

@@ -279,7 +279,7 @@ def _leaf_to_save(path: Path, leaf: Any) -> LeafToSave:
     """
     name = leaf_name(path)
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
-        # First, because most leaves are such.
+        # First, because most leaves are jax.Arrays.
         check_has_values(path, leaf)
         return LeafToSave(path, name, leaf, 'array', leaf.shape, leaf.dtype)
     if isinstance(leaf, Empty):

@@ -14,7 +14,7 @@ from support import forked
 import t5ckpt
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.garbage_collection import collect_leftovers
-from t5ckpt.commit.lease_owner import EXPIRED, MEND, process_facts
+from t5ckpt.commit.lease_owner import COLLECT, EXPIRED, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.strategy import begin as begin_transaction
 from t5ckpt.commit.superseded import remove_superseded
@@ -170,7 +170,7 @@ def test_in_place_garbage_collection_that_is_stopped_as_well():
 
     def collect_slowly(run, clock):
         third = Elsewhere(Elsewhere(run, ' ', None), ' ', None)
-        acquire_lease(third, 1, clock, MEND, stale_after=3600)
+        acquire_lease(third, 1, clock, COLLECT, stale_after=3600)
         clock.advance(700)
 
     run, _, late = stopped('/checkpoint', collect_slowly)

@@ -21,9 +21,10 @@ from t5ckpt.errors import (
     StorageError,
 )
 from t5ckpt.format.names import MANIFEST, step_dir
-from t5ckpt.reading.array_reader import ReadOptions, reader_of
+from t5ckpt.reading.array_reader import reader_of
 from t5ckpt.reading.contents import read_contents, read_raw
 from t5ckpt.reading.identity import ChangedMeanwhileError
+from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of

@@ -1,0 +1,38 @@
+"""How the arrays of a checkpoint are read: memory-mapped, verified, through links, within a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from t5ckpt.core.arguments import check_word
+from t5ckpt.storage import Storage
+
+_VERIFY_LEVELS = ('auto', 'full', 'quick')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is read; see ``Checkpointer`` for each field.
+
+    Raises:
+      ValueError: ``verify`` is none of 'auto', 'full' and 'quick'.
+    """
+
+    mmap: bool = False
+    verify: str = 'auto'
+    follow_links: bool = False
+    share_replicated: bool = False
+    budget_bytes: int = 4 * 10**9
+
+    def __post_init__(self) -> None:
+        check_word('verify', self.verify, _VERIFY_LEVELS)
+
+    def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
+        """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
+
+        On storage without local files, verification would fetch each file twice, except through a cache, which serves
+        reads ``by_index`` (``ArrayReader.read``).
+        """
+        reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
+        is_cached = storage.caches and by_index
+        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

@@ -661,19 +661,34 @@ def test_options_without_a_directory_have_no_effect(run_dir, options):
         t5ckpt.Checkpointer(state(0), None, run_dir, **options)
 
 
-def test_without_a_local_directory_nothing_is_loaded(run_dir):
+def test_without_a_local_directory_there_is_nothing_of_tiers(run_dir):
+    """No module, thread, file, log line or warning. tests/storage/test_object_stores.py has the requests of such a save."""
     program = f"""
-import sys, t5ckpt
-ck = t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r})
-ck.save({{'a': 1}}, step=1)
-ck.restore()
-ck.wait_until_persisted()
-ck.close()
-print([name for name in sys.modules if name.startswith('t5ckpt.tiers')])
+import json, logging, sys, threading, t5ckpt
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger('t5ckpt').addHandler(handler)
+logging.getLogger('t5ckpt').setLevel(logging.DEBUG)
+with t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, save_policy=t5ckpt.SaveEvery(2), keep=1) as ck:
+    ck.save({{'a': 1}}, step=1)
+    ck.save_async({{'a': 1}}, step=2).result()
+    ck.maybe_save(4, {{'a': 1}})
+    ck.wait_until_finished()
+    threads = [thread.name for thread in threading.enumerate()]
+    ck.restore()
+    ck.wait_until_persisted()
+modules = [name for name in sys.modules if name.startswith('t5ckpt.tiers')]
+print(json.dumps([modules, threads, lines]))
 """
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['t5ckpt.tiers', 't5ckpt.tiers.one_tier']"
-    assert not (run_dir / '.t5ckpt').exists()
+    done = subprocess.run([sys.executable, '-W', 'error', '-c', program], capture_output=True, text=True, check=True)
+    modules, threads, lines = json.loads(done.stdout)
+    assert modules == ['t5ckpt.tiers', 't5ckpt.tiers.one_tier']
+    assert threads == ['MainThread']
+    assert any('Saved checkpoint for step 2' in line for line in lines)
+    words = ('tier', 'local_dir', 'local director', 'upload', 'persist')
+    assert not [line for line in lines if any(word in line.replace(str(run_dir), '') for word in words)]
+    assert [each.name for each in run_dir.iterdir()] == ['checkpoint_4']
 
 
 def test_prefetching_without_a_local_directory_says_so(run_dir):

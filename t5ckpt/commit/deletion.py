@@ -67,6 +67,15 @@ def decide_deletion(
     return Decision(step, False, 'requested')
 
 
+def check_deletable(
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+) -> None:
+    """Raises the error that :func:`delete_step` would raise before it changes anything."""
+    found = decide_deletion(storage, step, clock, even_pinned=even_pinned, even_waiting=even_waiting)
+    if found.keep:
+        raise kept_error(storage, step, found.reason, 'deleted')
+
+
 def delete_step(
     storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> None:

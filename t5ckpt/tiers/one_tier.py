@@ -120,6 +120,10 @@ class StepTiers(ABC):
         """Deletes a step from all tiers, and ends its upload; see :func:`delete_step`."""
 
     @abstractmethod
+    def why_keep_part(self, step: int) -> str:
+        """The error that the deletion of the local part of a step would raise; '' if it can be deleted, or is not there."""
+
+    @abstractmethod
     def delete_part(self, step: int) -> None:
         """Deletes the local part of a step, which process 0 has deleted."""
 
@@ -157,6 +161,9 @@ class OneTier(StepTiers):
 
     def delete(self, step: int) -> None:
         delete_step(self.local, step, self._clock)
+
+    def why_keep_part(self, step: int) -> str:  # noqa: ARG002
+        return ''
 
     def delete_part(self, step: int) -> None:
         pass

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
-from t5ckpt.commit.deletion import delete_step
+from t5ckpt.commit.deletion import check_deletable, delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import UnsupportedTopologyError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
@@ -181,6 +181,16 @@ class Tiers(StepTiers):
         """As :meth:`begin_save`, also with a record, for a step that comes from the run's storage."""
         self.begin_save()
         self._dir.ensure_record()
+
+    def why_keep_part(self, step: int) -> str:
+        try:
+            check_deletable(self.local, step, self._catalog.clock, even_waiting=True)
+        except CheckpointNotFoundError:
+            return ''
+        except T5CkptError as error:
+            # An error here would let the other processes wait.
+            return str(error)
+        return ''
 
     def delete_part(self, step: int) -> None:
         if has_step(self.local, step):

@@ -252,6 +252,18 @@ def test_a_damaged_file_counts_as_absent(four, place, leaf):
     assert sum(restored(four, place, leaves=ONCE, persist=[])[2]['bytes'][1:]) == 0
 
 
+def test_a_step_that_is_pinned_on_one_disk_is_deleted_nowhere(four, place):
+    saved(four, place, [1, 2], persist=[1])
+    t5ckpt.pin_checkpoint(place.disks[2] / 'checkpoint_1', 'a look')
+    place.begin(four, persist=[])
+    for answer in four.run('tiers_delete', 1):
+        assert f'{place.disks[2]}/checkpoint_1 is pinned: a look, so it was not deleted. Unpin it first' in answer
+    assert all('checkpoint_1' in place.steps_on(disk) for disk in range(COUNT))
+    t5ckpt.unpin_checkpoint(place.disks[2] / 'checkpoint_1')
+    assert four.run('tiers_delete', 1) == [[2]] * COUNT
+    four.run('tiers_close')
+
+
 def test_a_trainer_starts_without_process_0s_disk(four, place):
     saved(four, place, [1, 2], persist=[1])
     shutil.rmtree(place.disks[0])

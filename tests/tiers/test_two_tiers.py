@@ -675,6 +675,9 @@ with t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, save_policy=t5ckpt.
     ck.save_async({{'a': 1}}, step=2).result()
     ck.maybe_save(4, {{'a': 1}})
     ck.wait_until_finished()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(20)  # Those of saves and of retention end.
     threads = [thread.name for thread in threading.enumerate()]
     ck.restore()
     ck.wait_until_persisted()

@@ -59,8 +59,14 @@ class Intents:
             is_new = step in self._ended or not self._local.is_file(to_persist_file(step))
             self._ended.discard(step)
         self._local.make_dir(TO_PERSIST)
-        self._local.write(to_persist_file(step), b'overwrite' if overwrite else b'')
-        self._local.sync_tree(INDEX, [])
+        try:
+            self._local.write(to_persist_file(step), b'overwrite' if overwrite else b'')
+            self._local.sync_tree(INDEX, [])
+        except BaseException:
+            # The file may be there, and its save fails.
+            if is_new:
+                self.drop(step)
+            raise
         return is_new
 
     def collect(self) -> None:

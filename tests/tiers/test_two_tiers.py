@@ -21,6 +21,7 @@ from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, N
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.directory_lock import DirectoryLock
 from t5ckpt.testing import FaultyStorage
+from t5ckpt.tiers.intents import Intents
 from t5ckpt.tiers.local_dir import LocalDir
 
 AWAY = {'retry_seconds': 1.0}
@@ -713,3 +714,43 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
             LocalDirError, match=r'local cannot be locked \(Input/output error\).* Pass a local_dir on a disk'
         ):
             local.open(create=True)
+
+
+@pytest.mark.parametrize('operation', ['write', 'sync_tree'])
+def test_a_step_whose_record_is_not_durable_does_not_wait(tmp_path, caplog, operation):
+    """The record is there, and the save fails, as when an fsync of its directory does; also if it cannot be removed then."""
+
+    class Failing(FaultyStorage):
+        fails, refuses = False, False
+
+        def write(self, key, data):
+            super().write(key, data)
+            self._fail('write')
+
+        def sync_tree(self, key, names):
+            super().sync_tree(key, names)
+            self._fail('sync_tree')
+
+        def delete_file(self, key):
+            if self.refuses:
+                raise StorageError(5, 'Input/output error')
+            super().delete_file(key)
+
+        def _fail(self, name):
+            if self.fails and name == operation:
+                raise StorageError(5, 'Input/output error')
+
+    storage = Failing(open_storage(tmp_path))
+    intents = Intents(storage)
+    storage.fails = True
+    with pytest.raises(StorageError):
+        intents.add(3, overwrite=False)
+    assert intents.steps() == list((tmp_path / '.t5ckpt' / 'to_persist').iterdir()) == []
+    storage.refuses = True
+    with pytest.raises(StorageError):
+        intents.add(3, overwrite=False)
+    assert intents.steps() == []
+    assert 'to_persist/3 could not be removed' in caplog.text
+    storage.fails = storage.refuses = False
+    assert intents.add(3, overwrite=False)
+    assert intents.steps() == [3]

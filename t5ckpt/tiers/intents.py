@@ -40,6 +40,8 @@ class Intents:
         self._committing: int | None = None
         # Steps that do not wait anymore, whose records could not be removed.
         self._ended = set[int]()
+        # Whether a write that failed may have left a file.
+        self._has_partial = False
 
     def steps(self) -> list[int]:
         """The steps, ascending."""
@@ -59,18 +61,22 @@ class Intents:
             is_new = step in self._ended or not self._local.is_file(to_persist_file(step))
             self._ended.discard(step)
         self._local.make_dir(TO_PERSIST)
+        if self._has_partial:
+            self.collect()
+            self._has_partial = False
         try:
             self._local.write(to_persist_file(step), b'overwrite' if overwrite else b'')
             self._local.sync_tree(INDEX, [])
         except BaseException:
             # The file may be there, and its save fails.
+            self._has_partial = True
             if is_new:
                 self.drop(step)
             raise
         return is_new
 
     def collect(self) -> None:
-        """Removes the files of writes that a crash cut off."""
+        """Removes the files of writes that were cut off by a crash or a failed disk."""
         for directory in (INDEX, TO_PERSIST):
             for entry in self._local.entries(directory):
                 if entry.name.endswith(PARTIAL_SUFFIX):

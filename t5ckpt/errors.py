@@ -20,7 +20,8 @@
     ├── StorageError              OSError                         the backend refused or failed
     │   ├── NoSpaceError
     │   ├── AccessDeniedError     PermissionError
-    │   └── NotADirectoryStorageError  NotADirectoryError
+    │   ├── NotADirectoryStorageError  NotADirectoryError
+    │   └── NotDurableError                                       a step is listed, but a power cut may remove it
     ├── StepKeptError             RuntimeError                    a step is pinned or has a read lease, and is not deleted
     ├── OutputExistsError         FileExistsError                 the destination of an export exists
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
@@ -77,6 +78,7 @@ __all__ = [
     'NoEffectWarning',
     'NoSpaceError',
     'NotADirectoryStorageError',
+    'NotDurableError',
     'NotEnoughMemoryError',
     'NotPersistedError',
     'ObsoleteArgumentWarning',
@@ -199,6 +201,10 @@ class AccessDeniedError(StorageError, PermissionError):
 
 class NotADirectoryStorageError(StorageError, NotADirectoryError):
     """A path component is a file where a directory is needed."""
+
+
+class NotDurableError(StorageError):
+    """A save failed after its rename, which could not be undone: the step is listed, but a power cut may remove it."""
 
 
 class OutputExistsError(T5CkptError, FileExistsError):

@@ -25,7 +25,7 @@ from t5ckpt.commit.transaction import Transaction, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, SIDECAR, Leftover, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
@@ -155,7 +155,8 @@ class RenameTransaction(Transaction):
             self.directory = rename_aside(storage, self.directory, self.step, 'replaced', self._clock())
             try:
                 return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.may_replace)
-            except NotPutBackError:
+            except (NotDurableError, NotPutBackError):
+                # The old checkpoint may have this name.
                 self._keeps_files = True
                 raise
         publish_step(storage, self.directory, self.step)

@@ -31,7 +31,7 @@ from t5ckpt.commit.strategy import begin, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import CoordinationError, ProcessMissingError, T5CkptError
+from t5ckpt.errors import CoordinationError, NotDurableError, ProcessMissingError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES
@@ -173,7 +173,13 @@ def _commit(
         if digest(manifest) != done['manifest']:
             manifest = request.round.receive('manifest')
         stack.enter_context(request.around_commit(done['reason']))
-        work.commit(manifest, sidecar, directories)
+        try:
+            work.commit(manifest, sidecar, directories)
+        except NotDurableError as error:
+            # The other processes delete theirs.
+            with contextlib.suppress(T5CkptError):
+                delete_step(request.storage, request.step, request.clock, even_waiting=True)
+            raise StorageError(error.errno, error.strerror) from error
         try:
             # After this vote, ``failing_together`` sends nothing.
             request.round.barrier(Phase.COMMIT)

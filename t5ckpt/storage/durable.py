@@ -10,9 +10,8 @@ import errno
 import os
 import stat
 
+from t5ckpt.errors import NotDurableError
 from t5ckpt.storage.checked_rename import check_renamed, exchange, leads_to
-
-_VISIBLE = 'the rename is visible, but may be gone after a power cut'
 
 
 def sync_dir(path: str) -> None:
@@ -72,7 +71,8 @@ def rename_durably(source: str, target: str) -> None:
     """Renames a directory to a name that does not exist.
 
     Raises:
-      OSError: nothing has changed, unless the message says that the rename is visible.
+      NotDurableError: the rename is visible.
+      OSError: nothing has changed.
     """
     before = os.stat(source)
     try:
@@ -88,7 +88,7 @@ def rename_durably(source: str, target: str) -> None:
         try:
             os.rename(target, source)
         except OSError:
-            raise _only_visible(error) from error
+            raise _not_durable(target, error) from error
         raise
 
 
@@ -106,10 +106,14 @@ def exchange_durably(source: str, target: str) -> bool:
         try:
             exchange(source, target)
         except OSError:
-            raise _only_visible(error) from error
+            raise _not_durable(target, error) from error
         raise
     return True
 
 
-def _only_visible(cause: OSError) -> OSError:
-    return OSError(cause.errno, f'{cause.strerror}; {_VISIBLE}')
+def _not_durable(path: str, cause: OSError) -> NotDurableError:
+    return NotDurableError(
+        cause.errno,
+        f'{path}: {cause.strerror}; the rename is visible, but may be gone after a power cut. The disk or the file system failed '
+        '(see dmesg): save again, or use another directory.',
+    )

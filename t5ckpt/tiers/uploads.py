@@ -14,7 +14,7 @@ from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
+from t5ckpt.errors import NotDurableError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.tiers.catalog import TierCatalog
@@ -135,10 +135,14 @@ class Uploads:
         if reason is None:
             yield
             return
+        failure: NotDurableError | None = None
         with self._intents.committing(step):
             is_new = self._intents.add(step, overwrite=call.overwrite)
             try:
                 yield
+            except NotDurableError as error:
+                # The step is listed, so it is uploaded as any other.
+                failure = error
             except BaseException:
                 if is_new:
                     self._intents.drop(step)
@@ -146,6 +150,8 @@ class Uploads:
         self._schedule.note_taken(step, call.metrics)
         _log.info('t5ckpt: step %d is uploaded to %s: %s', step, self.run.url(), reason)
         self._queue.add([step])
+        if failure is not None:
+            raise failure
 
     def _upload(self, step: int) -> None:
         """Uploads a step, and runs the retention of the run; in the thread of the queue."""

@@ -17,7 +17,14 @@ import pytest
 from support import forked
 
 import t5ckpt
-from t5ckpt.errors import CorruptCheckpointError, LocalDirError, NoSpaceError, NotPersistedError, StorageError
+from t5ckpt.errors import (
+    CorruptCheckpointError,
+    LocalDirError,
+    NoSpaceError,
+    NotDurableError,
+    NotPersistedError,
+    StorageError,
+)
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.directory_lock import DirectoryLock
 from t5ckpt.testing import FaultyStorage
@@ -754,3 +761,24 @@ def test_a_step_whose_record_is_not_durable_does_not_wait(tmp_path, caplog, oper
     storage.fails = storage.refuses = False
     assert intents.add(3, overwrite=False)
     assert intents.steps() == [3]
+
+
+class NotSynced(FaultyStorage):
+    """A disk that cannot synchronize the directory after the rename of a step, nor take the rename back."""
+
+    def publish(self, source, target):
+        super().publish(source, target)
+        if target == 'checkpoint_2':
+            raise NotDurableError(5, f'{self.url(target)}: Input/output error; the rename is visible')
+
+
+def test_a_step_that_is_listed_although_its_save_failed_is_uploaded(run_dir, local):
+    with checkpointer(run_dir, NotSynced(open_storage(local))) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        with pytest.raises(NotDurableError, match=r'checkpoint_2: Input/output error; the rename is visible'):
+            ck.save(state(2))
+        assert steps_in(local) == [1, 2]
+        ck.wait_until_persisted(2)
+        same(ck.restore(), 2)
+    assert steps_in(run_dir) == [1, 2]

@@ -18,6 +18,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import (
+    COPIES,
     MANIFEST,
     PINNED,
     SIDECAR,
@@ -25,6 +26,7 @@ from t5ckpt.format.names import (
     parse_foreign,
     parse_leftover,
     parse_step_dir,
+    part_of,
 )
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar
 from t5ckpt.storage import Entry, Storage
@@ -38,10 +40,11 @@ class StepSummary:
       step: its number.
       path: the path or URL of its directory.
       complete: whether readers can see it.
-      state: ``'complete'``, ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'`` (renamed by a
-        restore that could not read it), or ``'moved aside'`` (renamed by a save because it holds files of other programs).
-      nbytes: the bytes of its arrays, manifest, file checksums and sidecar; without a sidecar, on file systems, of all its
-        files. None if neither a sidecar nor a listing has them.
+      state: ``'complete'``, ``'part'`` (complete; the local directory of one of several processes, see ``save/parts.py``),
+        ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'`` (renamed by a restore that could not
+        read it), or ``'moved aside'`` (renamed by a save because it holds files of other programs).
+      nbytes: the bytes of its arrays, manifest, file checksums and sidecar; of a part, and without a sidecar on file systems, of
+        all files there. None if neither a sidecar nor a listing has them.
       created: when it was saved, in unix seconds; without a sidecar, the modification time of the manifest; or None.
       metrics: the metrics passed to ``save``.
       pinned: whether it is pinned.
@@ -140,6 +143,8 @@ def _summary(
     created = sidecar.created_unix
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
+    is_part = COPIES in files and _is_part(sidecar, files)
+    state = 'part' if is_part and named.is_complete else named.state
     # Keep policies apply only to T5X's layout.
     kept = ['no keep policy applies'] if named.layout != T5X else []
     kept += [pin_reason(storage, entry.name)] if pinned else []
@@ -148,8 +153,8 @@ def _summary(
         step=named.step,
         path=storage.url(entry.name),
         complete=named.is_complete,
-        state='unreadable' if damage and named.is_complete and not is_orbax else named.state,
-        nbytes=catalog.nbytes(entry.name, recorded, files),
+        state='unreadable' if damage and named.is_complete and not is_orbax else state,
+        nbytes=catalog.nbytes(entry.name, None if is_part else recorded, files),
         created=created,
         metrics=sidecar.metrics,
         pinned=pinned,
@@ -182,6 +187,14 @@ def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, int | None, str]:
     except FormatError as error:
         return NO_SIDECAR, None, str(error)
     return sidecar, _recorded_bytes(sidecar, len(data)), ''
+
+
+def _is_part(sidecar: Sidecar, files: Mapping[str, Entry]) -> bool:
+    """Whether the files of other processes of the save are on other disks."""
+    try:
+        return part_of(FileChecksums.recorded_by(sidecar, SIDECAR).lists, files) is not None
+    except FormatError:
+        return False
 
 
 def _recorded_bytes(sidecar: Sidecar, own: int) -> int | None:

@@ -193,10 +193,23 @@ class _Cell:
         return Measurement(max(widths, default=0), sum(widths)).with_maximum(options.max_width)
 
 
-def print_decisions(plan: Iterable[Decision]) -> None:
-    """Prints which steps are kept and which are deleted, with the reasons."""
-    columns = [Column('step', right=True), Column(''), Column('because')]
-    print_table(columns, [[str(each.step), 'keep' if each.keep else 'delete', each.reason] for each in plan])
+def print_decisions(plan: Iterable[tuple[str | None, Decision]]) -> None:
+    """Prints which steps are kept and which are deleted, with the reasons; each with the name of its tier, if it has one."""
+    rows = list(plan)
+    has_tiers = any(tier is not None for tier, _ in rows)
+    columns = [Column('step', right=True), *[Column('tier')] * has_tiers, Column(''), Column('because')]
+    print_table(
+        columns,
+        [
+            [str(each.step), *[tier or ''] * has_tiers, 'keep' if each.keep else 'delete', each.reason]
+            for tier, each in rows
+        ],
+    )
+
+
+def decision_fields(plan: Iterable[tuple[str | None, Decision]]) -> list[dict[str, Any]]:
+    """The same for JSON."""
+    return [{**dataclasses.asdict(decision), 'tier': tier} for tier, decision in plan]
 
 
 def without_nan(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.output import (
     check_exists,
     confirm,
+    decision_fields,
     json_option,
     moved_option,
     print_decisions,
@@ -64,16 +65,17 @@ _SHOWN = 20  # deleted steps that are named
 @click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
 @click.option('--dry-run', is_flag=True, help='Print what would be deleted; delete nothing.')
 @click.option('--yes', is_flag=True, help='Do not ask for confirmation.')
-@tier_option(both=False)
+@tier_option(both=True)
 @json_option
-def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
+def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool, **rules: Any) -> None:
     """Deletes the steps of the run at PATH that no rule keeps, and prints why each step is kept or deleted.
 
     A step is kept if any of the options keeps it. The latest step, pinned steps and steps with a read lease are always kept.
     Steps in the layouts of Orbax and Flax are kept and not counted. With --other-layouts, on file systems, they are counted
     and deleted like the others, unless they contain a file of another program. A trainer with the same policy deletes the
     same steps. Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the
-    tag loss in PATH/train). --mode defaults to the mode of the keep policy of the latest save.
+    tag loss in PATH/train). --mode defaults to the mode of the keep policy of the latest save. With --tier all, the rules
+    apply to each tier on its own.
 
     Exit codes: 0 done, or nothing to do; 1 a step got a pin or a read lease in the meantime; 2 wrong usage, such as a metric
     or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.
@@ -82,16 +84,97 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    (place,) = tier_paths(path, keep.pop('tier')).values()
-    storage = run_at(place)
+    tiers = [_planned(name, run_at(place), rules) for name, place in tier_paths(path, tier).items()]
+    plan = sorted(
+        ((each.name, decision) for each in tiers for decision in each.plan),
+        key=lambda each: (each[1].step, str(each[0])),
+    )
+    _check_present(rules['steps'], [decision.step for _, decision in plan])
+    others = sorted({step for each in tiers for step in each.others})
+    if not as_json:
+        for note in dict.fromkeys(each.note for each in tiers if each.note is not None):
+            print_line(note)
+        print_decisions(plan)
+        _print_others(others)
+    doomed = sum(len(each.doomed) for each in tiers)
+    deleted: list[int] = []
+    if doomed and not dry_run:
+        confirm(f'Delete {doomed:,} of {counted(len(plan), "step")}?', yes)
+        deleted = list(dict.fromkeys(step for each in tiers for step in each.carry_out()))
+    left = [] if dry_run else [decision for each in tiers for decision in each.left()]
+    failed = {each.step: each.reason if each.keep else 'the storage did not delete it' for each in left}
+    if as_json:
+        print_json(
+            {
+                'plan': decision_fields(plan),
+                'deleted': deleted,
+                'failed': failed,
+                'not_counted': others,
+                'mode': tiers[0].mode,
+                'dry_run': dry_run,
+            }
+        )
+    else:
+        print_line(_summary(deleted, doomed, len(plan), dry_run=dry_run))
+    if failed and not as_json:
+        print_line(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
+    if failed:
+        raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """What is to be deleted in a tier, or in a run without tiers.
+
+    Attributes:
+      name: of the tier; None without tiers.
+      retention: of its storage, with the policy of the options.
+      mode: of the metric, and the ``note`` that describes it.
+      plan: the decision about each step, ascending.
+      others: the steps of Orbax and Flax, where --other-layouts works.
+    """
+
+    name: str | None
+    retention: Retention
+    mode: str | None
+    note: str | None
+    plan: list[Decision]
+    others: list[int]
+
+    @property
+    def doomed(self) -> list[int]:
+        """The steps to delete."""
+        return [decision.step for decision in self.plan if not decision.keep]
+
+    def carry_out(self) -> list[int]:
+        """Deletes the steps of the plan that may still go, and returns them."""
+        deleted = self.retention.carry_out(confirmed=self.doomed)
+        self.retention.wait()
+        return [decision.step for decision in deleted]
+
+    def left(self) -> list[Decision]:
+        """The decisions about the steps that were to be deleted and are there, after :meth:`carry_out`.
+
+        Steps that another process has deleted in the meantime do not count as failed.
+        """
+        return [each for each in self.retention.plan() if each.step in self.doomed] if self.doomed else []
+
+
+def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _Planned:
+    """Decides about the steps of a storage.
+
+    Raises:
+      click.UsageError: the options cannot be applied to it.
+    """
+    prunes_others = rules['other_layouts']
     try:
         retention = Retention(
-            storage, KeepAll(), time.time, None, TensorBoardMetrics(storage), prune_others=other_layouts
+            storage, KeepAll(), time.time, None, TensorBoardMetrics(storage), prune_others=prunes_others
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    mode, note = _mode(retention, keep['metric'], keep['mode'])
-    retention.policy = _policy({**keep, 'mode': mode})
+    mode, note = _mode(retention, rules['metric'], rules['mode'])
+    retention.policy = _policy({**rules, 'mode': mode})
     decided = sorted([*retention.plan(), *retention.undecided()], key=lambda decision: decision.step)
     plan = [
         dataclasses.replace(each, reason=pin_reason(storage, step_dir(each.step))) if each.reason == 'pinned' else each
@@ -99,44 +182,12 @@ def command(path: str, other_layouts: bool, dry_run: bool, yes: bool, as_json: b
     ]
     if not plan:
         check_exists(storage)
-    _check_present(keep['steps'], [decision.step for decision in plan])
-    doomed = [decision.step for decision in plan if not decision.keep]
-    others = [] if other_layouts else _others(storage)
-    if not as_json:
-        if note is not None:
-            print_line(note)
-        print_decisions(plan)
-        _print_others(others)
-    deleted: list[Decision] = []
-    if doomed and not dry_run:
-        confirm(f'Delete {len(doomed):,} of {counted(len(plan), "step")}?', yes)
-        deleted = retention.carry_out(confirmed=doomed)
-        retention.wait()
-    # Steps that another process has deleted in the meantime do not count as failed.
-    left = [] if dry_run or not doomed else [each for each in retention.plan() if each.step in doomed]
-    failed = {each.step: each.reason if each.keep else 'the storage did not delete it' for each in left}
-    if as_json:
-        print_json(
-            {
-                'plan': [dataclasses.asdict(decision) for decision in plan],
-                'deleted': [decision.step for decision in deleted],
-                'failed': failed,
-                'not_counted': others,
-                'mode': mode,
-                'dry_run': dry_run,
-            }
-        )
-    else:
-        print_line(_summary(deleted, len(doomed), len(plan), dry_run=dry_run))
-    if failed and not as_json:
-        print_line(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
-    if failed:
-        raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
+    return _Planned(name, retention, mode, note, plan, [] if prunes_others else _others(storage))
 
 
-def _summary(deleted: Sequence[Decision], doomed: int, steps: int, *, dry_run: bool) -> str:
+def _summary(deleted: Sequence[int], doomed: int, steps: int, *, dry_run: bool) -> str:
     if deleted:
-        return f'deleted: {some_of([str(decision.step) for decision in deleted], _SHOWN, ", ")}'
+        return f'deleted: {some_of([str(step) for step in deleted], _SHOWN, ", ")}'
     return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
 
 
@@ -189,7 +240,7 @@ def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
     """
     absent = sorted(set(wanted) - set(steps))
     if absent:
-        there = f'it has {some_of(sorted(map(str, steps), key=int), 20, ", ")}' if steps else 'it has none'
+        there = f'it has {some_of(sorted(map(str, set(steps)), key=int), 20, ", ")}' if steps else 'it has none'
         raise click.UsageError(
             f'--keep-step: the run has no step {", ".join(map(str, absent))}; {there}. Nothing was deleted.'
         )

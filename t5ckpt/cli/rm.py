@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +12,16 @@ import click
 from t5ckpt.catalog.layouts import inspect_name
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import open_run_storage
-from t5ckpt.cli.output import confirm, json_option, print_decisions, print_json, print_line, run_at, steps_option
+from t5ckpt.cli.output import (
+    confirm,
+    decision_fields,
+    json_option,
+    print_decisions,
+    print_json,
+    print_line,
+    run_at,
+    steps_option,
+)
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
@@ -58,8 +66,9 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     as_json = how['as_json']
     even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
     plan = [decide_deletion(each.storage, each.step, time.time, **even) for each in targets]
+    by_tier = [(each.tier, decision) for each, decision in zip(targets, plan, strict=True)]
     if not as_json:
-        print_decisions(plan)
+        print_decisions(by_tier)
     kept = [each.step for each in plan if each.keep]
     deleted: list[int] = []
     failed: dict[int, str] = {}
@@ -73,12 +82,14 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
             except StepKeptError as error:
                 failed[each.step] = str(error)
     if as_json:
-        decisions = [
-            {**dataclasses.asdict(decision), 'tier': each.tier} for decision, each in zip(plan, targets, strict=True)
-        ]
-        deleted = list(dict.fromkeys(deleted))
         print_json(
-            {'plan': decisions, 'deleted': deleted, 'must_stay': kept, 'failed': failed, 'dry_run': how['dry_run']}
+            {
+                'plan': decision_fields(by_tier),
+                'deleted': list(dict.fromkeys(deleted)),
+                'must_stay': kept,
+                'failed': failed,
+                'dry_run': how['dry_run'],
+            }
         )
     elif kept:
         cures = {'pinned': '' if how['pinned'] else ' To delete pinned steps, pass --pinned.', WAITS: _TO_FORCE}

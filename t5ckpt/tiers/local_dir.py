@@ -164,9 +164,13 @@ class LocalDir:
         if self._run_id and not self.read_only and not listing(self.storage).steps:
             self._write(TierRecord(self.run.url(), self._run_id, True, self._keep))
             return
-        found = f'has the id {self._run_id}' if self._run_id else 'has none, as if it was deleted'
+        found = (
+            f'has the id {self._run_id}: it is a new run, or another job began it at the same time'
+            if self._run_id
+            else 'has none, as if it was deleted'
+        )
         raise LocalDirError(
-            f'{self.storage.url()} has the local checkpoints of an earlier run at {self.run.url()}: their run has the id '
+            f'{self.storage.url()} has the local checkpoints of another run at {self.run.url()}: their run has the id '
             f'{record.id}, and the run there {found}. {_cures(self.storage)}'
         )
 
@@ -193,7 +197,7 @@ class LocalDir:
         ids = sorted({each for each, _ in known if each})
         if found == '' and any(is_shared for _, is_shared in known):
             raise LocalDirError(
-                f'the local directories have the checkpoints of an earlier run at {self.run.url()}, and the run there has no id, '
+                f'the local directories have the checkpoints of another run at {self.run.url()}, and the run there has no id, '
                 f'as if it was deleted. {_cures(self.storage)}'
             )
         return found or (ids[0] if ids else secrets.token_hex(8))

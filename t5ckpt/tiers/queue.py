@@ -146,7 +146,6 @@ class UploadQueue(StepUploads):
 
     def _attempt(self, step: int) -> float:
         """Uploads a step; returns the seconds to the next attempt."""
-        error: Exception | None = None
         try:
             self._upload(step)
         except UploadOutdated:
@@ -157,17 +156,18 @@ class UploadQueue(StepUploads):
             _log.error('t5ckpt: step %d is not uploaded to %s: %s', step, self._target, caught)
             self._drop(step)
             with self._condition:
+                self._waiting.discard(step)
                 self._dropped[step] = str(caught)
+            return 0.0
         except LocalDirError as caught:
             _log.error('t5ckpt: nothing is uploaded: %s', caught)
             self.refusal = caught
+            return 0.0
         except Exception as caught:  # noqa: BLE001 - repeated, and raised by wait
-            error = caught
-        if error is not None:
-            return self._note_failure(step, error)
+            return self._note_failure(step, caught)
         with self._condition:
             self._waiting.discard(step)
-            if self._failed_attempts and self.refusal is None:
+            if self._failed_attempts:
                 _log.warning('t5ckpt: uploads to %s work again', self._target)
             self._failed_attempts, self._error = 0, None
         return 0.0

@@ -2,6 +2,7 @@
 troubles."""
 
 import contextlib
+import json
 import pickle
 import shutil
 import time
@@ -82,6 +83,10 @@ def check_parts(place):
     for index, disk in enumerate(place.disks):
         report = t5ckpt.verify(disk, 3, full=True)
         assert (report.damages, report.notes, report.part) == ((), (), f'process {index} of {COUNT}')
+        for each in json.loads(t5ckpt_cli('ls', disk, '--tier', 'local', '--json')):
+            files = (disk / f'checkpoint_{each["step"]}').rglob('*')
+            assert (each['state'], each['complete']) == ('part', True)
+            assert each['bytes'] == sum(file.stat().st_size for file in files if file.is_file())
     text = t5ckpt_cli('verify', place.disks[1])
     assert f'the part of process 1 of {COUNT}: complete (presence and sizes' in text
     with pytest.raises(

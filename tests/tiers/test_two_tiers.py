@@ -362,6 +362,26 @@ def test_a_full_local_disk_fails_the_save_and_changes_nothing(run_dir, tmp_path)
     assert steps_in(run_dir) == [1, 2]
 
 
+def test_uploads_work_again_when_one_has_succeeded(gs, local, caplog):
+    """A step that is dropped after an outage does not show that the bucket is back."""
+    with checkpointer(gs.url(), local, storage_options=AWAY, reuse_unchanged=False) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        fails_from_now_on(gs)
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError, match='503'):
+            ck.wait_until_persisted()
+        damage(chunk(local, 2))
+        works_again(gs)
+        with pytest.raises(NotPersistedError, match='damaged'):
+            ck.wait_until_persisted(2)
+        assert not said(caplog, 'work again')
+        ck.save(state(3))
+        ck.wait_until_persisted()
+        assert len(said(caplog, 'work again')) == 1
+    assert steps_in(gs.url()) == [1, 3]
+
+
 def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):
     run = gs.url()
     fails_from_now_on(gs)
@@ -598,16 +618,19 @@ def test_an_earlier_run_at_the_same_url_is_refused(bucket, local):
     record = json.loads((local / '.t5ckpt/tier.json').read_text())
     assert bucket.raw(f'{run}/.t5ckpt/run_id').decode() == record['id']
     bucket.put(f'{run}/.t5ckpt/run_id', b'0123456789abcdef')
-    with pytest.raises(LocalDirError, match=r'an earlier run .* has the id 0123456789abcdef'):
+    with pytest.raises(
+        LocalDirError,
+        match=r'another run at .* the run there has the id 0123456789abcdef: it is a new run, or another job',
+    ):
         checkpointer(run, local).restore()
-    with pytest.raises(LocalDirError, match='an earlier run'):
+    with pytest.raises(LocalDirError, match='another run at'):
         t5ckpt.restore_or_init(checkpointer(run, local), lambda: state(0))
     # A save alone learns it when it uploads.
     ck = checkpointer(run, local)
     ck.save(state(2))
-    with pytest.raises(LocalDirError, match='an earlier run'):
+    with pytest.raises(LocalDirError, match='another run at'):
         ck.wait_until_persisted()
-    with pytest.raises(LocalDirError, match='an earlier run'):
+    with pytest.raises(LocalDirError, match='another run at'):
         ck.save(state(3))
     ck.close()
     assert steps_in(run) == [1]

@@ -117,6 +117,30 @@ def test_prune(local, run):
     assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([4], [4])
 
 
+def test_prune_of_both(local, run):
+    words = ['prune', local, '--keep', 1, '--tier', 'all']
+    table = t5ckpt_cli(*words, '--dry-run').splitlines()
+    assert [line.split()[:3] for line in table[1:5]] == [
+        ['1', 'persistent', 'delete'],
+        ['3', 'local', 'delete'],
+        ['4', 'local', 'keep'],
+        ['4', 'persistent', 'keep'],
+    ]
+    assert table[-1] == '2 of 4 steps would be deleted'
+    t5ckpt.pin_checkpoint(local / 'checkpoint_3')
+    found = json.loads(t5ckpt_cli(*words, '--yes', '--json'))
+    assert [(each['step'], each['tier'], each['keep']) for each in found['plan']] == [
+        (1, 'persistent', False),
+        (3, 'local', True),
+        (4, 'local', True),
+        (4, 'persistent', True),
+    ]
+    assert (found['deleted'], t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([1], [3, 4], [4])
+    assert 'no step 9; it has 3, 4' in t5ckpt_cli(*words, '--keep-step', 9, '--yes', code=2)
+    # A step to keep of one tier.
+    t5ckpt_cli(*words, '--keep-step', 3, '--yes')
+
+
 @pytest.mark.parametrize(
     ('tier', 'left'),
     [(None, ([3], [1, 4])), ('local', ([3], [1, 4])), ('persistent', ([3, 4], [1])), ('all', ([3], [1]))],

@@ -364,7 +364,8 @@ def test_a_full_local_disk_fails_the_save_and_changes_nothing(run_dir, tmp_path)
 
 def test_uploads_work_again_when_one_has_succeeded(gs, local, caplog):
     """A step that is dropped after an outage does not show that the bucket is back."""
-    with checkpointer(gs.url(), local, storage_options=AWAY, reuse_unchanged=False) as ck:
+    run = gs.url()
+    with checkpointer(run, local, storage_options=AWAY, reuse_unchanged=False) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         fails_from_now_on(gs)
@@ -379,7 +380,7 @@ def test_uploads_work_again_when_one_has_succeeded(gs, local, caplog):
         ck.save(state(3))
         ck.wait_until_persisted()
         assert len(said(caplog, 'work again')) == 1
-    assert steps_in(gs.url()) == [1, 3]
+    assert steps_in(run) == [1, 3]
 
 
 def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):

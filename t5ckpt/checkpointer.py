@@ -56,12 +56,12 @@ from t5ckpt.save.arguments import (
     warn_of_gda,
     warn_of_idle,
 )
+from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missing_metrics
 from t5ckpt.save.encoding import CodecSelection, compression_for
-from t5ckpt.save.monitored import best_step_of, monitored_metrics, warn_of_missing_metrics
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.request import Reuse, SaveRequest
-from t5ckpt.save.schedule import Environment, SaveSchedule
+from t5ckpt.save.schedule import LocalSignals, SaveSchedule
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.template_check import TemplateCheck
@@ -88,7 +88,8 @@ class Checkpointer:
       keep: the number of latest checkpoints to keep, at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore; 'template' casts every floating leaf to its dtype in ``train_state``.
-      cast_leaves: a pattern for the whole names of the leaves that both cast instead, such as ``'model/.*'``.
+      cast_leaves: a regex that is matched against whole leaf names, such as ``'model/.*'``; ``save_dtype`` and ``restore_dtype``
+        then cast the matching leaves instead of those of ``target`` and ``params``.
       restore_concurrent_gb: gigabytes (10^9 bytes) of host memory for values that are not on the devices yet; a larger leaf is
         read alone.
       keep_dataset_checkpoints: the number of latest checkpoints that keep their iterator state; None keeps all.
@@ -111,7 +112,7 @@ class Checkpointer:
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
-      process_timeout: seconds that a process waits for the others at each of the two barriers of a save.
+      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions).
       verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole from a disk.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
@@ -214,8 +215,8 @@ class Checkpointer:
         self._monitored = monitored_metrics(policy, save_policy)
         self._template_check = TemplateCheck(self._axes, self._default_restore, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
-        environment = Environment(clock, preempted, lambda: self._pending is not None and not self._pending.done())
-        self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, environment, self._notices)
+        signals = LocalSignals(clock, preempted, lambda: self._pending is not None and not self._pending.done())
+        self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
         """The step of this run that ``restore_or_init`` restored."""
@@ -788,7 +789,7 @@ class Checkpointer:
 
     def local_steps(self) -> list[int]:
         """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one."""
-        return self._tiers.catalog.parts()
+        return self._tiers.catalog.local_part_steps()
 
     def storage_with(self, step: int) -> Storage:
         """The storage that ``restore(step)`` reads: the local directory if it has the step, or else the run's directory."""

@@ -22,7 +22,7 @@
     │   ├── AccessDeniedError     PermissionError
     │   ├── NotADirectoryStorageError  NotADirectoryError
     │   └── NotDurableError                                       a step is listed, but a power cut may remove it
-    ├── StepKeptError             RuntimeError                    a step is pinned or has a read lease, and is not deleted
+    ├── StepKeptError             RuntimeError                    a step that is pinned, leased or waits is not deleted
     ├── OutputExistsError         FileExistsError                 the destination of an export exists
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
@@ -212,7 +212,7 @@ class OutputExistsError(T5CkptError, FileExistsError):
 
 
 class StepKeptError(T5CkptError, RuntimeError):
-    """A step was not deleted, because it is pinned or has a read lease."""
+    """A step was not deleted, replaced or renamed: it is pinned, leased or waits for its upload, or the storage cannot rename."""
 
 
 class SaveFailedError(T5CkptError, RuntimeError):
@@ -242,8 +242,8 @@ class ProcessMissingError(T5CkptError, TimeoutError):
     def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float):
         names = f'process {", ".join(map(str, missing))}' if missing else 'one of the processes'
         super().__init__(
-            f'{action}: {names} did not arrive at {phase!r} within {seconds:g} s. It died, hangs, or did not call save or '
-            'restore, which every process must call. Look at its log; process_timeout= sets the time-out.'
+            f'{action}: {names} did not arrive at {phase!r} within {seconds:g} s. It died, is hanging, or did not make the '
+            'same call, which every process must make. Look at its log; process_timeout= sets the time-out.'
         )
         self.missing = missing
         self.phase = phase
@@ -316,7 +316,7 @@ class LeafProblem:
       leaf: the leaf's name, ``'target/decoder/w'``.
       kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
       checkpoint: shape and dtype in the checkpoint, as text; empty where the checkpoint lacks the leaf.
-      model: shape and dtype in the template, as text; empty where the template lacks the leaf.
+      template: shape and dtype in the template, as text; empty where the template lacks the leaf.
       hint: a further sentence for the message.
       near: similar names of unmatched leaves on the other side, nearest first: the leaf may have been renamed.
     """
@@ -324,7 +324,7 @@ class LeafProblem:
     leaf: str
     kind: str
     checkpoint: str
-    model: str
+    template: str
     hint: str = ''
     near: tuple[str, ...] = ()
 
@@ -336,16 +336,16 @@ class LeafProblem:
         tail += f' Near: {", ".join(self.near)}.' if self.near else ''
         match self.kind:
             case 'missing':
-                return f'{self.leaf}: not in the checkpoint, template {self.model}.{tail}'
+                return f'{self.leaf}: not in the checkpoint, template {self.template}.{tail}'
             case 'unexpected':
                 return f'{self.leaf}: checkpoint {self.checkpoint}, not in the template.{tail}'
             case 'sharding' | 'mesh':
-                return f'{self.leaf}: {self.model}.{tail}'
+                return f'{self.leaf}: {self.template}.{tail}'
             case _:
                 held = (
                     self.checkpoint if self.checkpoint.startswith('fallback_state') else f'checkpoint {self.checkpoint}'
                 )
-                return f'{self.leaf}: {held}, template {self.model}.{tail}'
+                return f'{self.leaf}: {held}, template {self.template}.{tail}'
 
 
 class TreeMismatchError(T5CkptError, ValueError):

@@ -1,8 +1,8 @@
 """Detects that this process is preempted.
 
 A scheduler sends SIGTERM some seconds before SIGKILL (30 s on Google Cloud and in Kubernetes). The notice only records the
-signal. ``maybe_save`` with ``SaveOnPreemption`` acts on it: all processes agree on one step and save it, and ``should_stop``
-becomes true.
+signal. ``maybe_save`` with ``SaveOnPreemption`` acts on it: all processes agree on one step (``save/schedule.py``) and
+save it, and ``should_stop`` becomes true.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import click
 from t5ckpt._version import __version__
 from t5ckpt.cli import VERBS
 from t5ckpt.cli.interrupts import Interrupts
+from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.streams import OutputError, ReaderGoneError, discard_output
 from t5ckpt.cli.verb import Exit, Interrupted, code_of
-from t5ckpt.cli.words import in_words
 from t5ckpt.core.text import did_you_mean, lines, printable
 from t5ckpt.errors import T5CkptError
 
@@ -103,13 +103,13 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
         discard_output()
         _fail(str(error), Exit.STORAGE)
     except T5CkptError as error:
-        _fail(in_words(str(error), vars(error).get('verb')), code_of(error))
+        _fail(in_shell_terms(str(error), vars(error).get('verb')), code_of(error))
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Shows a warning of the library in terms of the command line, without a source line."""
     context = click.get_current_context(silent=True)
-    text = in_words(str(message), None if context is None else context.command)
+    text = in_shell_terms(str(message), None if context is None else context.command)
     click.echo(lines('t5ckpt: warning: ', text, between=''), err=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
@@ -21,7 +22,6 @@ from t5ckpt.cli.output import (
     steps_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN, step_path
-from t5ckpt.cli.reports import words as words_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.convert import CODEC_NAMES, FORMATS, RUN_FORMATS, TO_ORBAX, RunConversion, convert_checkpoint, convert_run
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
@@ -55,7 +55,7 @@ _SHOWN = 8
 @click.option('--force', is_flag=True, help='Replace an existing checkpoint when the new one is complete.')
 @click.option('--dry-run', is_flag=True, help='Print what would be written; read no array, write nothing.')
 @json_option
-def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **words: Any) -> None:
+def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **arguments: Any) -> None:
     """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
 
     FORMAT is tf, orbax, flax, jax or seqax. The structure is taken from the checkpoint, so no model is needed. Arrays are
@@ -75,17 +75,17 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
       t5ckpt convert orbax run new_run --all
       t5ckpt convert to-orbax new_run orbax_run/12
     """
-    steps, everything, as_step = words.pop('steps'), words.pop('everything'), words.pop('as_step')
+    steps, everything, as_step = arguments.pop('steps'), arguments.pop('everything'), arguments.pop('as_step')
     of_run = everything or len(steps) > 1
     _check_steps(kind, steps, everything=everything, as_step=as_step)
-    words['step'] = as_step
-    words['optimizer'] = not words.pop('no_optimizer')
-    words['overwrite'] = words.pop('force')
+    arguments['step'] = as_step
+    arguments['optimizer'] = not arguments.pop('no_optimizer')
+    arguments['overwrite'] = arguments.pop('force')
     translator = None if rules is None else _translator(rules)
     if translator is not None and kind != 'tf':
         raise click.UsageError(f'--rules is only for tf, not for {kind}. Leave it out.')
-    with progress(f'convert {source}') as shown, words_of():
-        options = ConvertOptions(**words, progress=shown)
+    with progress(f'convert {source}') as shown, library_usage_errors():
+        options = ConvertOptions(**arguments, progress=shown)
         if of_run:
             run = convert_run(kind, source, directory, options, steps=None if everything else steps)
             _print_run(run, as_json=as_json, dry_run=options.dry_run)

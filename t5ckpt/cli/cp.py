@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
@@ -20,7 +21,6 @@ from t5ckpt.cli.output import (
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN
-from t5ckpt.cli.reports import words as words_of
 from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
 from t5ckpt.core.text import counted, human_bytes
@@ -79,7 +79,7 @@ _CHANGES = (
 @click.option('--force', is_flag=True, help='Replace an existing checkpoint when the copy is complete.')
 @click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.')
 @json_option
-def command(source: str, target: str, step: int | None, as_json: bool, **words: Any) -> None:
+def command(source: str, target: str, step: int | None, as_json: bool, **arguments: Any) -> None:
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
@@ -93,15 +93,15 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
       t5ckpt cp run weights --no-optimizer --save-dtype bfloat16
       t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
     """
-    if any(words[name] not in (None, (), False) for name in _CHANGES):
-        _with_changes(source, target, step, as_json, words)
+    if any(arguments[name] not in (None, (), False) for name in _CHANGES):
+        _with_changes(source, target, step, as_json, arguments)
         return
-    with progress('copying') as report, words_of():
+    with progress('copying') as report, library_usage_errors():
         options = CopyOptions(
-            workers=CopyOptions.workers if words['workers'] is None else words['workers'],
-            overwrite=words['force'],
-            dry_run=words['dry_run'],
-            follow_links=words['follow_links'],
+            workers=CopyOptions.workers if arguments['workers'] is None else arguments['workers'],
+            overwrite=arguments['force'],
+            dry_run=arguments['dry_run'],
+            follow_links=arguments['follow_links'],
         )
         done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
@@ -114,31 +114,31 @@ def command(source: str, target: str, step: int | None, as_json: bool, **words: 
         print_line(f'left out: {", ".join(done.left_out)}')
 
 
-def _with_changes(source: str, target: str, step: int | None, as_json: bool, words: dict[str, Any]) -> None:
+def _with_changes(source: str, target: str, step: int | None, as_json: bool, arguments: dict[str, Any]) -> None:
     # Imported here, since a plain copy needs no jax.
     from t5ckpt.cli.convert import conversion_fields, print_conversion
     from t5ckpt.convert import ConvertOptions
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
     from t5ckpt.steps import find_checkpoint
 
-    if words['follow_links']:
+    if arguments['follow_links']:
         raise click.UsageError('--follow-links applies only to a copy without changes. Leave it out.')
-    if words['workers'] is not None:
+    if arguments['workers'] is not None:
         raise click.UsageError('--workers applies only to a copy without changes. Leave it out.')
-    with progress('copying') as report, words_of():
-        changes = Changes(words['ema'], words['drop'], words['rename'], words['parameters'])
+    with progress('copying') as report, library_usage_errors():
+        changes = Changes(arguments['ema'], arguments['drop'], arguments['rename'], arguments['parameters'])
         options = ConvertOptions(
-            step=words['as_step'],
-            save_dtype=words['save_dtype'],
-            cast_leaves=words['cast_leaves'],
-            compression=words['compression'],
-            optimizer=not words['no_optimizer'],
-            overwrite=words['force'],
-            dry_run=words['dry_run'],
+            step=arguments['as_step'],
+            save_dtype=arguments['save_dtype'],
+            cast_leaves=arguments['cast_leaves'],
+            compression=arguments['compression'],
+            optimizer=not arguments['no_optimizer'],
+            overwrite=arguments['force'],
+            dry_run=arguments['dry_run'],
             progress=report,
         )
         found = find_checkpoint(source, step)
-        sources = [*words['average'], found] if words['average'] else found
+        sources = [*arguments['average'], found] if arguments['average'] else found
         done = rewrite_checkpoint(sources, target, changes, options)
     if as_json:
         print_json({**conversion_fields(done), 'dry_run': options.dry_run})

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors, print_report
 from t5ckpt.cli.output import (
     cast_leaves_option,
     dtype_option,
@@ -16,7 +17,6 @@ from t5ckpt.cli.output import (
     with_options,
 )
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
-from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ExportOptions
 
@@ -71,7 +71,7 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
     """
     from t5ckpt.convert.huggingface import export_hf
 
-    with words(), progress('exporting') as report:
+    with library_usage_errors(), progress('exporting') as report:
         chosen = ExportOptions(max_shard_bytes=max_shard_size, progress=report, **options)
         print_report(export_hf(path, out, config, chosen), as_json)
 
@@ -88,7 +88,7 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
     """
     from t5ckpt.convert.plain import export_safetensors
 
-    with words(), progress('exporting') as report:
+    with library_usage_errors(), progress('exporting') as report:
         print_report(export_safetensors(path, out, ExportOptions(progress=report, **options)), as_json)
 
 
@@ -107,5 +107,5 @@ def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """
     from t5ckpt.convert.plain import export_npz
 
-    with words(), progress('exporting') as report:
+    with library_usage_errors(), progress('exporting') as report:
         print_report(export_npz(path, out, ExportOptions(progress=report, **options)), as_json)

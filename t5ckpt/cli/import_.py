@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors, print_report
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress, with_options
 from t5ckpt.cli.paths import PLACE, RUN
-from t5ckpt.cli.reports import print_report, words
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ImportOptions
 
@@ -68,7 +68,7 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
     """
     from t5ckpt.convert.huggingface import import_hf
 
-    with words(), progress('importing') as report:
+    with library_usage_errors(), progress('importing') as report:
         print_report(import_hf(path, out, config, ImportOptions(progress=report, **options)), as_json)
 
 
@@ -83,7 +83,7 @@ def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
     """
     from t5ckpt.convert.plain import import_safetensors
 
-    with words(), progress('importing') as report:
+    with library_usage_errors(), progress('importing') as report:
         print_report(import_safetensors(path, out, ImportOptions(progress=report, **options)), as_json)
 
 
@@ -98,5 +98,5 @@ def import_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
     """
     from t5ckpt.convert.plain import import_npz
 
-    with words(), progress('importing') as report:
+    with library_usage_errors(), progress('importing') as report:
         print_report(import_npz(path, out, ImportOptions(progress=report, **options)), as_json)

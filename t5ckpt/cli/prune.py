@@ -42,7 +42,7 @@ from t5ckpt.policies import (
     KeepPolicy,
     KeepSteps,
 )
-from t5ckpt.save.monitored import monitored_metrics
+from t5ckpt.save.best_step import monitored_metrics
 from t5ckpt.storage import Storage
 
 _SHOWN = 20  # deleted steps that are named

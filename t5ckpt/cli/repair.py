@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import confirm, fields_of, json_option, print_json, print_line, progress, step_option
 from t5ckpt.cli.paths import CHECKPOINT, RUN
-from t5ckpt.cli.reports import words
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import counted, lines
 from t5ckpt.integrity.repair import RepairReport, repair
@@ -46,9 +46,9 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
         raise click.UsageError('pass either OUTPUT or --in-place.')
     if in_place and not dry_run:
         confirm(f'Replace {path} with its repaired copy?', yes, 'nothing was replaced.')
-    with words():
+    with library_usage_errors():
         options = RepairOptions(how['drop'], how['trust_files'], how['add_checksums'], dry_run)
-    with progress('verifying') as report, words():
+    with progress('verifying') as report, library_usage_errors():
         done = repair(path, output, how['step'], in_place=in_place, options=options, progress=report)
     if as_json:
         print_json({'dry_run': dry_run, **fields_of(done)})

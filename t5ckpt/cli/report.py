@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import click
 
 from t5ckpt.catalog.locate import locate
+from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import json_option, print_json, print_line, progress, size_of, steps_option
 from t5ckpt.cli.paths import CHECKPOINT, PLACE
-from t5ckpt.cli.reports import words
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import human_bytes
 from t5ckpt.inspection.report.write import SAMPLE_BYTES
@@ -53,7 +53,7 @@ def command(path: str, output: str, steps: Sequence[int], sample: int | None, fo
     """
     started = time.monotonic()
     located = locate(path, steps[0] if steps else None, tensors=True)
-    with words(), progress('reading') as report:
+    with library_usage_errors(), progress('reading') as report:
         run = Run(located.storage)
         if located.step is not None and located.step in run.steps:
             written = run.report(

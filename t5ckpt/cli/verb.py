@@ -16,9 +16,9 @@ import click
 
 from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
 from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
+from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.tiers import recorded_run
 from t5ckpt.cli.waiting import Waiting
-from t5ckpt.cli.words import in_words
 from t5ckpt.core.text import did_you_mean, lines
 from t5ckpt.errors import (
     CheckpointExistsError,
@@ -172,7 +172,7 @@ class Verb(Summarized):
         except click.UsageError as error:
             # An error from a helper has no context, and would show no usage line.
             error.ctx = error.ctx or ctx
-            vars(error)['message'] = in_words(error.message, self)
+            vars(error)['message'] = in_shell_terms(error.message, self)
             raise
         except T5CkptError as error:
             # For the message in terms of this verb.

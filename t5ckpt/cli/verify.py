@@ -8,9 +8,9 @@ import click
 
 from t5ckpt.cli.output import fields_of, follow_links_option, json_option, print_json, progress, step_option
 from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
-from t5ckpt.cli.words import in_words
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.integrity.verify import verify
 
@@ -46,7 +46,7 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
         print_json({'ok': is_ok, 'tiers': tiers})
     else:
         for each in found.values():
-            click.echo(in_words(str(each), click.get_current_context().command))
+            click.echo(in_shell_terms(str(each), click.get_current_context().command))
     return 0 if is_ok else 1
 
 

@@ -38,7 +38,7 @@ from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.catalog.step_index import mark_missing_steps, mark_step
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
-from t5ckpt.commit.occupancy import check_room_in_place, is_remnant, listed_elsewhere, occupant_in_place
+from t5ckpt.commit.occupancy import check_room_in_bucket, is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
 from t5ckpt.commit.step_lease import (
     AlreadyCommittedError,
@@ -120,8 +120,8 @@ class _ManifestWrite:
                     raise self.already_committed('replaced or deleted' if self.overwrites else 'saved')
         raise StorageError(
             errno.EIO,
-            f'{self._storage.url(self._key)}: the storage refuses to create it as if it existed, but has no such object. Ask for '
-            'the cause at its server or proxy, and save again.',
+            f'{self._storage.url(self._key)}: the storage reports that this object exists, but it does not. Check the logs of '
+            'the server or proxy, then save again.',
         )
 
     def _put_once(self, manifest: bytes, version: Any) -> Any:
@@ -197,7 +197,7 @@ class ManifestTransaction(Transaction):
         work = cls(storage, step, clock, acquire_lease(storage, step, clock))
         work._has_others = True
         try:
-            check_room_in_place(storage, step)
+            check_room_in_bucket(storage, step)
             if storage.is_file(work._key):
                 # Broken, or left of a step that was deleted.
                 work._write.version = storage.version(work._key)
@@ -228,7 +228,7 @@ class ManifestTransaction(Transaction):
         storage = self.storage
         # Before the contents are checked, so a manifest that arrives later is not replaced.
         self._write.read_old()
-        found = occupant_in_place(storage, self.step)
+        found = occupant_in_bucket(storage, self.step)
         if found is not None and not (found.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         self._has_others, self._write.overwrites = True, found is not None

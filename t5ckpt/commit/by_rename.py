@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.garbage_collection import is_abandoned
-from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.occupancy import occupant_on_disk
 from t5ckpt.commit.removal import check_known, check_removable, is_pinned, move_aside, remove_checkpoint, rename_aside
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place

@@ -8,7 +8,7 @@ from t5ckpt.catalog.layouts import inspect_name, other_layout
 from t5ckpt.catalog.listing import listing, waiting_steps
 from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.commit.in_place import Hidden, remove_in_place
+from t5ckpt.commit.bucket_deletion import Hidden, remove_in_bucket
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, check_not_kept, is_pinned, kept_error, remove_checkpoint, rename_aside
 from t5ckpt.commit.step_lease import acquire_to_hide
@@ -28,7 +28,7 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     if not hidden.directory:
         return
     if hidden.lease is not None:
-        remove_in_place(storage, hidden, hidden.lease)
+        remove_in_bucket(storage, hidden, hidden.lease)
         return
     lock = storage.try_lock(hidden.directory)
     if lock is None:

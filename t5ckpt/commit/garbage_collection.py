@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index, Leases
-from t5ckpt.commit.in_place import collect_in_place
+from t5ckpt.commit.bucket_deletion import collect_in_bucket
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
 from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
@@ -56,7 +56,7 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
         storage, [join(leased_directory(storage), each.name) for each in leases.of_readers if each not in live]
     )
     if index is not None:
-        return collect_in_place(storage, index, clock, stale_after)
+        return collect_in_bucket(storage, index, clock, stale_after)
     # On object stores, the write lease of a step is removed after its leftovers. File systems have no such leftovers.
     ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
     _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, now, stale_after)])

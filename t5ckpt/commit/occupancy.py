@@ -61,7 +61,7 @@ def _decodes(storage: Storage, found: ListedStep) -> bool:
     return True
 
 
-def occupant_in_place(storage: Storage, step: int) -> ListedStep | None:
+def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
     """As :func:`occupant_on_disk`, on a store that cannot rename."""
     directory = step_dir(step)
     key = join(directory, MANIFEST)
@@ -140,9 +140,9 @@ def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) 
         )
 
 
-def check_room_in_place(storage: Storage, step: int, *, overwrite: bool = False) -> None:
+def check_room_in_bucket(storage: Storage, step: int, *, overwrite: bool = False) -> None:
     """As :func:`check_room_on_disk`, on a store that cannot rename."""
-    found = occupant_in_place(storage, step)
+    found = occupant_in_bucket(storage, step)
     _check_replaced(storage, found, overwrite=overwrite)
     if found is not None:
         where = storage.url(found.name)

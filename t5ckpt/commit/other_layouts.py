@@ -18,7 +18,7 @@ import msgpack
 
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
-from t5ckpt.commit.in_place import Hidden
+from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, rename_aside
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.commit.step_lease import acquire_to_hide

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import waiting_steps
+from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.in_place import Hidden
 from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
 from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
 from t5ckpt.commit.removal import is_pinned, kept_by

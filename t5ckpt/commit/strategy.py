@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.commit.bucket_deletion import Hidden, hide_in_bucket
 from t5ckpt.commit.by_manifest import ManifestTransaction
 from t5ckpt.commit.by_rename import RenameTransaction, hide_by_rename
-from t5ckpt.commit.in_place import Hidden, hide_in_place
-from t5ckpt.commit.occupancy import check_room_in_place, check_room_on_disk, occupant_in_place, occupant_on_disk
+from t5ckpt.commit.occupancy import check_room_in_bucket, check_room_on_disk, occupant_in_bucket, occupant_on_disk
 from t5ckpt.commit.prunable_steps import IndexedSteps, PrunableSteps, StepsOnDisk
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.protocols import Clock
@@ -59,9 +59,9 @@ _BY_RENAME = CommitStrategy(
 )
 _BY_MANIFEST = CommitStrategy(
     transaction=ManifestTransaction,
-    occupant=occupant_in_place,
-    check_room=check_room_in_place,
-    hide=hide_in_place,
+    occupant=occupant_in_bucket,
+    check_room=check_room_in_bucket,
+    hide=hide_in_bucket,
     prunable_steps=IndexedSteps,
     can_rename=False,
 )

@@ -182,10 +182,13 @@ def _held_by_grain(storage: Storage, directory: str, processes: Processes) -> st
     ]
     found = [key for key in files if key.rpartition('/')[2] == wanted]
     if files and len(found) != 1:
+        there = ', '.join(key.removeprefix(f'{directory}/') for key in files[:4])
         raise DatasetStateError(
-            f'{storage.url(directory)} has {"several states" if found else "no state"} {wanted} of Grain, but '
-            f'{", ".join(key.removeprefix(f"{directory}/") for key in files[:4])}. Restore with the same number of processes, or '
-            'without dataset_iterator to start the data afresh.'
+            f'{storage.url(directory)}: several items have the state {wanted} of Grain: {there}. Restore without '
+            'dataset_iterator to start the data afresh.'
+            if found
+            else f'{storage.url(directory)} has no state {wanted} of Grain, but {there}. Restore with the same number of '
+            'processes, or without dataset_iterator to start the data afresh.'
         )
     return found[0] if found else None
 

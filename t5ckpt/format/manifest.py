@@ -5,7 +5,8 @@ A leaf is an array or scalar in an extension type, nil, or a map that holds a Te
 array, extension 3 a NumPy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex number,
 packed as ``(real, imag)``. Arrays above 2^30 bytes are split into ``{'__msgpack_chunked_array__': True, ...}``.
 
-Version 2 stores bfloat16 as uint16 arrays. Without a version, the map is the state itself (Flax).
+Version 2 stores bfloat16 as uint16 arrays: ``array_spec.parse_spec`` marks them (``bits_of``), and ``dtypes.from_stored`` views
+them as bfloat16. Without a version, the map is the state itself (Flax).
 
 A manifest of unknown origin is checked: an array's byte count must match its shape, dtype names come from a fixed list, and a
 spec is parsed against an allow-list (``format/array_spec.py``).

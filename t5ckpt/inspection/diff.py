@@ -21,9 +21,9 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
 from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
-from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
+from t5ckpt.inspection.notebook_html import table_html
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.plots import plot_layers
 from t5ckpt.progress import Meter

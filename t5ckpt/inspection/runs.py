@@ -19,8 +19,8 @@ from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.block_iteration import bytes_in
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.diff import compare
-from t5ckpt.inspection.html import table_html
 from t5ckpt.inspection.kept import with_reasons
+from t5ckpt.inspection.notebook_html import table_html
 from t5ckpt.inspection.report.facts import change_facts, curve_facts, largest, step_facts
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
@@ -29,7 +29,7 @@ from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.curves import curves
 from t5ckpt.plots import plot_series
 from t5ckpt.policies import KeepAll
-from t5ckpt.save.monitored import best_step_of, monitored_metrics
+from t5ckpt.save.best_step import best_step_of, monitored_metrics
 from t5ckpt.storage import Storage
 
 

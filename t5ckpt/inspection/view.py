@@ -14,8 +14,8 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
-from t5ckpt.inspection.html import tree_html
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
+from t5ckpt.inspection.notebook_html import tree_html
 from t5ckpt.inspection.report.facts import BINS, largest
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_report, write_report
 from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
@@ -48,7 +48,7 @@ def open_checkpoint(
       mmap: maps the files of local, uncompressed arrays; a slice is copied out of the map.
       storage_options: see docs/storage.md.
       verify: 'full' verifies the checksum of every file once, before its first use; 'quick' and 'auto' check only that files
-        exist and have the right sizes.
+        exist and have the right sizes; 'auto' also verifies the chunks that are read through ``cache_dir``.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:

@@ -194,10 +194,10 @@ def _sized(leaf: LeafToSave, dtype: np.dtype, info: ParameterInfo | None) -> _Ar
 def _stored_paths(
     arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, t5x_inlines: Mapping[Path, bool]
 ) -> set[Path]:
-    """The leaves that are stored as arrays: those that are too large, or of which process 0 has no shard.
+    """The leaves to store as arrays: those too large to inline, and those that process 0 does not hold whole.
 
-    Empty arrays and scalars always go inline, since zarr has no chunk of size 0 and a scalar cannot be split. Leaves of which
-    ``t5x_inlines`` is True go inline whatever their size.
+    Empty arrays go inline, since zarr has no chunk of size 0, and so do scalars that process 0 holds. A leaf that process 0 holds
+    whole, and of which ``t5x_inlines`` is True, goes inline whatever its size.
     """
     stored: set[Path] = set()
     total = 0

@@ -1,6 +1,7 @@
 """Opens a checkpoint to read its arrays, by index (lazily) or into the buffers of a restore.
 
-``ArrayReader`` is the only place that chooses how an array is read. It takes the first way that the array supports:
+``ArrayReader`` chooses how an array is read. It takes the first way that the array supports. A restore first calls ``map_boxes``
+for all arrays (``restore/read_arrays.py``), and then reads the others:
 
 1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index in a bucket with ``cache_dir``;
 2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;

@@ -1,8 +1,7 @@
 """Compares the checksums of chunk files with the recorded ones (``format/file_checksums.py``) while a checkpoint is read.
 
-Bytes that are read directly into buffers are hashed on the way (``reading/local/chunk_reader.py``, and
-``reading/local/direct_reader.py`` for blosc). A file that another reader opens (TensorStore for another codec, the kernel for a
-mapped array) is read and hashed once before it is used.
+Chunks that are read into buffers are hashed as they are read (``reading/local/chunk_reader.py``). A file that another reader
+opens (TensorStore for another codec, the kernel for a mapped array) is read and hashed once before it is used.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class _StartedSave:
 
 
 @dataclasses.dataclass(frozen=True)
-class Environment:
+class LocalSignals:
     """What each process reads locally: its clock in unix seconds, its preemption flag, and whether a save is running."""
 
     clock: Clock
@@ -109,8 +109,8 @@ class _WatchedMetrics:
         shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
         text = (
             f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} needs; the '
-            f'metrics given were: {shown}. Without it, the policy never saves for it. Name one of these in the policy, or '
-            'pass it in metrics=.'
+            f'metrics given were: {shown}. Until this metric is passed in metrics=, the policy does not save because of it. '
+            'Pass it, or use one of the given metrics in the policy.'
         )
         self._notices.warn(('save_policy', names), MissingMetricWarning(text))
 
@@ -123,7 +123,7 @@ class SaveSchedule:
         policy: SavePolicy | None,
         coordinator: Coordinator,
         facts: RunFacts,
-        environment: Environment,
+        signals: LocalSignals,
         notices: Notices,
     ):
         """``policy`` is the policy of ``maybe_save``, or None.
@@ -131,7 +131,7 @@ class SaveSchedule:
         Raises:
           ValueError: the policy waits for a preemption, and there is no ``preempted``.
         """
-        preempted = environment.preempted
+        preempted = signals.preempted
         if preempted is None and any(isinstance(part, SaveOnPreemption) for part in parts_of(policy)):
             raise ValueError(
                 'SaveOnPreemption never saves without preempted=: pass preempted=PreemptionNotice() to the constructor.'
@@ -140,8 +140,8 @@ class SaveSchedule:
         self._notices = notices
         self._coordinator = coordinator
         self._facts = facts
-        self._clock = environment.clock
-        self._is_saving = environment.is_saving
+        self._clock = signals.clock
+        self._is_saving = signals.is_saving
         self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
         self._watched = _WatchedMetrics(policy, notices)

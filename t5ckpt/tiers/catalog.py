@@ -60,7 +60,7 @@ class TierCatalog(StepCatalog):
         directory: LocalDir,
         opened: Callable[[], bool],
         retention: Retention,
-        of_run: Retention,
+        run_retention: Retention,
         clock: Clock,
         *,
         has_parts: Callable[[], bool],
@@ -71,7 +71,7 @@ class TierCatalog(StepCatalog):
           directory: the local directory.
           opened: opens it, and returns whether it exists.
           retention: of the local directory.
-          of_run: of the run's storage.
+          run_retention: of the run's storage.
           clock: unix seconds.
           has_parts: whether the job has several processes, so that a part of a step is one to restore.
         """
@@ -81,7 +81,7 @@ class TierCatalog(StepCatalog):
         self._opened = opened
         self._has_parts = has_parts
         self._retention = retention
-        self._of_run = of_run
+        self._run_retention = run_retention
         # Of the retention of the run, which the thread of the uploads carries out.
         self._guard = threading.Lock()
         self._is_away = False
@@ -113,7 +113,7 @@ class TierCatalog(StepCatalog):
         """The local steps of which a job of one process has only a part, since several processes saved them; ascending."""
         return [] if self._has_parts() else [step for step in self.local_steps() if is_incomplete(self.local, step)]
 
-    def parts(self) -> list[int]:
+    def local_part_steps(self) -> list[int]:
         try:
             return self.local_steps()
         except T5CkptError:
@@ -133,23 +133,23 @@ class TierCatalog(StepCatalog):
     def to_restore(self) -> list[int]:
         local = self.local_steps()
 
-        def of_run() -> list[int]:
+        def steps_of_run() -> list[int]:
             self._dir.check_id()
             return listing(self.run).to_restore
 
-        return sorted({*local, *self._query_run(of_run, lambda: local or None)})
+        return sorted({*local, *self._query_run(steps_of_run, lambda: local or None)})
 
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier. A part that this process cannot read is chosen only if there is nothing else."""
         local = self.local_steps()
         partial = self.partial_steps() if step is None else []
 
-        def newest_of_run() -> list[int]:
+        def newest_step_of_run() -> list[int]:
             self._dir.check_id()
             found = newest(self.run) if step is None else None
             return [] if found is None else [found.step]
 
-        run = self._query_run(newest_of_run, lambda: [] if local else None)
+        run = self._query_run(newest_step_of_run, lambda: [] if local else None)
         own = _choice([each for each in local if each not in partial], run, step)
         return _choice(local, run) if own.step is None else own
 
@@ -170,13 +170,13 @@ class TierCatalog(StepCatalog):
     @property
     def policy(self) -> KeepPolicy:
         """The keep policy of the run."""
-        return self._of_run.policy
+        return self._run_retention.policy
 
     def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts of the steps of both tiers, ascending."""
         local = self._retention.infos_in_any_layout(names) if self._opened() else []
         with self._guard:
-            run = self._query_run(lambda: self._of_run.infos_in_any_layout(names), lambda: local or None)
+            run = self._query_run(lambda: self._run_retention.infos_in_any_layout(names), lambda: local or None)
         return [info for _, info in sorted({info.step: info for info in [*run, *local]}.items())]
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
@@ -187,14 +187,14 @@ class TierCatalog(StepCatalog):
         """
         infos = {info.step: info for info in self.infos_in_any_layout()}
         wanted = max(infos, default=None) if step is None else step
-        return infos[wanted].metrics if wanted in infos else self._of_run.metrics_at(step)
+        return infos[wanted].metrics if wanted in infos else self._run_retention.metrics_at(step)
 
     def retain(self, step: int) -> None:
         """Runs garbage collection and retention on the run's storage after the upload of a step."""
         _, index = collect(self.run, self.clock)
         with self._guard:
-            self._of_run.note_index(index)
-            self._of_run.carry_out(step)
+            self._run_retention.note_index(index)
+            self._run_retention.carry_out(step)
 
     def delete(self, step: int) -> None:
         """Deletes a step from both tiers.

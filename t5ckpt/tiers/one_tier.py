@@ -37,7 +37,7 @@ class StepCatalog(ABC):
         """The steps that ``restore_or_init`` tries, ascending."""
 
     @abstractmethod
-    def parts(self) -> list[int]:
+    def local_part_steps(self) -> list[int]:
         """The steps of which this process may have a part, in a job of several, ascending."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class _OneTierCatalog(StepCatalog):
     def to_restore(self) -> list[int]:
         return listing(self._storage).to_restore
 
-    def parts(self) -> list[int]:
+    def local_part_steps(self) -> list[int]:
         return []
 
     def storage_with(self, step: int) -> Storage:  # noqa: ARG002

@@ -58,7 +58,7 @@ class Provider:
         self._storage, self._directory = part.storage, step_dir(part.step)
         self._entries: dict[str, FileEntry] = dict(part.checksums)
         self._there = set(part.there)
-        self._of_run: FileChecksums | None = None
+        self._run_checksums: FileChecksums | None = None
         self._brought = set[str]()
 
     def __call__(self, first: CoordinationRound, names: Sequence[str], prefix: str | None) -> FileChecksums:
@@ -185,9 +185,9 @@ class Provider:
             return
         located = locate_step(self._run, self.part.step)
         data = CheckpointFiles.of(located).read(name)
-        if self._of_run is None:
-            self._of_run = file_checksums_of(located) or FileChecksums()
-        self._of_run.check(name, entry_of(data), self._run.url(join(located.directory, name)))
+        if self._run_checksums is None:
+            self._run_checksums = file_checksums_of(located) or FileChecksums()
+        self._run_checksums.check(name, entry_of(data), self._run.url(join(located.directory, name)))
         self._write(name, entry_of(data), data)
         self.provided.run += len(data)
 

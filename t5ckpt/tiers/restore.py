@@ -1,7 +1,7 @@
 """Restores the newest step of either tier, and fetches it ahead.
 
-A local step is read as any other checkpoint. If one of its files is damaged, the run's storage provides the file, if it has the
-same save, or else the step is read from there, if it has that. Otherwise the error is raised, as without tiers.
+A local step is read like any other checkpoint. If one of its files is damaged, the file is fetched from the run's storage if that
+has the same save. Otherwise the run's copy of the step is read; without one, the error is raised, as without tiers.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class _Counted:
             self._progress(done, total)
 
 
-def restore_from_tiers(tiers: TierCatalog, request: RestoreRequest) -> Any:
+def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
     """Restores a step of either tier, and logs which, and how many bytes were read from each tier.
 
     Raises:
       CheckpointNotFoundError: no tier has the step.
       CorruptCheckpointError: it is damaged, and no other tier has it.
     """
-    choice = tiers.choose(request.call.step)
+    choice = catalog.choose(request.call.step)
     step, counted = choice.step, _Counted(request.progress)
     call = dataclasses.replace(request.call, step=step)
     from_run = dataclasses.replace(request, call=call, progress=counted)
@@ -66,17 +66,17 @@ def restore_from_tiers(tiers: TierCatalog, request: RestoreRequest) -> Any:
     if step is None or not is_local:
         restored = run_restore(from_run)
     else:
-        local = dataclasses.replace(from_run, storage=tiers.local)
+        local = dataclasses.replace(from_run, storage=catalog.local)
         try:
             restored = run_restore(local)
         except _DAMAGES as error:
-            found = _mended(tiers, step, error)
+            found = _mended(catalog, step, error)
             fetched, is_local, counted.nbytes = found or 0, found is not None, 0
             restored = run_restore(local if is_local else from_run)
             if not is_local:
-                _put_damaged_aside(tiers, step)
+                _put_damaged_aside(catalog, step)
     local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
-    urls = tiers.local.url(), tiers.run.url()
+    urls = catalog.local.url(), catalog.run.url()
     _log.info(
         't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s',
         step,
@@ -86,14 +86,14 @@ def restore_from_tiers(tiers: TierCatalog, request: RestoreRequest) -> Any:
         urls[1],
     )
     if request.call.step is None and step is not None:
-        for each, reason in sorted(tiers.unusable().items()):
+        for each, reason in sorted(catalog.unusable().items()):
             if each > step or (each == step and not choice.is_local):
                 _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
-        _put_parts_aside(tiers, step)
+        _put_parts_aside(catalog, step)
     return restored
 
 
-def _mended(tiers: TierCatalog, step: int, error: T5CkptError) -> int | None:
+def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
     """Finds the step elsewhere after its local files failed.
 
     Returns:
@@ -102,54 +102,54 @@ def _mended(tiers: TierCatalog, step: int, error: T5CkptError) -> int | None:
     Raises:
       T5CkptError: ``error``, if the run's storage does not have the step.
     """
-    where = tiers.local.url(step_dir(step))
-    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, tiers.run.url(), error)
+    where = catalog.local.url(step_dir(step))
+    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), error)
     try:
-        nbytes = None if tiers.read_only else complete_from(tiers.run, tiers.local, step)
-        is_there = nbytes is not None or has_step(tiers.run, step)
+        nbytes = None if catalog.read_only else complete_from(catalog.run, catalog.local, step)
+        is_there = nbytes is not None or has_step(catalog.run, step)
     except StorageError as second:
-        _log.warning('t5ckpt: the files of %s could not be fetched from %s: %s', where, tiers.run.url(), second)
+        _log.warning('t5ckpt: the files of %s could not be fetched from %s: %s', where, catalog.run.url(), second)
         raise error from second
     if not is_there:
         raise error
     if nbytes is None:
-        _log.warning('t5ckpt: step %d is read from %s', step, tiers.run.url())
+        _log.warning('t5ckpt: step %d is read from %s', step, catalog.run.url())
     return nbytes
 
 
-def _put_damaged_aside(tiers: TierCatalog, step: int) -> None:
+def _put_damaged_aside(catalog: TierCatalog, step: int) -> None:
     """Renames a damaged local step that is complete in the run's storage."""
-    if tiers.read_only:
+    if catalog.read_only:
         return
-    where = tiers.local.url(step_dir(step))
+    where = catalog.local.url(step_dir(step))
     try:
-        aside = rename_damaged(tiers.local, step, tiers.clock)
+        aside = rename_damaged(catalog.local, step, catalog.clock)
     except T5CkptError as error:
         _log.warning('t5ckpt: %s is damaged, and could not be renamed: %s', where, error)
     else:
-        _log.error('t5ckpt: %s is damaged and was renamed to %s', where, tiers.local.url(aside))
+        _log.error('t5ckpt: %s is damaged and was renamed to %s', where, catalog.local.url(aside))
 
 
-def _put_parts_aside(tiers: TierCatalog, step: int) -> None:
-    """Renames the newer parts that a job of several processes saved: the training of this process passes their steps again."""
-    if tiers.read_only:
+def _put_parts_aside(catalog: TierCatalog, step: int) -> None:
+    """Renames parts that are newer than the restored step, so that the training can save their steps again."""
+    if catalog.read_only:
         return
-    for each in tiers.partial_steps():
+    for each in catalog.partial_steps():
         if each > step:
-            aside = rename_damaged(tiers.local, each, tiers.clock)
+            aside = rename_damaged(catalog.local, each, catalog.clock)
             _log.warning(
                 't5ckpt: local step %d was not restored: %s has the part of one of several processes; it was renamed to %s',
-                each, tiers.local.url(), aside,
+                each, catalog.local.url(), aside,
             )  # fmt: skip
 
 
 class Prefetch:
     """Fetches the step to restore in a thread: from the run's storage to the local disk, or from the disk to memory."""
 
-    def __init__(self, tiers: TierCatalog, begin_fetch: Callable[[], None], *, is_shared: bool):
+    def __init__(self, catalog: TierCatalog, begin_fetch: Callable[[], None], *, is_shared: bool):
         """Begins at once; ``begin_fetch`` makes the local directory ready. ``is_shared``: other processes read the step, too."""
         self._is_shared = is_shared
-        self._tiers = tiers
+        self._catalog = catalog
         self._begin_fetch = begin_fetch
         self._is_stopped = False
         self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
@@ -179,27 +179,27 @@ class Prefetch:
             _log.warning('t5ckpt: the prefetch ended, and restore reads what is left: %s', error)
 
     def _fetch(self) -> None:
-        tiers = self._tiers
-        choice = tiers.choose(None)
+        catalog = self._catalog
+        choice = catalog.choose(None)
         if choice.step is None:
             return
         if not choice.is_local:
             if self._is_shared:
                 # The processes choose the step together, in the restore.
                 return
-            located = locate_step(tiers.run, choice.step)
-            if tiers.read_only or not located.manifest:
+            located = locate_step(catalog.run, choice.step)
+            if catalog.read_only or not located.manifest:
                 return
             self._begin_fetch()
             source = Identity.now(located)
             with source.checked_on_failure('fetched'):
                 options = TransferOptions(pace=self._pace)
-                done = Transfer(source, tiers.local, choice.step, options).run(tiers.clock)
-            _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, tiers.local.url(), done.nbytes)
+                done = Transfer(source, catalog.local, choice.step, options).run(catalog.clock)
+            _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, catalog.local.url(), done.nbytes)
             return
         directory = step_dir(choice.step)
-        for key, _ in tiers.local.walk(directory):
-            _read_ahead(tiers.local.local_path(key))
+        for key, _ in catalog.local.walk(directory):
+            _read_ahead(catalog.local.local_path(key))
 
 
 def _read_ahead(path: str | None) -> None:

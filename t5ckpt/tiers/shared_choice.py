@@ -54,7 +54,7 @@ def choose_together(
     first: CoordinationRound,
     coordinator: Coordinator,
     parts: Mapping[int, Part],
-    of_run: Callable[[bool], RunStep],
+    query_run: Callable[[bool], RunStep],
     step: int | None,
     *,
     needs_positions: bool,
@@ -65,12 +65,12 @@ def choose_together(
       first: a round of all processes.
       coordinator: of the checkpointer, for further rounds.
       parts: what the disk of this process has.
-      of_run: asks the run's storage, in process 0; called with whether any disk has a part.
+      query_run: asks the run's storage, in process 0; called with whether any disk has a part.
       step: the requested step, or None.
       needs_positions: whether the positions of data iterators are restored, too.
     """
     votes = [part.as_vote().vote(at) for at, part in parts.items() if step in (None, at)]
-    decided = first.reduce_on_leader(Phase.LOOK, votes, lambda votes: _listed(votes, of_run, needs_positions))
+    decided = first.reduce_on_leader(Phase.LOOK, votes, lambda votes: _listed(votes, query_run, needs_positions))
     run_step, refused = decided['run'], dict[int, str]()
     for at, save, sender, known, in_run in decided['candidates']:
         if run_step is not None and at < run_step:
@@ -85,18 +85,18 @@ def choose_together(
     return SharedChoice(run_step, refused={at: why for at, why in refused.items() if at != run_step})
 
 
-def _listed(votes: Sequence[Any], query: Callable[[bool], RunStep], needs_positions: bool) -> dict[str, Any]:
+def _listed(votes: Sequence[Any], query_run: Callable[[bool], RunStep], needs_positions: bool) -> dict[str, Any]:
     """On process 0: the candidates, and the state of each: '' for a complete step, unknown, or why it cannot be restored."""
-    of_run = query(any(votes))
+    run_step = query_run(any(votes))
     disks = [dict(DiskStep.of(vote) for vote in disk) for disk in votes]
     found: list[Any] = []
     for each in candidates(disks):
         sender = next(
             process for process, disk in enumerate(disks) if each.step in disk and disk[each.step].save == each.save
         )
-        in_run = (each.step, each.save) == (of_run.step, of_run.save)
+        in_run = (each.step, each.save) == (run_step.step, run_step.save)
         found.append([each.step, each.save, sender, _known(each, needs_positions), in_run])
-    return {'candidates': found, 'run': of_run.step}
+    return {'candidates': found, 'run': run_step.step}
 
 
 def _known(candidate: Candidate, needs_positions: bool) -> str:

@@ -62,12 +62,12 @@ class SharedRestore:
         """
         positions = request.dataset is not None and not request.call.leaves_iterator
         wanted = request.call.step
-        of_run = functools.partial(self._of_run, wanted)
+        query_run = functools.partial(self._find_run_step, wanted)
         for attempt in range(_ATTEMPTS):
             at = self._coordinator.round(CHOICE_ACTION)
             with at.failing_together(Phase.LOOK):
                 parts = parts_in(self._local)
-            found = choose_together(at, self._coordinator, parts, of_run, wanted, needs_positions=positions)
+            found = choose_together(at, self._coordinator, parts, query_run, wanted, needs_positions=positions)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found, parts)
@@ -84,7 +84,7 @@ class SharedRestore:
             return restored
         raise AssertionError('the last attempt returns or raises')
 
-    def _of_run(self, step: int | None, has_local: bool) -> RunStep:
+    def _find_run_step(self, step: int | None, has_local: bool) -> RunStep:
         """What the run's storage has; in process 0."""
         try:
             if step is None:

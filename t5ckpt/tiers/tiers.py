@@ -39,7 +39,7 @@ class Tiers(StepTiers):
         self,
         options: TierOptions,
         run: Storage,
-        of_run: Retention,
+        run_retention: Retention,
         clock: Clock,
         coordinator: Coordinator,
         *,
@@ -50,7 +50,7 @@ class Tiers(StepTiers):
         Args:
           options: of the constructor.
           run: the run's storage.
-          of_run: its retention.
+          run_retention: its retention.
           clock: unix seconds.
           coordinator: of the job.
           read_only: whether nothing may be written.
@@ -61,7 +61,7 @@ class Tiers(StepTiers):
         self._dir = LocalDir(self.local, run, options.keep, read_only=read_only)
         self.retention = Retention(self.local, KeepLatest(options.keep), clock)
         self.catalog = self.facts = self._catalog = TierCatalog(
-            self._dir, self._open, self.retention, of_run, clock, has_parts=lambda: not self._is_single
+            self._dir, self._open, self.retention, run_retention, clock, has_parts=lambda: not self._is_single
         )
         self._uploads = Uploads(options, self._dir, self._catalog)
         self._prefetch: Prefetch | None = None

@@ -23,7 +23,7 @@ SAMPLE_BYTES = 512_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
+class SelectedLeaves:
     """The leaves of a view that a page lists, for :func:`checkpoint_stats`."""
 
     view: Viewed
@@ -69,7 +69,7 @@ def step_report(
       sample_bytes: about how many bytes to read; None reads everything.
       progress: called with (bytes read, bytes to read).
     """
-    stats = checkpoint_stats(Listed(view, leaves), BINS, progress, sample_bytes=sample_bytes)
+    stats = checkpoint_stats(SelectedLeaves(view, leaves), BINS, progress, sample_bytes=sample_bytes)
     everything = view.infos()
     return {
         'path': printable(view.path),

@@ -66,7 +66,7 @@ _RULES = tuple(
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 
 
-def in_words(text: str, command: click.Command | None) -> str:
+def in_shell_terms(text: str, command: click.Command | None) -> str:
     """A message of the library in terms of a verb; ``Lines`` stay ``Lines``."""
     options = _options_of(command)
     links = 'pass --follow-links' if '--follow-links' in options.values() else 'copy it with t5ckpt cp --follow-links'

@@ -16,7 +16,7 @@ _SHOWN = 5
 
 
 @contextlib.contextmanager
-def words() -> Generator[None]:
+def library_usage_errors() -> Generator[None]:
     """Turns a ValueError of the library, such as for an unknown dtype, into a usage error."""
     try:
         yield

@@ -62,10 +62,13 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     remove_own_keys(storage, directory, [key for key in keys if key not in sidecars])
 
 
-def hide_in_place(
+def hide_in_bucket(
     storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> Hidden | None:
-    """As ``by_rename.hide_by_rename``, by the deletion of the manifest: it alone is read, and the caller checks the sidecar."""
+    """Like ``by_rename.hide_by_rename``, but deletes the manifest.
+
+    Checks that the manifest's format is known; the caller checks the sidecar's.
+    """
     # Only steps of a local directory wait.
     del even_waiting
     key = join(step_dir(step), MANIFEST)
@@ -131,7 +134,7 @@ def _delete_manifest(storage: Storage, key: str, manifest: bytes, version: Any) 
         raise
 
 
-def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:
+def remove_in_bucket(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:
     """Removes the files of a hidden step, unless another process has taken the step over."""
     try:
         if not lease.is_ours():
@@ -145,7 +148,7 @@ def remove_in_place(storage: Storage, hidden: Hidden, lease: WriteLease) -> None
     lease.release()
 
 
-def collect_in_place(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
+def collect_in_bucket(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
     """Finishes or removes the leftovers of dead writers and deleters, and writes missing steps markers.
 
     Returns:

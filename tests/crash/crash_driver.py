@@ -142,8 +142,9 @@ class Runner:
         SHIM.arm(self.root, record=True)
         SCENARIOS[name].act(trainer)
         SHIM.mark()
-        SHIM.disarm()
+        # Files of deleted steps are removed in the background.
         trainer.close()
+        SHIM.disarm()
         operations = [operation for operation in SHIM.operations() if fsync or operation.kind != 's']
         recording = powercut.Recording(before, links, operations)
         # The model and the disk agree on what is there when nothing was lost.

@@ -538,6 +538,8 @@ KILLS = {
     'the upload, process 0': ({'hook': (0, 'write', 'checkpoint_2')}, 0, 2),
     'the upload, process 3': ({'hook': (3, 'write', 'checkpoint_2')}, 3, 2),
     'the commit of the upload': ({'hook': (0, 'publish', 'checkpoint_2')}, 0, 2),
+    'after the upload, process 0': ({'local_hook': (0, 'delete_file', 'to_persist/2', 'die')}, 0, 2),
+    'after the upload, process 3': ({'local_hook': (3, 'delete_file', 'to_persist/2', 'die')}, 3, 2),
 }
 
 
@@ -571,6 +573,33 @@ def test_sigkill(jobs, place, where):
     assert 3 in t5ckpt.all_steps(place.run)
     assert sorted(path.name for path in place.run.glob('checkpoint_*.*')) == []
     assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
+
+
+@pytest.mark.parametrize(
+    ('operation', 'key'),
+    [('write', 'target.rows/'), ('write', 'copies.json'), ('publish', 'checkpoint_2')],
+    ids=['the exchange', 'its record', 'the new part'],
+)
+def test_sigkill_in_a_restart(jobs, place, operation, key):
+    """A process whose disk was lost is killed while the others send it the files; the next start goes on, and has all files."""
+    with jobs.one(ends=False) as job:
+        saved(job, place, [1, 2], persist=[])
+    shutil.rmtree(place.disks[1])
+    with jobs.one(ends=True) as job:
+        place.begin(job, process_timeout=5.0, local_hook=(1, operation, key, 'die'), persist=[])
+        job.start('tiers_restore')
+        assert job.answers(HEARTBEAT_SECONDS + 60)[1] == DEAD
+    with jobs.one(ends=False) as job:
+        for _ in range(2):
+            answers = restored(job, place, persist=[])
+            assert [(each['step'], each['position'], each['bytes'][2]) for each in answers] == [(2, 2, 0)] * COUNT
+        assert [each['bytes'][1] for each in answers] == [0] * COUNT
+        place.begin(job, persist=[])
+        assert job.run('tiers_save', 3) == [3] * COUNT
+        job.run('tiers_close')
+    assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
+    for disk in place.disks:
+        t5ckpt.verify(disk, 2, full=True).raise_if_damaged()
 
 
 def test_the_power_of_both_machines_is_cut_in_a_save(place, tmp_path):

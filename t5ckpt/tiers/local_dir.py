@@ -184,8 +184,11 @@ class LocalDir:
         """The id in the record, and whether the run has it, too; ('', False) without a record."""
         return ('', False) if self._record is None else (self._record.id, self._record.is_shared)
 
-    def agreed_id(self, known: Sequence[tuple[str, bool]]) -> str:
+    def agreed_id(self, known: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
         """The id of a job of several processes, from :meth:`known_id` of each; in process 0.
+
+        Returns:
+          The id, and whether the run has it.
 
         Raises:
           LocalDirError: the directories are of an earlier run at the same URL.
@@ -200,10 +203,11 @@ class LocalDir:
                 f'the local directories have the checkpoints of another run at {self.run.url()}, and the run there has no id, '
                 f'as if it was deleted. {_cures(self.storage)}'
             )
-        return found or (ids[0] if ids else secrets.token_hex(8))
+        agreed = found or (ids[0] if ids else secrets.token_hex(8))
+        return agreed, found == agreed or any(each == agreed and is_shared for each, is_shared in known)
 
-    def adopt(self, agreed: str) -> None:
-        """Takes the id that the processes agreed on.
+    def adopt(self, agreed: str, *, is_shared: bool) -> None:
+        """Takes the id that the processes agreed on; ``is_shared`` is whether the run has it.
 
         Raises:
           LocalDirError: the directory has steps of a run with another id.
@@ -215,7 +219,9 @@ class LocalDir:
                 f'of the run {agreed} at {self.run.url()}. {_cures(self.storage)}'
             )
         if record is None or record.id != agreed:
-            self._write(TierRecord(self.run.url(), agreed, False, self._keep))
+            self._write(TierRecord(self.run.url(), agreed, is_shared, self._keep))
+        elif is_shared:
+            self.note_shared()
 
     def ensure_record(self) -> None:
         """Writes the record before the first local commit, with the run's id if its storage answers."""
@@ -248,8 +254,15 @@ class LocalDir:
             is_written = self.run.replace(_RUN_ID, record.id.encode(), None) is not None
             self._run_id = record.id if is_written else self._read_run_id()
         self.check_id()
+        self.note_shared()
+
+    def note_shared(self) -> None:
+        """Records that the run has the id. Every process does, since the disks of the others may be lost."""
+        record = self._record
+        if record is None or record.is_shared:
+            return
         try:
-            self._write(dataclasses.replace(self._record or record, is_shared=True))
+            self._write(dataclasses.replace(record, is_shared=True))
         except StorageError as error:
             # On a full disk, uploads make room.
             _log.warning(

@@ -104,7 +104,7 @@ class Tiers(StepTiers):
             vote = {'id': self._dir.known_id(), 'waiting': self._uploads.waiting_parts()}
         decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
         with at.together(Phase.COMMIT):
-            self._dir.adopt(decided['id'])
+            self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
             lost = self._find_lost_files(step, save, index, sender)
@@ -119,7 +119,7 @@ class Tiers(StepTiers):
         The job may have had another number of processes. For the newest step, one disk may be lost, whose files may be on
         those of replicas.
         """
-        agreed = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
+        agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
         disks = [dict(DiskStep.of(each) for each in vote['waiting']) for vote in votes]
         own = {step: part.save for step, part in disks[0].items()}
         found = [each for each in candidates(disks) if each.save]
@@ -133,7 +133,8 @@ class Tiers(StepTiers):
                 )
                 incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
         dropped = {step for disk in disks for step in disk} - waiting - {step for step, *_ in incomplete}
-        return {'id': agreed, 'waiting': sorted(waiting), 'dropped': sorted(dropped), 'incomplete': incomplete}
+        uploads = {'waiting': sorted(waiting), 'dropped': sorted(dropped), 'incomplete': incomplete}
+        return {'id': agreed, 'is_shared': is_shared, **uploads}
 
     def _find_lost_files(self, step: int, save: str, index: int, sender: int) -> LostFiles | None:
         """Finds the files of a step of which one disk is lost, and makes a part on each disk that has none."""

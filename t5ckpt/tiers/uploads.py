@@ -202,6 +202,9 @@ class Uploads:
 
     def _end(self, step: int, save: str | None) -> None:
         """Forgets that a step waits, in the other processes."""
+        if save is not None:
+            # Process 0 has shared the id before the upload.
+            self._dir.note_shared()
         self._intents.drop(step, save)
         self._retain(step)
 

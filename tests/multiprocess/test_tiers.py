@@ -488,6 +488,46 @@ def test_a_disk_of_another_run_is_refused_by_all(four, place, tmp_path):
     four.run('tiers_close')
 
 
+def test_a_run_that_was_deleted_is_not_continued_from_the_other_disks(four, place):
+    """Each disk records that the run has an id, so the disk of process 0 may be lost, too."""
+    saved(four, place, [1], persist=[1])
+    records = [json.loads((disk / '.t5ckpt/tier.json').read_text()) for disk in place.disks]
+    assert [record['is_shared'] for record in records] == [True] * COUNT
+    shutil.rmtree(place.run)
+    shutil.rmtree(place.disks[0])
+    place.begin(four, persist=[])
+    errors = four.errors('tiers_restore')
+    assert errors[0][0] == 'LocalDirError'
+    assert all('and the run there has no id, as if it was deleted' in text for _, text in errors), errors
+    four.run('tiers_close')
+    for disk in place.disks[1:]:
+        assert 'checkpoint_1' in [path.name for path in disk.iterdir()], 'nothing is renamed or deleted'
+
+
+def test_a_new_disk_records_that_the_run_has_an_id(four, place):
+    """At its first start, before any upload."""
+    saved(four, place, [1], persist=[1])
+    shutil.rmtree(place.disks[2])
+    restored(four, place, persist=[])
+    assert json.loads((place.disks[2] / '.t5ckpt/tier.json').read_text())['is_shared']
+
+
+@pytest.mark.parametrize('of_earlier_run', [0, 2])
+def test_a_disk_of_an_earlier_run_at_the_same_url_is_refused_by_all(four, place, tmp_path, of_earlier_run):
+    saved(four, place, [1], persist=[1])
+    shutil.rmtree(place.run)
+    later = Place(tmp_path / 'later')
+    later.run = place.run
+    saved(four, later, [1], persist=[1])
+    later.disks[of_earlier_run] = place.disks[of_earlier_run]
+    for action in ('tiers_restore', 'tiers_save'):
+        later.begin(four, persist=[])
+        errors = four.errors(action, *([2] if action == 'tiers_save' else []))
+        assert all('has the local checkpoints of a run with the id' in text for _, text in errors), errors
+        four.run('tiers_close')
+    assert [later.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_1']] * COUNT
+
+
 def test_local_directories_of_several_processes_are_not_read_only(four, place):
     place.begin(four, read_only=True)
     errors = four.errors('tiers_restore')

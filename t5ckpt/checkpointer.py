@@ -446,6 +446,7 @@ class Checkpointer:
                 self._template_check.check_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
+        self._tiers.note_save(pending.done)
         return pending
 
     def _default_restore(self) -> RestoreOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
@@ -99,6 +100,10 @@ class StepTiers(ABC):
         """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
 
     @abstractmethod
+    def note_save(self, has_ended: Callable[[], bool]) -> None:
+        """Takes a save that begins; the uploads pause between two files until it has ended."""
+
+    @abstractmethod
     def wait_until_persisted(self, step: int | None) -> None:
         """Waits for the upload of a step; None waits for all that wait.
 
@@ -148,6 +153,9 @@ class OneTier(StepTiers):
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:  # noqa: ARG002
         return request
+
+    def note_save(self, has_ended: Callable[[], bool]) -> None:
+        pass
 
     def wait_until_persisted(self, step: int | None) -> None:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
@@ -158,6 +158,9 @@ class Tiers(StepTiers):
             upload_reason=functools.partial(self._uploads.reason, step, call, preempted),
             around_commit=functools.partial(self._uploads.around_commit, step, call),
         )
+
+    def note_save(self, has_ended: Callable[[], bool]) -> None:
+        self._uploads.note_save(has_ended)
 
     def wait_until_persisted(self, step: int | None) -> None:
         self._open()

@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step, steps_in
@@ -24,7 +24,7 @@ from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Close, Ended, Failed, Orders
 from t5ckpt.tiers.part import Part, save_of
 from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue
-from t5ckpt.tiers.rate_limit import RateLimit
+from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
 from t5ckpt.tiers.shared_upload import Follower, Leader
 from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
 
@@ -44,7 +44,8 @@ class Uploads:
         self._retention = Retention(self.local, KeepLatest(options.keep), self.clock)
         self._last_saved: int | None = None
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
-        self._limit = RateLimit(options.gbps)
+        self._limit, self._saves_first = RateLimit(options.gbps), SavesFirst()
+        self.note_save = self._saves_first.note_save
         self._queue: StepUploads = UploadQueue(self._upload, self._forget, self.run.url())
         # Of a job of several processes, in process 0.
         self._leader: Leader | None = None
@@ -116,7 +117,7 @@ class Uploads:
             # The disk of this process is new.
             self._intents.add(step, overwrite=False)
         if not is_leader:
-            self._queue = Follower(orders, self.local, self.run, self._limit.wait, self._end, self._intents.steps)
+            self._queue = Follower(orders, self.local, self.run, self._pace, self._end, self._intents.steps)
             return
         self._leader = Leader(orders, self.local, self.run, self.clock)
         if waiting:
@@ -153,6 +154,11 @@ class Uploads:
         if failure is not None:
             raise failure
 
+    def _pace(self, nbytes: int, check: Callable[[], None]) -> None:
+        """Waits until a file of this size may be sent; ``check`` is called meanwhile, and may raise."""
+        self._limit.wait(nbytes, check)
+        self._saves_first.wait(check)
+
     def _upload(self, step: int) -> None:
         """Uploads a step, and runs the retention of the run; in the thread of the queue."""
         started = time.monotonic()
@@ -160,7 +166,7 @@ class Uploads:
         overwrite, save = self._intents.overwrites(step), save_of(self.local, step)
 
         def pace(nbytes: int) -> None:
-            self._limit.wait(nbytes, self._queue.check)
+            self._pace(nbytes, self._queue.check)
 
         leader = self._leader
         if leader is None:

@@ -16,6 +16,9 @@ from tensorboardX import SummaryWriter
 
 import t5ckpt
 from t5ckpt.errors import NotPersistedError
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+from t5ckpt.tiers.rate_limit import SavesFirst
 
 AWAY = {'retry_seconds': 1.0}
 SMALL = {'chunk_bytes': 2**12, 'inline_bytes': 64}
@@ -84,6 +87,67 @@ def test_saves_go_on_while_an_upload_is_slow(bucket, local):
             ck.wait_until_persisted(3)
     assert t5ckpt.all_steps(run)[-1] == 4
     assert t5ckpt.all_steps(local) == [4]
+
+
+class Timed(FaultyStorage):
+    """A storage that keeps when its chunk files begin to be written."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.times = []
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'write' and '/w/' in key:
+            self.times.append(time.monotonic())
+
+
+def test_an_upload_pauses_while_a_local_save_writes(run_dir, local):
+    """32 chunk files of 512 bytes, one each 40 ms; none begins between the begin and the end of a save that takes a second."""
+    run, is_second = Timed(open_storage(run_dir)), threading.Event()
+
+    def progress(done, total):
+        if is_second.is_set() and done == total:
+            time.sleep(1.0)
+
+    options = {'progress': progress, 'upload_gbps': 1e-4, 'persist_policy': t5ckpt.SaveAt([1]), 'chunk_bytes': 512}
+    with checkpointer(run, local, **options) as ck:
+        ck.save(state(1))
+        while len(run.times) < 4:
+            time.sleep(0.01)
+        is_second.set()
+        began = time.monotonic()
+        ck.save(state(2))
+        ended = time.monotonic()
+        assert len(run.times) < 20
+        ck.wait_until_persisted(1)
+    assert ended - began > 1.0
+    # Four files may have been on their way.
+    between = [at for at in run.times if began < at < ended]
+    assert len(between) <= 4, between
+    assert all(at < began + 0.3 for at in between), between
+    assert len(run.times) == 33, 'with their description'
+    assert t5ckpt.all_steps(run_dir) == [1]
+
+
+def test_saves_without_a_pause_do_not_starve_an_upload(run_dir, local):
+    """Each save follows the one before it at once, and takes longer than the upload of all files."""
+    stop = threading.Event()
+
+    def progress(done, total):
+        if not stop.is_set() and done == total:
+            time.sleep(0.5)
+
+    with checkpointer(run_dir, local, progress=progress, persist_policy=t5ckpt.SaveAt([1])) as ck:
+        ck.save(state(1))
+        step, deadline = 1, time.monotonic() + 20
+        while t5ckpt.latest_step(run_dir) is None:
+            assert time.monotonic() < deadline, step
+            step += 1
+            ck.save_async(state(step))
+        stop.set()
+    assert step >= 2
+    assert t5ckpt.all_steps(run_dir) == [1]
 
 
 @pytest.mark.slow
@@ -210,3 +274,29 @@ def test_the_best_steps_stay_in_the_run(run_dir, local):
         assert t5ckpt.all_steps(run_dir) == [2, 3, 5], 'the two best, and the latest'
         assert ck.best_step('eval/accuracy') == 2
         same(ck.restore(2), 2)
+
+
+def test_a_pause_for_saves_ends():
+    """An upload goes on after the longest pause, and then for as long as it paused, whatever the saves do."""
+    turns = SavesFirst(longest_seconds=0.3)
+    turns.note_save(lambda: False)
+    began = time.monotonic()
+    turns.wait(lambda: None)
+    paused = time.monotonic() - began
+    assert 0.3 <= paused < 2
+    began = time.monotonic()
+    while time.monotonic() - began < 0.2:
+        before = time.monotonic()
+        turns.wait(lambda: None)
+        assert time.monotonic() - before < 0.1
+    time.sleep(paused)
+    before = time.monotonic()
+    turns.wait(lambda: None)
+    assert time.monotonic() - before >= 0.3
+
+    def check():
+        raise KeyError('stopped')
+
+    time.sleep(1)
+    with pytest.raises(KeyError):
+        turns.wait(check)

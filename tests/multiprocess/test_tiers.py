@@ -642,6 +642,24 @@ def test_sigkill_in_a_restart(jobs, place, operation, key):
         t5ckpt.verify(disk, 2, full=True).raise_if_damaged()
 
 
+def test_a_training_loop_is_killed_and_continues_on_other_disks(jobs, place):
+    """Saves in the background, with all that a checkpoint has. One disk is lost, and the others come back in another order."""
+    last = 7
+    with jobs.one(ends=True) as job:
+        job.start('tiers_train', place.run, 20, [1, last], each=[str(disk) for disk in place.disks])
+        assert job.answers(HEARTBEAT_SECONDS + 60)[1] == DEAD
+    shutil.rmtree(place.disks[1])
+    with jobs.one(ends=False) as job:
+        answers = job.run('tiers_train', place.run, 10, None, each=[str(place.disks[disk]) for disk in (2, 1, 3, 0)])
+        start = answers[0][0]
+        # The save of the step before the last one had ended when that of the last one began.
+        assert start in (last - 1, last)
+        assert answers == [[start, {'loss': 1 / start}, {'git': f'commit {start}'}]] * COUNT
+    assert t5ckpt.all_steps(place.run)[-1] == 8
+    assert t5ckpt.verify(place.run / 'checkpoint_8', full=True).ok
+    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_10', 'checkpoint_9']] * COUNT
+
+
 def test_the_power_of_both_machines_is_cut_in_a_save(place, tmp_path):
     """Each disk verifies its part of every step that it lists, and lists the step if the save had returned."""
     job, disks = Job(2, 4, str(faultshim.build(tmp_path))), place.disks[:2]

@@ -9,6 +9,7 @@ import pickle
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scenarios
 from support import faultshim
@@ -252,3 +253,66 @@ def tiers_leave(process):
 def tiers_close():
     """Closes the checkpointer."""
     _held.pop('ck').close()
+
+
+# --- a training loop -----------------------------------------------------------------------------------------------------
+
+
+def _train_state(step):
+    """What the training has after a step: arrays that two processes hold at least, and Python values."""
+    values = {name: np.arange(4096.0, dtype=np.float32).reshape(64, 64) + step for name in ('w', 'r')}
+    axes = {'w': ('model', None), 'r': ()}
+    arrays = {name: scenarios.sharded(values[name], axes[name]) for name in values}
+    return {'arrays': arrays, 'epoch': step // 2, 'phase': f'phase {step}', 'nothing': None}
+
+
+def _check_train_state(state, step):
+    expected = _train_state(step)
+    for name, array in state['arrays'].items():
+        for found, value in zip(array.addressable_shards, expected['arrays'][name].addressable_shards, strict=True):
+            assert np.array_equal(np.asarray(found.data), np.asarray(value.data)), name
+    for name in ('epoch', 'phase', 'nothing'):
+        assert (state[name], type(state[name])) == (expected[name], type(expected[name])), name
+
+
+def tiers_train(directory, last, dies_at, local):
+    """Trains up to a step, with donated steps that have a collective, and a save in the background after each.
+
+    ``dies_at`` is (process, step) or None. Returns the step that was restored, and its metrics and metadata.
+    """
+    step_fn = jax.jit(
+        lambda arrays: {name: array + 1 + 0 * jnp.mean(arrays['w']) for name, array in arrays.items()},
+        donate_argnums=0,
+        out_shardings={name: array.sharding for name, array in _train_state(0)['arrays'].items()},
+    )
+    positions = Positions()
+    with scenarios.checkpointer(
+        directory,
+        _train_state(0),
+        dataset_iterator=positions,
+        local_dir=local,
+        save_policy=t5ckpt.SaveEvery(1),
+        persist_policy=t5ckpt.SaveEvery(4),
+        process_timeout=20.0,
+        inline_bytes=64,
+    ) as ck:
+        state = t5ckpt.restore_or_init(ck, lambda: _train_state(0))
+        start, found = ck.restored_step, []
+        if start is not None:
+            _check_train_state(state, start)
+            assert positions.at == start
+            found = [dict(ck.metrics(start)), dict(t5ckpt.open_checkpoint(local, start).custom_metadata)]
+        for step in range((start or 0) + 1, last + 1):
+            arrays = step_fn(state['arrays'])
+            state = _train_state(step) | {'arrays': arrays}
+            assert next(positions) == step
+            options = {'metrics': {'loss': 1 / step}, 'custom_metadata': {'git': f'commit {step}'}}
+            if step % 2:
+                ck.maybe_save(step, state, **options)
+            else:
+                ck.save_async(state, step=step, **options)
+            if dies_at == [jax.process_index(), step]:
+                scenarios.die()
+        ck.wait_until_finished()
+        _check_train_state(ck.restore(), last)
+    return [start, *found]

@@ -140,9 +140,9 @@ def test_saves_without_a_pause_do_not_starve_an_upload(run_dir, local):
 
     with checkpointer(run_dir, local, progress=progress, persist_policy=t5ckpt.SaveAt([1])) as ck:
         ck.save(state(1))
-        step, deadline = 1, time.monotonic() + 20
+        step = 1
         while t5ckpt.latest_step(run_dir) is None:
-            assert time.monotonic() < deadline, step
+            assert step < 30
             step += 1
             ck.save_async(state(step))
         stop.set()

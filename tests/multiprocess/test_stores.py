@@ -1,5 +1,6 @@
 """Four real processes save to and restore from a bucket together."""
 
+import shutil
 import time
 
 import numpy as np
@@ -93,6 +94,28 @@ def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):
     job.run('tiers_close')
     job.run('tiers', url, leaves, options, each=[f'{disk}-new' for disk in disks])
     assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 4
+    job.run('tiers_close')
+
+
+@pytest.mark.parametrize('lost', [0, 1])
+def test_one_lost_disk_reads_no_chunk_of_the_bucket(job_and_bucket, tmp_path, lost):
+    """Although the bucket has the step, its chunks come from the replicas."""
+    job, bucket = job_and_bucket
+    url, disks = bucket.url(), [str(tmp_path / f'disk{index}') for index in range(4)]
+    leaves = [name for name in scenarios.LEAVES if name not in ('target/both', 'target/odd')]
+    job.run('tiers', url, leaves, {'persist': [1]}, each=disks)
+    assert job.run('tiers_save', 1) == [1] * 4
+    assert job.run('tiers_wait', 1) == [None] * 4
+    job.run('tiers_close')
+    shutil.rmtree(disks[lost])
+    job.run('tiers', url, leaves, {'persist': []}, each=disks)
+    bucket.proxy.clear()
+    answers = job.run('tiers_restore')
+    assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(1, 1, 0)] * 4
+    assert [answer['bytes'][1] > 0 for answer in answers] == [index == lost for index in range(4)]
+    requests = bucket.proxy.clear()
+    assert requests, 'the list of steps is read there'
+    assert not [each.key for each in requests if '/target.' in each.key or 'train_ds' in each.key]
     job.run('tiers_close')
 
 

@@ -143,6 +143,36 @@ def test_fewer_processes_and_another_mesh(four, two, place):
     assert t5ckpt.verify(place.run / 'checkpoint_3', full=True).ok
 
 
+@pytest.mark.parametrize(('before', 'after'), [(4, 2), (2, 4)])
+def test_another_number_of_processes_with_an_iterator(request, place, before, after):
+    """Positions of another number of shards raise an error, as from one directory; without them, the training goes on."""
+    jobs = {4: request.getfixturevalue('four'), 2: request.getfixturevalue('two')}
+    disks = {4: place.disks, 2: place.disks[::3]}
+
+    def begin(count, **options):
+        jobs[count].run('tiers', place.run, TWICE, options, each=[str(disk) for disk in disks[count]])
+
+    begin(before, persist=[1])
+    for step in (1, 2):
+        assert jobs[before].run('tiers_save', step) == [step] * before
+    jobs[before].run('tiers_close')
+    begin(after)
+    for kind, text in jobs[after].errors('tiers_restore'):
+        assert kind in ('DatasetStateError', 'RemoteError'), (kind, text)
+        assert 'has no iterator state train_ds-00' in text
+        assert f'-of-{before:03}' in text
+    answers = jobs[after].run('tiers_restore', 2, 2, False)
+    assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(2, 0, 0)] * after
+    assert jobs[after].run('tiers_save', 3) == [3] * after
+    assert jobs[after].run('tiers_wait', 3) == [None] * after
+    jobs[after].run('tiers_close')
+    begin(after)
+    answers = jobs[after].run('tiers_restore')
+    assert [(answer['step'], answer['position'], *answer['bytes'][1:]) for answer in answers] == [(3, 3, 0, 0)] * after
+    jobs[after].run('tiers_close')
+    assert t5ckpt.verify(place.run / 'checkpoint_3', full=True).ok
+
+
 def check_one_process(place):
     """A job of one process has only a part of the newest step: it restores the bucket's, and saves that step again."""
     state, options = scenarios.state(2, leaves=TWICE), {'persist_policy': t5ckpt.SaveAt([])}
@@ -607,10 +637,16 @@ def test_sigkill(jobs, place, where):
         assert [(each['step'], each['position'], each['bytes'][2]) for each in answers] == [(last, last, 0)] * COUNT
         assert [each['bytes'][1] > 0 for each in answers] == [lacks and index == killed for index in range(COUNT)]
         assert job.run('tiers_steps') == [[1, 2] if last == 2 else [1]] * COUNT
+        if 'upload' in where:
+            # The restart finishes the upload.
+            assert job.run('tiers_wait', 2) == [None] * COUNT
+            assert t5ckpt.all_steps(place.run)[-1] == 2
+            assert t5ckpt.verify(place.run / 'checkpoint_2', full=True).ok
         assert job.run('tiers_save', 3) == [3] * COUNT
         assert job.run('tiers_wait') == [None] * COUNT
         job.run('tiers_close')
     assert 3 in t5ckpt.all_steps(place.run)
+    assert [list((disk / '.t5ckpt/to_persist').iterdir()) for disk in place.disks] == [[]] * COUNT
     assert sorted(path.name for path in place.run.glob('checkpoint_*.*')) == []
     assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
 

@@ -337,12 +337,31 @@ def test_closing_does_not_wait_for_a_bucket_that_is_away(gs, local, caplog):
     assert steps_in(run) == [1, 2]
 
 
+class Timed(FaultyStorage):
+    """A storage that keeps when each chunk file of ``w`` begins to be written."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.times = []
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'write' and '/w/' in key:
+            self.times.append(time.monotonic())
+
+
 def test_the_rate_is_limited(run_dir, local):
-    with checkpointer(run_dir, local, upload_gbps=1e-3) as ck:
-        # 25 KB in 0.2 s: files wait for those before them.
+    """12 files of 2 KiB with 1 Mbit/s: one each 16 ms, except for those that wait in the four threads."""
+    run = Timed(open_storage(run_dir))
+    with checkpointer(run, local, upload_gbps=1e-3, chunk_bytes=2**11) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
-        assert ck._tiers._uploads._schedule.upload_seconds > 0.1
+    files = [file for file in (run_dir / 'checkpoint_1/w').iterdir() if file.name != '.zarray']
+    assert len(files) == 12
+    least = 8 * 2**11 / 1e6
+    assert run.times[-1] - run.times[0] >= 10 * least
+    for first, later in zip(run.times, run.times[5:], strict=False):
+        assert later - first >= 0.9 * least, run.times
 
 
 def test_a_full_local_disk_fails_the_save_and_changes_nothing(run_dir, tmp_path):

@@ -26,7 +26,7 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 800, 'errors': 490}
+LONGER_MODULES = {'checkpointer': 810, 'errors': 490}
 # The class that users call, and the interface of storages, which is a docstring and a default of one line for each method.
 LONGER_CLASSES = {'checkpointer.Checkpointer', 'storage.base.Storage'}
 # Signatures that T5X's callers use by position and keyword, and what orders their arguments; everything else groups its

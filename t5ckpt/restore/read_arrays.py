@@ -54,6 +54,7 @@ def read_leaves(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest)
     )
     budget = ByteBudget(request.reading.budget_bytes)
     values |= read_arrays(reader, reads, budget, request.progress)
+    request.note_read(sum(map(_bytes_read, reads)))
     _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
     return values, final_shardings
 
@@ -217,6 +218,11 @@ class _RestoreScheduler:
 def _bytes_wanted(read: StoredRead) -> int:
     """The boxes of a leaf that this process restores."""
     return sum(box.size for box in read.boxes) * read.leaf.array.dtype.itemsize
+
+
+def _bytes_read(read: StoredRead) -> int:
+    """The boxes of a leaf that this process reads."""
+    return sum(box.size for box in source_boxes(read.boxes, read.leaf.shape)) * read.leaf.array.dtype.itemsize
 
 
 def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:

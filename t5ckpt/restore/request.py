@@ -70,6 +70,7 @@ class RestoreRequest:
       round: of all processes of the job.
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: how arrays are read, such as memory-mapped.
+      note_read: called with the bytes of arrays that this process has read.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """
 
@@ -84,6 +85,7 @@ class RestoreRequest:
     progress: Progress | None
     reading: ReadOptions
     notices: Notices
+    note_read: Callable[[int], None] = lambda _: None
     local_part: LocalPart | None = None
 
     def verifies_checksums(self, located: Located) -> bool:

@@ -137,12 +137,25 @@ def positions_in(names: frozenset[str]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(found))
 
 
-def parts_in(storage: Storage) -> dict[int, Part]:
-    """The parts in a local directory, by step. A damaged one counts as not there."""
-    found: dict[int, Part] = {}
+@dataclasses.dataclass(frozen=True)
+class LocalParts:
+    """What a local directory has.
+
+    Attributes:
+      parts: by step.
+      damaged: why other steps cannot be used, by step; they count as absent.
+    """
+
+    parts: dict[int, Part]
+    damaged: dict[int, str]
+
+
+def parts_in(storage: Storage) -> LocalParts:
+    """The parts in a local directory."""
+    found = LocalParts({}, {})
     for each in listing(storage).steps:
         try:
-            found[each.step] = Part.read(storage, each.step)
-        except T5CkptError:
-            continue
+            found.parts[each.step] = Part.read(storage, each.step)
+        except T5CkptError as error:
+            found.damaged[each.step] = str(error)
     return found

@@ -18,7 +18,6 @@ from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.transfer import Transfer, TransferOptions
-from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -38,17 +37,15 @@ _log = logging.getLogger('t5ckpt')
 _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
 
 
-class _Counted:
-    """Passes progress on, and keeps the bytes that were read."""
+class BytesRead:
+    """The bytes of arrays that the latest restore of a request has read in this process."""
 
-    def __init__(self, progress: Progress | None):
-        self._progress = progress
+    def __init__(self) -> None:
         self.nbytes = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        self.nbytes = max(self.nbytes, done)
-        if self._progress is not None:
-            self._progress(done, total)
+    def __call__(self, nbytes: int) -> None:
+        """Takes the bytes of a restore."""
+        self.nbytes = nbytes
 
 
 def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
@@ -59,9 +56,9 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
       CorruptCheckpointError: it is damaged, and no other tier has it.
     """
     choice = catalog.choose(request.call.step)
-    step, counted = choice.step, _Counted(request.progress)
+    step, counted = choice.step, BytesRead()
     call = dataclasses.replace(request.call, step=step)
-    from_run = dataclasses.replace(request, call=call, progress=counted)
+    from_run = dataclasses.replace(request, call=call, note_read=counted)
     fetched, is_local = 0, choice.is_local
     if step is None or not is_local:
         restored = run_restore(from_run)
@@ -71,7 +68,7 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
             restored = run_restore(local)
         except _DAMAGES as error:
             found = _mended(catalog, step, error)
-            fetched, is_local, counted.nbytes = found or 0, found is not None, 0
+            fetched, is_local = found or 0, found is not None
             restored = run_restore(local if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)

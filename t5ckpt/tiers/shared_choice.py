@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union
-from t5ckpt.tiers.part import Part
+from t5ckpt.tiers.part import LocalParts, Part
 
 _log = logging.getLogger('t5ckpt')
 ACTION = 'the choice of the step to restore'
 # The processes report the chunks on their disks before it is known whether a step can be restored.
 _UNKNOWN = 'unknown'
+# Of the reason why a step is damaged, in a vote.
+_REASON_CHARACTERS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class SharedChoice:
 def choose_together(
     first: CoordinationRound,
     coordinator: Coordinator,
-    parts: Mapping[int, Part],
+    local: LocalParts,
     query_run: Callable[[bool], RunStep],
     step: int | None,
     *,
@@ -64,18 +66,21 @@ def choose_together(
     Args:
       first: a round of all processes.
       coordinator: of the checkpointer, for further rounds.
-      parts: what the disk of this process has.
+      local: what the disk of this process has.
       query_run: asks the run's storage, in process 0; called with whether any disk has a part.
       step: the requested step, or None.
       needs_positions: whether the positions of data iterators are restored, too.
     """
-    votes = [part.as_vote().vote(at) for at, part in parts.items() if step in (None, at)]
-    decided = first.reduce_on_leader(Phase.LOOK, votes, lambda votes: _listed(votes, query_run, needs_positions))
-    run_step, refused = decided['run'], dict[int, str]()
+    vote = {
+        'parts': [part.as_vote().vote(at) for at, part in local.parts.items() if step in (None, at)],
+        'damaged': [[at, why[:_REASON_CHARACTERS]] for at, why in local.damaged.items() if step in (None, at)],
+    }
+    decided = first.reduce_on_leader(Phase.LOOK, vote, lambda votes: _listed(votes, query_run, needs_positions))
+    run_step, refused = decided['run'], dict[int, str](decided['damaged'])
     for at, save, sender, known, in_run in decided['candidates']:
         if run_step is not None and at < run_step:
             break
-        part = parts.get(at)
+        part = local.parts.get(at)
         why = known
         if known == _UNKNOWN:
             why = _missing_chunks(coordinator, part if part is not None and part.save == save else None)
@@ -87,8 +92,8 @@ def choose_together(
 
 def _listed(votes: Sequence[Any], query_run: Callable[[bool], RunStep], needs_positions: bool) -> dict[str, Any]:
     """On process 0: the candidates, and the state of each: '' for a complete step, unknown, or why it cannot be restored."""
-    run_step = query_run(any(votes))
-    disks = [dict(DiskStep.of(vote) for vote in disk) for disk in votes]
+    run_step = query_run(any(vote['parts'] for vote in votes))
+    disks = [dict(DiskStep.of(part) for part in vote['parts']) for vote in votes]
     found: list[Any] = []
     for each in candidates(disks):
         sender = next(
@@ -96,7 +101,12 @@ def _listed(votes: Sequence[Any], query_run: Callable[[bool], RunStep], needs_po
         )
         in_run = (each.step, each.save) == (run_step.step, run_step.save)
         found.append([each.step, each.save, sender, _known(each, needs_positions), in_run])
-    return {'candidates': found, 'run': run_step.step}
+    damaged: dict[int, str] = {}
+    for process, vote in enumerate(votes):
+        for at, why in vote['damaged']:
+            damaged.setdefault(at, f'its files are damaged on all disks; process {process}: {why}')
+    nowhere = [[at, why] for at, why in damaged.items() if not any(at in disk for disk in disks)]
+    return {'candidates': found, 'damaged': nowhere, 'run': run_step.step}
 
 
 def _known(candidate: Candidate, needs_positions: bool) -> str:
@@ -119,11 +129,8 @@ def _missing_chunks(coordinator: Coordinator, part: Part | None) -> str:
     return coordinator.round(ACTION).reduce_on_leader(Phase.LOOK, vote, decide)
 
 
-def log_choice(found: SharedChoice, steps: Collection[int]) -> None:
+def log_choice(found: SharedChoice) -> None:
     """Logs why newer steps were not taken, in process 0."""
     for step, reason in sorted(found.refused.items()):
         if found.step is None or step > found.step:
             _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
-    for step in sorted(steps):
-        if found.step is not None and step > found.step and step not in found.refused:
-            _log.warning('t5ckpt: local step %d was not restored: its files are damaged', step)

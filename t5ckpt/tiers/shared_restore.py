@@ -35,6 +35,7 @@ from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.part import Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
+from t5ckpt.tiers.restore import BytesRead
 from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedChoice, choose_together, log_choice
 
 _log = logging.getLogger('t5ckpt')
@@ -66,16 +67,16 @@ class SharedRestore:
         for attempt in range(_ATTEMPTS):
             at = self._coordinator.round(CHOICE_ACTION)
             with at.failing_together(Phase.LOOK):
-                parts = parts_in(self._local)
-            found = choose_together(at, self._coordinator, parts, query_run, wanted, needs_positions=positions)
+                local = parts_in(self._local)
+            found = choose_together(at, self._coordinator, local, query_run, wanted, needs_positions=positions)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
-                log_choice(found, parts)
+                log_choice(found)
             if not found.save or found.step is None:
                 restored = self._of_storage(request, found)
             else:
                 last = attempt + 1 == _ATTEMPTS
-                outcome = self._of_disks(request, found, found.step, parts.get(found.step), last=last)
+                outcome = self._of_disks(request, found, found.step, local.parts.get(found.step), last=last)
                 if outcome is None:
                     continue
                 (restored,) = outcome
@@ -108,8 +109,12 @@ class SharedRestore:
                 f'the local directories have no complete step, and {self._run.url()} does not have it: {reasons}.'
             )
         call = dataclasses.replace(request.call, step=request.call.step if found.step is None else found.step)
-        restored = run_restore(dataclasses.replace(request, call=call, round=self._coordinator.round('a restore')))
-        _log.info('t5ckpt: restored step %s from %s, nothing from local directories', found.step, self._run.url())
+        read, at = BytesRead(), self._coordinator.round('a restore')
+        restored = run_restore(dataclasses.replace(request, call=call, round=at, note_read=read))
+        _log.info(
+            't5ckpt: restored step %s: 0 bytes of arrays from %s, 0 from other processes, %d from %s',
+            found.step, self._local.url(), read.nbytes, self._run.url(),
+        )  # fmt: skip
         return restored
 
     def _of_disks(

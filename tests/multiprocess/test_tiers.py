@@ -247,7 +247,27 @@ def test_all_disks_lost(four, place):
         shutil.rmtree(disk)
     answers = restored(four, place, leaves=ONCE, persist=[])
     assert [(answer['step'], answer['position']) for answer in answers] == [(1, 1)] * COUNT
-    assert all('nothing from local directories' in answer['line'] for answer in answers)
+    # Each process reads what its own devices need: a quarter of 'both', one of two rows, and all of the replicated leaves.
+    sizes = [64 * 4096 * 4 // 4, 64 * 4096 * 4 // 2, 32 * 2048 * 2 // 2, 2048 * 1024 * 4]
+    assert [answer['bytes'] for answer in answers] == [[0, 0, sum(sizes)]] * COUNT
+
+
+def test_the_log_has_the_reason_for_each_newer_step(four, place):
+    """The sidecar of step 3 is damaged on all disks, and a chunk of step 2 is on none."""
+    saved(four, place, [1, 2, 3], leaves=ONCE, persist=[1], local_keep=3)
+    for disk in place.disks:
+        (disk / 'checkpoint_3/t5ckpt.json').write_text('{}')
+    shutil.rmtree(place.disks[3] / 'checkpoint_2')
+    place.begin(four, ONCE, persist=[])
+    # Nothing is said of newer steps when a step is asked for.
+    assert [(answer['step'], answer['why']) for answer in four.run('tiers_restore', 1)] == [(1, [])] * COUNT
+    why = four.run('tiers_restore')[0]['why']
+    (of_two,) = [line for line in why if 'local step 2 was not restored: ' in line]
+    assert 'chunks are on no disk' in of_two
+    (of_three,) = [line for line in why if 'local step 3 was not restored: ' in line]
+    assert 'its files are damaged on all disks; process 0: ' in of_three
+    assert 't5ckpt.json' in of_three
+    four.run('tiers_close')
 
 
 def test_without_the_bucket_a_lost_shard_is_an_error_and_the_older_step_is_taken(four, place):

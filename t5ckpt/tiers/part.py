@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import Located
@@ -131,7 +132,7 @@ def is_incomplete(storage: Storage, step: int) -> bool:
     return len(part.lists) < part.count
 
 
-def positions_in(names: frozenset[str]) -> tuple[tuple[int, int], ...]:
+def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:
     """The positions of data iterators among some files."""
     found = {(int(match[1]), int(match[2])) for name in names if (match := _POSITION.match(name)) is not None}
     return tuple(sorted(found))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
@@ -29,7 +29,7 @@ from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import File, Memory, exchange
-from t5ckpt.tiers.part import Part
+from t5ckpt.tiers.part import Part, positions_in
 
 _log = logging.getLogger('t5ckpt')
 _TURNS = 4
@@ -60,6 +60,9 @@ class Provider:
         self._there = set(part.there)
         self._run_checksums: FileChecksums | None = None
         self._brought = set[str]()
+        self._num_dropped = 0
+        # Whether the step has no position of this process's data iterator.
+        self._lacks_position = False
 
     def __call__(self, first: CoordinationRound, names: Sequence[str], prefix: str | None) -> FileChecksums:
         """Makes files available locally; returns the checksums of all files that are there.
@@ -70,12 +73,12 @@ class Provider:
           prefix: of the names of its position of the data iterator; None without one.
 
         Raises:
-          CorruptCheckpointError: a chunk is nowhere, in all processes.
+          CorruptCheckpointError: a chunk is nowhere, in all processes; or the position of this process is nowhere.
         """
         numbers, at = self.part.numbers(), first
         for turn in range(_TURNS + 1):
             lacking = [name for name in names if name not in self._there]
-            wanted_prefix = None if turn else self._wanted_positions(prefix)
+            wanted_prefix = self._wanted_positions(prefix)
             missing = self._missing(at, numbers, lacking, wanted_prefix)
             if missing is None:
                 break
@@ -83,13 +86,13 @@ class Provider:
                 raise CorruptCheckpointError(
                     f'{self._url()}: files of the local directories are damaged again and again.'
                 )
-            at = self._turn(numbers, lacking, wanted_prefix, missing)
+            at = self._turn(numbers, lacking, wanted_prefix, missing, prefix)
         self.provided.own = sum(self._entries[name][0] for name in names if name not in self._brought)
         return FileChecksums({name: self._entries[name] for name in self._there})
 
     def _wanted_positions(self, prefix: str | None) -> str | None:
         """The prefix of the positions that this process lacks; a new disk takes all, for those that a lost one had twice."""
-        if prefix is None or self._positions(prefix):
+        if prefix is None or self._positions(prefix) or self._lacks_position:
             return None
         return prefix if self._there else TRAIN_DS_PREFIX
 
@@ -114,7 +117,12 @@ class Provider:
         return at.reduce_on_leader(Phase.NEED, vote, decide)
 
     def _turn(
-        self, numbers: ChunkNumbers, lacking: Sequence[str], wanted_prefix: str | None, missing: dict[str, Any]
+        self,
+        numbers: ChunkNumbers,
+        lacking: Sequence[str],
+        wanted_prefix: str | None,
+        missing: dict[str, Any],
+        prefix: str | None,
     ) -> CoordinationRound:
         """Exchanges the missing files that the disks have, and fetches the others from the run's storage.
 
@@ -125,7 +133,8 @@ class Provider:
         positions = [name for prefix in missing['prefixes'] for name in self._positions(prefix)]
         bits = numbers.bits(self._there) & chunks
         largest = max((self._entries[name][0] for name in [*positions, *numbers.chosen(self._there, bits)]), default=0)
-        vote = [encode_bits(bits), positions, self._budget_bytes, largest]
+        shards = sorted({shards for _, shards in positions_in(self._there)})
+        vote = [encode_bits(bits), positions, self._budget_bytes, largest, shards]
         at = self._coordinator.round(_ACTION)
         answer = at.reduce_on_leader(
             Phase.SEND,
@@ -147,8 +156,8 @@ class Provider:
         with following.failing_together(Phase.NEED):
             exchange(self._sent(names), wanted - self._there, self._receive, Memory(*answer['memory']))
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
-            if wanted_prefix is not None and not self._positions(wanted_prefix):
-                from_run += self._positions_of_run(wanted_prefix)
+            if wanted_prefix is not None and prefix is not None:
+                from_run += self._lacking_positions(prefix, answer['positions'], answer['shards'])
             for name in from_run:
                 self._fetch(name)
             self._record()
@@ -172,6 +181,7 @@ class Provider:
     def _drop(self, name: str) -> None:
         self._storage.delete_file(join(self._directory, name))
         self._there.discard(name)
+        self._num_dropped += 1
 
     def _receive(self, file: File) -> None:
         name, entry, data = file
@@ -191,11 +201,33 @@ class Provider:
         self._write(name, entry_of(data), data)
         self.provided.run += len(data)
 
-    def _positions_of_run(self, prefix: str) -> list[str]:
-        if self._run is None:
+    def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:
+        """The files of the run's storage with the position of this process, if no disk had it.
+
+        Args:
+          prefix: of the names.
+          sent: the positions that were to be sent.
+          shards: the numbers of data shards whose positions are on the disks.
+
+        Raises:
+          CorruptCheckpointError: the step has such positions, and this one is nowhere.
+        """
+        if self._positions(prefix) or any(name.startswith(prefix) for name in sent):
+            # If its sender has found it damaged, the next turn asks again.
             return []
-        directory = locate_step(self._run, self.part.step).directory
-        return [name for name in self._run.names(directory, TRAIN_DS_PREFIX) if name.startswith(prefix)]
+        of_run: list[str] = []
+        if self._run is not None:
+            of_run = self._run.names(locate_step(self._run, self.part.step).directory, TRAIN_DS_PREFIX)
+        found = [name for name in of_run if name.startswith(prefix)]
+        if not found:
+            own = {of for _, of in positions_in([prefix])}
+            if own & {*shards, *(of for _, of in positions_in(of_run))}:
+                where = '' if self._run is None else f', and {self._run.url()} does not have it'
+                raise CorruptCheckpointError(
+                    f'{self._url()}: the position {prefix} of the data iterator is on no disk{where}.'
+                )
+            self._lacks_position = True
+        return found
 
     def _write(self, name: str, entry: FileEntry, data: bytes) -> None:
         key = join(self._directory, name)
@@ -212,11 +244,14 @@ class Provider:
         self._storage.write(join(self._directory, COPIES), FileChecksums(copies).encode())
 
     def drop_damaged(self) -> int:
-        """Reads all files of the part, and deletes those that are damaged; returns their number."""
-        before = len(self._there)
+        """Reads all files of the part, and deletes those that are damaged.
+
+        Returns:
+          The number of the files that this provider has deleted, also those that it was to send.
+        """
         for _ in self._sent(sorted(self._there)):
             pass
-        return before - len(self._there)
+        return self._num_dropped
 
 
 def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: int, *, has_run: bool) -> dict[str, Any]:
@@ -225,13 +260,15 @@ def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: i
     for process, text in enumerate(plan.sends):
         at.share(f'sends/{process}', text.encode())
     positions: dict[str, int] = {}
-    for process, (_, names, *_) in enumerate(votes):
-        for name in names:
+    for process, vote in enumerate(votes):
+        for name in vote[1]:
             positions.setdefault(name, process)
     missing = num_bits(plan.nowhere)
     lost = '' if has_run or not missing else f'{missing} of {count} chunks are on no disk.'
-    memory = min(budget for *_, budget, _ in votes), max(largest for *_, largest in votes)
-    return {'nowhere': encode_bits(plan.nowhere), 'positions': positions, 'lost': lost, 'memory': memory}
+    memory = min(budget for _, _, budget, *_ in votes), max(largest for *_, largest, _ in votes)
+    shards = sorted({of for *_, own in votes for of in own})
+    nowhere = encode_bits(plan.nowhere)
+    return {'nowhere': nowhere, 'positions': positions, 'lost': lost, 'memory': memory, 'shards': shards}
 
 
 def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: int, sender: int, clock: Clock) -> Part:

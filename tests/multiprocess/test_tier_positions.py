@@ -1,0 +1,65 @@
+"""The positions of data iterators that lost disks had: they come from the bucket, or an older step is restored."""
+
+import shutil
+
+import pytest
+from test_tiers import COUNT, TWICE, Place, restored, saved
+
+import t5ckpt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """The run's directory, and the local directories of the four."""
+    return Place(tmp_path)
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def positions_in(directory, step):
+    return sorted(path.name for path in (directory / f'checkpoint_{step}').glob('train_ds-*'))
+
+
+def test_positions_that_are_on_no_disk_come_from_the_bucket(four, place):
+    """Positions 1 and 3 were on disks 1 and 3 alone."""
+    saved(four, place, [1, 2], persist=[2])
+    for disk in (1, 3):
+        shutil.rmtree(place.disks[disk])
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
+    for disk in (1, 3):
+        assert f'train_ds-{disk:03}-of-004.msgpack' in positions_in(place.disks[disk], 2)
+    # They are on the disks again.
+    assert [answer['bytes'][2] for answer in restored(four, place, persist=[])] == [0] * COUNT
+
+
+def test_a_copy_that_its_sender_finds_damaged_comes_from_the_bucket(four, place):
+    saved(four, place, [1, 2], persist=[2])
+    shutil.rmtree(place.disks[1])
+    damage(place.disks[3] / 'checkpoint_2' / 'train_ds-001-of-004.msgpack')
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
+
+
+@pytest.mark.parametrize('how', ['removed', 'damaged'])
+def test_without_a_position_anywhere_the_older_step_is_taken(four, place, how):
+    """The bucket has the arrays of step 2 and not its positions, or the only copy of one is damaged."""
+    saved(four, place, [1], persist=[1])
+    saved(four, place, [2], persist=[2] if how == 'removed' else [])
+    for disk in (1, 3) if how == 'removed' else (1,):
+        shutil.rmtree(place.disks[disk])
+    if how == 'removed':
+        for name in positions_in(place.run, 2):
+            (place.run / 'checkpoint_2' / name).unlink()
+    else:
+        damage(place.disks[3] / 'checkpoint_2' / 'train_ds-001-of-004.msgpack')
+    place.begin(four, TWICE, persist=[])
+    assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
+    four.run('tiers_close')
+    assert 1 in t5ckpt.all_steps(place.run)

@@ -31,7 +31,7 @@ import contextlib
 import errno
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
@@ -48,7 +48,7 @@ from t5ckpt.commit.step_lease import (
     attempts,
 )
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
-from t5ckpt.commit.transaction import Transaction, resume_text
+from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -153,9 +153,9 @@ class _ManifestWrite:
 class ManifestTransaction(Transaction):
     """Writes a checkpoint in the directory of its step, under the write lease of the step."""
 
-    def __init__(self, storage: Storage, step: int, clock: Clock, lease: WriteLease):
+    def __init__(self, storage: Storage, step: int, clock: Clock, lease: WriteLease, options: TransactionOptions):
         """Takes the lease."""
-        super().__init__(storage, step, step_dir(step), clock)
+        super().__init__(storage, step, step_dir(step), clock, options)
         self._lease = lease
         self._key = join(self.directory, MANIFEST)
         self._write = _ManifestWrite(storage, self.directory, self._keep_files)
@@ -165,55 +165,49 @@ class ManifestTransaction(Transaction):
         self._manifest, self._sidecar = b'', ''
 
     @classmethod
-    def begin(
-        cls,
-        storage: Storage,
-        step: int,
-        clock: Clock,
-        writer: Mapping[str, Any],
-        index: Index | None,
-        may_replace: Callable[[], bool],
-    ) -> Self:
+    def open(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, index: Index | None) -> Self:
         """Acquires the lease; calls ``may_replace`` if the step is complete."""
-        del writer
+        if options.resume and options.has_source_names:
+            return cls._resumed(storage, step, clock, options)
         _check_layout(storage, step, index)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock, index=index))
-        work.generation = generation_dir(secrets.token_hex(8))
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock, index=index), options)
+        if not options.has_source_names:
+            work.generation = generation_dir(secrets.token_hex(8))
         try:
             if storage.names(work.directory, ''):
-                work._find_others(may_replace)
+                work._find_others(options.may_replace)
         except BaseException:
             work._lease.leave()
             raise
         return work
 
     @classmethod
-    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
+    def _resumed(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self:
         """Resumes an unfinished step; if it was to have other contents, removes it and writes a new record.
 
         A copy has the names of its source, so it has no directory of its own: the next one finds the files by these names.
         """
         _check_layout(storage, step, mark_missing_steps(storage))
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock))
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
         work._has_others = True
         try:
             check_room_in_bucket(storage, step)
             if storage.is_file(work._key):
                 # Broken, or left of a step that was deleted.
                 work._write.version = storage.version(work._key)
-            if resume_text(storage, work.directory) != writer['resume']:
+            if resume_text(storage, work.directory) != options.resume:
                 work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
-                record = Sidecar(writer=writer, step=step)
+                record = Sidecar(writer=options.writer(), step=step)
                 storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
         except BaseException:
-            work.abandon()
+            work.keep()
             raise
         return work
 
     @classmethod
-    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
-        """An unfinished step is found by :meth:`resume`, under its lease."""
-        del storage, step, clock, writer
+    def unfinished(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self | None:
+        """None: :meth:`open` finds an unfinished step, under its lease."""
+        del storage, step, clock, options
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
@@ -337,8 +331,8 @@ class ManifestTransaction(Transaction):
             # The record stays, so the step is listed without a marker.
             self._lease.linger()
 
-    def abandon(self) -> None:
-        """Lets the lease linger: files of this writer may be in the directory, or arrive, and so may its manifest."""
+    def keep(self) -> None:
+        """Leaves a record that lingers, see ``commit/write_lease.py``: files of this writer may remain, or arrive later."""
         self._lease.may_leave_files = True
         self._lease.linger()
 
@@ -362,7 +356,7 @@ class ManifestTransaction(Transaction):
         ):
             # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
-            self.abandon()
+            self.keep()
         else:
             self._lease.may_leave_files = any(owner.may_leave_files for owner in self._lease.predecessors)
             self._lease.leave()

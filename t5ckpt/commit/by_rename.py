@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
@@ -21,7 +21,7 @@ from t5ckpt.commit.occupancy import occupant_on_disk
 from t5ckpt.commit.removal import check_known, check_removable, is_pinned, move_aside, remove_checkpoint, rename_aside
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
-from t5ckpt.commit.transaction import Transaction, resume_text
+from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -37,59 +37,42 @@ class RenameTransaction(Transaction):
 
     is_temporary = True
 
-    def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, lock: Any):
-        """Takes the directory and its lock; :meth:`take_lease` must follow."""
-        super().__init__(storage, step, directory, clock)
+    def __init__(
+        self, storage: Storage, step: int, directory: str, clock: Clock, options: TransactionOptions, lock: Any
+    ):
+        """Takes the directory and its lock; :meth:`_take_lease` must follow."""
+        super().__init__(storage, step, directory, clock, options)
         self._lock = lock
         self._lease: WriteLease | None = None
+        self._may_replace = False
 
     @classmethod
-    def begin(
-        cls,
-        storage: Storage,
-        step: int,
-        clock: Clock,
-        writer: Mapping[str, Any],
-        index: Index | None,
-        may_replace: Callable[[], bool],
-    ) -> Self:
+    def open(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, index: Index | None) -> Self:
         """Creates a temporary directory."""
         del index
-        work = cls._begin(storage, step, clock, writer)
-        try:
-            work.may_replace = may_replace()
-        except BaseException:
-            work.rollback()
-            raise
-        return work
-
-    @classmethod
-    def _begin(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
         unix = int(clock())
         while True:
             directory = aside_dir(step, 'tmp', unix)
             if storage.make_dir(directory, exclusive=True):
                 lock = storage.try_lock(directory)
                 if lock is not None:
-                    work = cls(storage, step, directory, clock, lock)
-                    if work._try_take_lease(writer):
+                    work = cls(storage, step, directory, clock, options, lock)
+                    if work._try_take_lease():
+                        work._note_whether_it_replaces()
                         return work
             unix += 1
 
     @classmethod
-    def resume(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self:
-        """Adopts a temporary directory whose record has this ``writer['resume']``, or creates one."""
-        storage.make_dir('')
-        return cls.unfinished(storage, step, clock, writer) or cls._begin(storage, step, clock, writer)
-
-    @classmethod
-    def unfinished(cls, storage: Storage, step: int, clock: Clock, writer: Mapping[str, Any]) -> Self | None:
-        """Adopts a temporary directory whose writer was killed."""
+    def unfinished(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self | None:
+        """Adopts the temporary directory of a killed writer of the same contents; None if there is none."""
+        if not options.resume:
+            return None
         for leftover, lock in _locked_leftovers(storage, step, 'tmp'):
-            is_same = lock.is_held and resume_text(storage, leftover.name) == writer['resume']
+            is_same = lock.is_held and resume_text(storage, leftover.name) == options.resume
             if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
-                work = cls(storage, step, leftover.name, clock, lock)
-                work.take_lease(writer)
+                work = cls(storage, step, leftover.name, clock, options, lock)
+                work._take_lease()
+                work._note_whether_it_replaces()
                 return work
             lock.close()
         return None
@@ -98,7 +81,7 @@ class RenameTransaction(Transaction):
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
         """Checks nothing: directories are exchanged whole."""
 
-    def _try_take_lease(self, writer: Mapping[str, Any]) -> bool:
+    def _try_take_lease(self) -> bool:
         """Takes the write lease of a new directory; returns False if it is not that of this writer.
 
         Until it is locked, garbage collection may remove it, because it is empty, and another writer may use the name and be
@@ -106,21 +89,29 @@ class RenameTransaction(Transaction):
         """
         try:
             if self.storage.entries(self.directory):
-                self.abandon()
+                self.keep()
                 return False
-            self.take_lease(writer)
+            self._take_lease()
         except CheckpointNotFoundError:
-            self.abandon()
+            self.keep()
             return False
         except BaseException:
             self.rollback()
             raise
         return True
 
-    def take_lease(self, writer: Mapping[str, Any]) -> None:
+    def _note_whether_it_replaces(self) -> None:
+        try:
+            self._may_replace = self._options.may_replace()
+        except BaseException:
+            self.rollback()
+            raise
+
+    def _take_lease(self) -> None:
         """Writes the write lease into the directory and renews it until it is closed."""
         key = join(self.directory, SIDECAR)
-        self._lease = WriteLease(self.storage, key, self._clock, self._lock, sidecar_record(writer, self.step))
+        record = sidecar_record(self._options.writer(), self.step)
+        self._lease = WriteLease(self.storage, key, self._clock, self._lock, record)
         self._lease.start()
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
@@ -146,7 +137,7 @@ class RenameTransaction(Transaction):
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage
         standing = storage.kind(final)
-        found = occupant_on_disk(storage, self.step) if standing is not None and not self.may_replace else None
+        found = occupant_on_disk(storage, self.step) if standing is not None and not self._may_replace else None
         if found is not None:
             raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
         if standing == 'file':
@@ -154,7 +145,7 @@ class RenameTransaction(Transaction):
         elif standing == 'dir':
             self.directory = rename_aside(storage, self.directory, self.step, 'replaced', self._clock())
             try:
-                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self.may_replace)
+                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self._may_replace)
             except (NotDurableError, NotPutBackError):
                 # The old checkpoint may have this name.
                 self._keeps_files = True
@@ -169,7 +160,7 @@ class RenameTransaction(Transaction):
         except T5CkptError as error:
             _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', self.storage.url(name), error)
 
-    def abandon(self) -> None:
+    def keep(self) -> None:
         """Ends the lease as a crash does, releases the lock and keeps the files."""
         self._close()
 

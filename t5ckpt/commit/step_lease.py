@@ -11,11 +11,12 @@ not all of them give it up. A reader and a deleter exclude each other in the sam
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index
@@ -25,7 +26,7 @@ from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, WriteLeaseName, step_dir
 from t5ckpt.storage import Storage
 
@@ -47,6 +48,15 @@ class AlreadyCommittedError(StepTakenError):
 
 class BeingWrittenError(StepTakenError):
     """Another writer or deleter has the write lease of the step."""
+
+
+@contextlib.contextmanager
+def taken_step_exists(cure: str) -> Generator[None]:
+    """Raises a StepTakenError as the error of the public functions, with the sentence that says what to do."""
+    try:
+        yield
+    except StepTakenError as error:
+        raise CheckpointExistsError(f'{error}. {cure}') from error
 
 
 class _NoLock:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
-from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.bucket_deletion import Hidden, hide_in_bucket
 from t5ckpt.commit.by_manifest import ManifestTransaction
 from t5ckpt.commit.by_rename import RenameTransaction, hide_by_rename
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room_in_bucket, check_room_on_disk, occupant_in_bucket, occupant_on_disk
 from t5ckpt.commit.prunable_steps import IndexedSteps, PrunableSteps, StepsOnDisk
-from t5ckpt.commit.transaction import Transaction
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
 
@@ -72,19 +72,25 @@ def strategy_of(storage: Storage) -> CommitStrategy:
     return _BY_RENAME if storage.commits_by_rename else _BY_MANIFEST
 
 
-def begin(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    writer: Mapping[str, Any],
-    index: Index | None = None,
-    may_replace: Callable[[], bool] = lambda: False,
-) -> Transaction:
-    """Creates and locks the directory that a save writes to.
+_NO_OPTIONS = TransactionOptions()
 
-    The caller runs garbage collection before, which returns ``index``. On object stores that also writes missing steps markers;
-    listings do not search for these after the marker of this step exists. ``may_replace`` is called under the lock or the write
-    lease, and returns whether a complete checkpoint of the step may be replaced.
+
+def open_transaction(
+    storage: Storage, step: int, clock: Clock, options: TransactionOptions = _NO_OPTIONS
+) -> Transaction:
+    """Creates and locks the directory that a checkpoint is written to, or that of a write which ``options`` resume.
+
+    Garbage collection runs before, here or in the caller. On object stores it also writes missing steps markers; listings do not
+    search for these after the marker of this step exists.
+
+    Raises:
+      StepTakenError: the step is complete and may not be replaced, or another process is writing it.
     """
+    transaction = strategy_of(storage).transaction
+    unfinished = transaction.unfinished(storage, step, clock, options)
+    # The lock of the unfinished write is held by now, so garbage collection leaves its directory.
+    index = collect(storage, clock)[1] if options.collects else options.index
+    if unfinished is not None:
+        return unfinished
     storage.make_dir('')
-    return strategy_of(storage).transaction.begin(storage, step, clock, writer, index, may_replace)
+    return transaction.open(storage, step, clock, options, index)

@@ -1,12 +1,12 @@
 """The write of one checkpoint: its directory, its files, and an atomic commit or a rollback.
 
-    with begin(storage, step, clock, writer) as work:
+    with open_transaction(storage, step, clock, options) as work:
         storage.write(join(work.directory, name), data)
         work.commit(manifest, sidecar, directories)
 
-``commit/strategy.py`` chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if directories can be renamed, else
-:class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, which commits by the write of the manifest.
-``commit/garbage_collection.py`` removes the leftovers of a crash.
+``commit/strategy.py`` has this function. It chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if
+directories can be renamed, else :class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, which commits by the write of the
+manifest. ``commit/garbage_collection.py`` removes the leftovers of a crash.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from t5ckpt._version import __version__
+from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar
+from t5ckpt.format.names import MANIFEST, SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.sidecar import Sidecar, decode_sidecar, encode_sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
@@ -50,6 +51,32 @@ class CommittedCheckpoint:
     path: str
     nbytes: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TransactionOptions:
+    """What a transaction replaces, resumes and keeps.
+
+    Attributes:
+      may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or the write lease.
+      resume: identifies the contents, so that a write of the same contents that was killed is resumed; '' resumes none.
+      has_source_names: whether the files have the names that they have in another checkpoint, as those of a copy or a repair.
+        Otherwise object stores get a directory for each write.
+      kept_after: the errors after which the files stay for another attempt.
+      collects: whether garbage collection runs before, but after the directory to resume is locked.
+      index: the index that the garbage collection of the caller returned, where ``collects`` is not set.
+    """
+
+    may_replace: Callable[[], bool] = lambda: False
+    resume: str = ''
+    has_source_names: bool = False
+    kept_after: tuple[type[BaseException], ...] = ()
+    collects: bool = False
+    index: Index | None = None
+
+    def writer(self) -> dict[str, Any]:
+        """The facts of this writer for the record in an unfinished directory."""
+        return writer_facts() | ({'resume': self.resume} if self.resume else {})
 
 
 def writer_facts() -> dict[str, Any]:
@@ -76,21 +103,18 @@ class Transaction(ABC):
       directory: where the files are written: a temporary directory, or that of the step.
       generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
       is_temporary: whether ``directory`` has files of this write alone.
-      may_replace: whether the commit may replace a complete checkpoint of the step.
-      kept_after: the errors after which the files stay for another attempt.
     """
 
     generation = ''
     is_temporary = False
 
-    def __init__(self, storage: Storage, step: int, directory: str, clock: Clock):
+    def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, options: TransactionOptions):
         """Takes the directory, which was made for it."""
         self.storage = storage
         self.step = step
         self.directory = directory
-        self.may_replace = False
-        self.kept_after: tuple[type[BaseException], ...] = ()
         self._clock = clock
+        self._options = options
         self._is_committed = False
         # Whether a rollback keeps the files, since another process has the step or the commit may still arrive.
         self._keeps_files = False
@@ -107,8 +131,12 @@ class Transaction(ABC):
             return
         self._may_arrive = not isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
         # If the step is complete already, no later attempt needs the files.
-        if kind is not None and issubclass(kind, self.kept_after) and not issubclass(kind, AlreadyCommittedError):
-            self.abandon()
+        if (
+            kind is not None
+            and issubclass(kind, self._options.kept_after)
+            and not issubclass(kind, AlreadyCommittedError)
+        ):
+            self.keep()
         else:
             self.rollback()
 
@@ -129,6 +157,31 @@ class Transaction(ABC):
             files=counts['files'],
             digests=FileChecksums(dict(files)).to_json(),
         )
+
+    def commit_with_checksums(
+        self,
+        manifest: bytes,
+        known: Sidecar,
+        counts: Mapping[str, int],
+        files: Mapping[str, FileEntry],
+        directories: Sequence[str],
+    ) -> int:
+        """Writes the file checksums of a write by one process, and commits with a sidecar.
+
+        Args:
+          manifest: the file's bytes.
+          known: as for :meth:`sidecar`.
+          counts: as for :meth:`sidecar`.
+          files: the other files that were written, relative to the directory of the checkpoint.
+          directories: as for :meth:`commit`, with the same errors.
+
+        Returns:
+          The bytes of all these files, of the manifest and of the file checksums.
+        """
+        entry = write_checksums(self.storage, join(self.directory, self.generation), 0, files)
+        own = {MANIFEST: entry_of(manifest), join(self.generation, file_checksums_name(0)): entry}
+        self.commit(manifest, encode_sidecar(self.sidecar(known, counts, own)), directories)
+        return sum(size for size, _ in (*files.values(), *own.values()))
 
     def commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         """Makes the written directory the checkpoint of its step.
@@ -163,10 +216,10 @@ class Transaction(ABC):
             _log.warning('t5ckpt: could not remove %s after a failed save: %s', where, error)
         finally:
             # Does nothing if the lease has ended.
-            self.abandon()
+            self.keep()
 
     @abstractmethod
-    def abandon(self) -> None:
+    def keep(self) -> None:
         """Ends the write without a commit, and keeps the files for a resumed write or for garbage collection."""
 
     @abstractmethod

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import sidecar_name
-from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.superseded import is_of_one_save
-from t5ckpt.commit.transaction import Transaction, writer_facts
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
@@ -144,10 +144,13 @@ class Transfer:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
             return Transferred(len(sizes), nbytes, 0, 0, left_out)
         unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
-        facts = writer_facts() | {'resume': digest(manifest + (sidecar or b'') + unlisted)}
-        with strategy_of(self._to).transaction.resume(self._to, self._step, clock, facts) as work:
-            work.may_replace = self._options.overwrite
-            work.kept_after = (BaseException,)
+        options = TransactionOptions(
+            may_replace=lambda: self._options.overwrite,
+            resume=digest(manifest + (sidecar or b'') + unlisted),
+            has_source_names=True,
+            kept_after=(BaseException,),
+        )
+        with open_transaction(self._to, self._step, clock, options) as work:
             kept = self._there(work, names, checksums)
             total = sum(self._size(name, sizes, checksums) for name in names)
             self._report(sum(self._size(name, sizes, checksums) for name in kept), total)

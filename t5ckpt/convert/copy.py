@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.locate import locate, open_run_storage, refuse_step_path, refuse_within, with_links
-from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.protocols import Progress
-from t5ckpt.errors import CheckpointExistsError, UnsupportedFormatError
+from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
@@ -111,10 +111,8 @@ def copy_checkpoint(
     strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
     how = TransferOptions(options.workers, options.overwrite, options.dry_run, progress)
-    try:
-        with source_now.checked_on_failure('copied'):
-            done = Transfer(source_now, storage, number, how).run()
-    except StepTakenError as error:
-        raise CheckpointExistsError(f'{error}. Copy to another run, or replace it (overwrite=True).') from error
+    cure = 'Copy to another run, or replace it (overwrite=True).'
+    with taken_step_exists(cure), source_now.checked_on_failure('copied'):
+        done = Transfer(source_now, storage, number, how).run()
     path, seconds = storage.url(step_dir(number)), time.monotonic() - started
     return CopyReport(number, path, seconds=seconds, **vars(done))

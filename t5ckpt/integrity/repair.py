@@ -12,26 +12,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
 
 from t5ckpt.catalog.locate import Located, open_run_storage, refuse_step_path, refuse_within
-from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.step_lease import StepTakenError
-from t5ckpt.commit.strategy import begin, strategy_of
-from t5ckpt.commit.transaction import Transaction, write_checksums, writer_facts
+from t5ckpt.commit.step_lease import taken_step_exists
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.errors import (
-    CheckpointExistsError,
     CorruptCheckpointError,
     T5CkptError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import FORMAT, encode_sidecar
+from t5ckpt.format.names import DATASET_REMOVED, PINNED, step_dir
+from t5ckpt.format.sidecar import FORMAT
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
@@ -162,15 +159,12 @@ class _RepairWriter:
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
-        _, index = collect(self._target, self._clock)
-        try:
-            work = begin(self._target, self._step, self._clock, writer_facts(), index)
-        except StepTakenError as error:
-            raise CheckpointExistsError(f'{error}. Write to another run.') from error
-        work.may_replace = in_place
         # The manifest of the damaged checkpoint names the files.
-        work.generation = ''
-        with work:
+        options = TransactionOptions(may_replace=lambda: in_place, has_source_names=True, collects=True)
+        with (
+            taken_step_exists('Write to another run.'),
+            open_transaction(self._target, self._step, self._clock, options) as work,
+        ):
             with Identity.now(self._located).checked_on_failure():
                 files = self._fill(work)
                 self._check_source()
@@ -229,9 +223,8 @@ class _RepairWriter:
         plan = self._plan
         directories = parents_of((*files, *plan.foreign))
         if not plan.has_checksums:
-            self._commit_as(work, None, directories)
+            work.commit(plan.manifest, None, directories)
             return
-        entry = write_checksums(self._target, work.directory, 0, files)
         counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
         known = (
             plan.sidecar if plan.sidecar.format else dataclasses.replace(plan.sidecar, format=FORMAT, facts='unknown')
@@ -245,14 +238,7 @@ class _RepairWriter:
                 'dropped': list(plan.dropped),
             },
         )
-        own = {MANIFEST: entry_of(plan.manifest), file_checksums_name(0): entry}
-        self._commit_as(work, encode_sidecar(work.sidecar(known, counts, own)), directories)
-
-    def _commit_as(self, work: Transaction, sidecar: bytes | None, directories: Sequence[str]) -> None:
-        try:
-            work.commit(self._plan.manifest, sidecar, directories)
-        except StepTakenError as error:
-            raise CheckpointExistsError(f'{error}. Write to another run.') from error
+        work.commit_with_checksums(plan.manifest, known, counts, files, directories)
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""

@@ -13,8 +13,8 @@ import numpy as np
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.step_lease import StepTakenError
-from t5ckpt.commit.strategy import begin
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
+from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
 from t5ckpt.commit.write_lease import write_lingering
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
@@ -109,8 +109,8 @@ class _Leader:
             other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
             if other is not None and not request.decide_to_replace(other):
                 return {'skip': True}
-            facts = writer_facts()
-            work = begin(request.storage, request.step, request.clock, facts, index, request.may_replace)
+            options = TransactionOptions(may_replace=request.may_replace, index=index)
+            work = open_transaction(request.storage, request.step, request.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)

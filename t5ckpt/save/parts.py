@@ -27,8 +27,8 @@ from typing import Any
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.strategy import begin, strategy_of
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CoordinationError, NotDurableError, ProcessMissingError, StorageError, T5CkptError
@@ -61,7 +61,7 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             with request.round.failing_together(Phase.WRITE):
                 # Before the disk may fail: another process waits for it.
                 _send_positions(prepared)
-                work = stack.enter_context(_begun(prepared))
+                work = stack.enter_context(_opened(prepared))
                 written, vote = _write(prepared, work, started['codecs'])
                 manifest = manifest_bytes(prepared, written)
                 check_not_interrupted()
@@ -90,7 +90,7 @@ def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
     return {'codecs': agreed_codecs(prepared, prepared.previous)}
 
 
-def _begun(prepared: PreparedSave) -> Transaction:
+def _opened(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
     request = prepared.request
     _, index = collect(request.storage, request.clock)
@@ -99,7 +99,8 @@ def _begun(prepared: PreparedSave) -> Transaction:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(request.storage, request.step, request.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    return begin(request.storage, request.step, request.clock, writer_facts(), index, request.may_replace)
+    options = TransactionOptions(may_replace=request.may_replace, index=index)
+    return open_transaction(request.storage, request.step, request.clock, options)
 
 
 def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:

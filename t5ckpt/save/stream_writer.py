@@ -24,21 +24,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt._version import __version__
-from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.step_lease import StepTakenError
-from t5ckpt.commit.strategy import begin, strategy_of
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums, writer_facts
+from t5ckpt.commit.step_lease import taken_step_exists
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
-from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.format.names import step_dir
+from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.manifest_and_sidecar import manifest_leaves
@@ -121,32 +119,28 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     started = time.monotonic()
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
-    try:
-        work = _begin(request, plan)
-    except StepTakenError as error:
-        raise CheckpointExistsError(f'{error}. Write to another directory, or try again.') from error
-    with work:
+    with taken_step_exists('Write to another directory, or try again.'):
+        work = open_transaction(request.storage, request.step, request.clock, _transaction_options(request, plan))
+    with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)
     url = request.storage.url(step_dir(request.step))
     return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)
 
 
-def _begin(request: StreamRequest, plan: SavePlan) -> Transaction:
-    """The directory of a killed write of the same checkpoint, or a new one."""
-    storage, facts = request.storage, writer_facts()
-    again = None
-    if request.source is not None:
-        header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
-        facts['resume'] = digest(plan_text(plan, header).encode())
-        again = strategy_of(storage).transaction.unfinished(storage, request.step, request.clock, facts)
-    # The lock of the unfinished one is held by now, so garbage collection leaves it.
-    _, index = collect(storage, request.clock)
-    work = begin(storage, request.step, request.clock, facts, index) if again is None else again
-    work.may_replace = request.overwrite
-    if request.source is not None:
+def _transaction_options(request: StreamRequest, plan: SavePlan) -> TransactionOptions:
+    """Resumes a killed write of the same checkpoint, if the request names its source."""
+    # In a bucket, a step that another writer has saved after ``check_room`` is not replaced.
+    may_replace = request.overwrite and strategy_of(request.storage).can_rename
+    if request.source is None:
+        return TransactionOptions(may_replace=lambda: may_replace, collects=True)
+    header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
+    return TransactionOptions(
+        may_replace=lambda: may_replace,
+        resume=digest(plan_text(plan, header).encode()),
         # Stopped by the user: complete files are kept for the next attempt, or for the garbage collection of the next save.
-        work.kept_after = _INTERRUPTS
-    return work
+        kept_after=_INTERRUPTS,
+        collects=True,
+    )
 
 
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
@@ -166,16 +160,10 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     _write_files(request, work)
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
-    listed = join(work.generation, file_checksums_name(0))
-    files = {MANIFEST: entry_of(manifest), listed: write_checksums(storage, directory, 0, checksums)}
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
     known = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
-    try:
-        locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
-        work.commit(manifest, encode_sidecar(work.sidecar(known, counts, files)), locations)
-    except StepTakenError as error:
-        raise CheckpointExistsError(f'{error}. Write to another directory, or replace it (overwrite=True).') from error
-    return sum(size for size, _ in (*checksums.values(), *files.values()))
+    locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
+    return work.commit_with_checksums(manifest, known, counts, checksums, locations)
 
 
 def _write_files(request: StreamRequest, work: Transaction) -> None:

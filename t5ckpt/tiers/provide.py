@@ -15,8 +15,7 @@ from typing import Any
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.commit.strategy import begin
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
@@ -300,7 +299,7 @@ def _begun(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: 
     if has_step(storage, step):
         aside = rename_damaged(storage, step, clock)
         _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
-    with begin(storage, step, clock, writer_facts()) as work:
+    with open_transaction(storage, step, clock) as work:
         storage.write(join(work.directory, COPIES), FileChecksums().encode())
         work.commit(manifest, sidecar, [])
     return Part.read(storage, step)

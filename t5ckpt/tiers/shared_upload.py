@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import TransactionOptions
 from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
@@ -124,10 +124,13 @@ class Leader:
           UploadStopped: ``pace`` has raised it.
         """
         run, part = self._run, Part.read(self._local, step)
-        facts = writer_facts() | {'resume': digest(part.manifest + part.sidecar)}
-        with strategy_of(run).transaction.resume(run, step, self._clock, facts) as work:
-            work.may_replace = replaces
-            work.kept_after = (T5CkptError, UploadStopped)
+        options = TransactionOptions(
+            may_replace=lambda: replaces,
+            resume=digest(part.manifest + part.sidecar),
+            has_source_names=True,
+            kept_after=(T5CkptError, UploadStopped),
+        )
+        with open_transaction(run, step, self._clock, options) as work:
             # One file is the record of this upload.
             again = len([*itertools.islice(run.walk(work.directory), 2)]) > 1
             number = self.orders.send(Upload(step, part.save, work.directory, again))

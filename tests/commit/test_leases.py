@@ -25,8 +25,8 @@ from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import BeingWrittenError, StepTakenError, acquire_lease
-from t5ckpt.commit.strategy import begin, strategy_of
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.transaction import TransactionOptions
 from t5ckpt.errors import AccessDeniedError, StepKeptError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import TRAIN_DS_PREFIX, busy_key, deleting_file, index_complete, read_lease_file
 from t5ckpt.policies import KeepLatest
@@ -341,7 +341,7 @@ def test_the_file_of_a_pin_that_was_killed_is_collected():
 
 def saves(storage):
     with pytest.raises(StepTakenError):
-        begin(storage, 1, time.time, writer_facts())
+        open_transaction(storage, 1, time.time)
 
 
 def deletes_what_is_pinned(storage):
@@ -358,7 +358,7 @@ def strips(storage):
 
 def fails_to_overwrite(storage):
     collect(storage, time.time)
-    begin(storage, 1, time.time, writer_facts(), None, lambda: True).rollback()
+    open_transaction(storage, 1, time.time, TransactionOptions(may_replace=lambda: True)).rollback()
 
 
 @pytest.mark.parametrize('act', [saves, deletes_what_is_pinned, strips, fails_to_overwrite])

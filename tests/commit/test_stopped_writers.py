@@ -16,7 +16,7 @@ from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.lease_owner import COLLECT, EXPIRED, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
-from t5ckpt.commit.strategy import begin as begin_transaction
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -158,7 +158,7 @@ def test_in_place_another_writer_that_has_stepped_back():
     """It has taken the step over, and is gone before the manifest arrives: the files are there, so the step is saved."""
 
     def begin_and_step_back(run, clock):
-        begin_transaction(run, 1, clock, {'pid': 1}, None).rollback()
+        open_transaction(run, 1, clock).rollback()
 
     run, _, late = stopped('/checkpoint', begin_and_step_back)
     assert late.step == 1
@@ -184,7 +184,7 @@ def test_in_place_garbage_collection_and_another_writer():
 
     def collect_and_begin(run, clock):
         assert collect_leftovers(run, clock) == (['checkpoint_1'])
-        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+        found.append(open_transaction(run, 1, clock))
 
     run, clock, late = stopped('/checkpoint', collect_and_begin)
     assert late is None
@@ -199,7 +199,7 @@ def test_in_place_two_writers_at_once():
     found = []
 
     def begin(run, clock):
-        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+        found.append(open_transaction(run, 1, clock))
 
     run, _, late = stopped('/checkpoint', begin)
     assert late.step == 1
@@ -223,7 +223,7 @@ def test_in_place_a_manifest_that_its_writer_removes_again():
     def collect_and_begin():
         clock.advance(4000)
         assert collect_leftovers(run, clock) == ['checkpoint_1']
-        found.append(begin_transaction(run, 1, clock, {'pid': 1}, None))
+        found.append(open_transaction(run, 1, clock))
 
     storage = Removing(run, '/checkpoint', collect_and_begin)
     with t5ckpt.Checkpointer(state, checkpoints_dir=storage, clock=clock, inline_bytes=0) as ck:
@@ -308,7 +308,7 @@ def test_in_place_an_overwrite_that_is_stopped_removes_nothing_of_a_later_one():
 def test_in_place_a_failed_save_leaves_no_position():
     """T5X reads positions of data iterators from files with fixed names, beside the directory of the save."""
     run = open_storage(f'memory://{uuid.uuid4().hex}/run')
-    work = begin_transaction(run, 1, time.time, {'pid': 1}, None)
+    work = open_transaction(run, 1, time.time)
     run.write('checkpoint_1/train_ds-00000-of-00001.index', b'position')
     work.rollback()
     assert list(run.walk('checkpoint_1')) == []

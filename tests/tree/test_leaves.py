@@ -17,8 +17,7 @@ from support.libraries import needs
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.strategy import begin
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.format.array_spec import SpecDict
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.sidecar import Sidecar, TreeFacts, encode_sidecar
@@ -123,7 +122,7 @@ def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     """All writers (saves, conversions, copies, repairs) commit through the one function that decodes it first."""
     manifest, sidecar = UNREADABLE[case]
     storage = open_storage(tmp_path if where == 'file' else f'memory://{tmp_path.name}')
-    work = begin(storage, 3, lambda: 1e9, writer_facts())
+    work = open_transaction(storage, 3, lambda: 1e9)
     try:
         with pytest.raises(errors.SaveFailedError, match='nothing is committed'):
             work.commit(manifest, None if sidecar is None else encode_sidecar(sidecar), ())

@@ -16,8 +16,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.garbage_collection import collect_leftovers
 from t5ckpt.commit.read_lease import leased_directory
-from t5ckpt.commit.strategy import begin
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import read_lease_file
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
@@ -132,10 +131,9 @@ def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
 
 LIVE = """
 import sys, time
-from t5ckpt.commit.strategy import begin
-from t5ckpt.commit.transaction import writer_facts
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.storage import open_storage
-work = begin(open_storage(sys.argv[1]), 1, time.time, writer_facts())
+work = open_transaction(open_storage(sys.argv[1]), 1, time.time)
 # What another machine sees of the lock of this one, where locks are those of a node.
 work._lock.close()
 print(work.directory, flush=True)
@@ -160,8 +158,8 @@ def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
 
 def unfinished(storage, clock, **facts):
     """What the writer of another machine with this one's name, whose locks are its own, has written so far."""
-    work = begin(storage, 1, clock, writer_facts())
-    work.abandon()
+    work = open_transaction(storage, 1, clock)
+    work.keep()
     key = f'{work.directory}/t5ckpt.json'
     sidecar = decode_sidecar(storage.read(key), key)
     writer = {**sidecar.writer, **facts}

@@ -134,6 +134,8 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
 
     def astype(self, dtype: Any) -> LazyArray:
         """The same array, cast to ``dtype`` when it is read."""
+        if np.dtype(dtype) == self._dtype:
+            return self
         return type(self)(self._shape, dtype, self._get_fn, self._slice_fn)
 
     def __getitem__(self, index: Any) -> np.ndarray:

@@ -103,12 +103,15 @@ class ArrayWrite:
         grid, location = self.array.grid, self.array.location
         return [f'{location}/{grid.key(grid.index_of(chunk.box))}' for chunk in self.chunks]
 
-    @property
-    def files_of_others(self) -> list[str]:
-        """The ``chunk_files`` that are assigned to other processes."""
-        return [
-            file for file, chunk in zip(self.chunk_files, self.chunks, strict=True) if chunk.box in self.boxes_of_others
-        ]
+    def files(self, *, with_metadata: bool = True) -> list[str]:
+        """The ``chunk_files`` and, before them, the file of the metadata if this process writes it."""
+        return [self.zarray, *self.chunk_files] if with_metadata else self.chunk_files
+
+    def files_of_others(self, *, with_metadata: bool) -> list[str]:
+        """Those of ``files`` that are assigned to other processes, which write the metadata."""
+        chunks = zip(self.chunk_files, self.chunks, strict=True)
+        files = [file for file, chunk in chunks if chunk.box in self.boxes_of_others]
+        return [self.zarray, *files] if with_metadata else files
 
 
 class InlineWrite(NamedTuple):

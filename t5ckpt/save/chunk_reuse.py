@@ -85,8 +85,7 @@ class PreviousCheckpoint:
         saved = self.leaves.get(write.array.location)
         if saved is None or saved[0]() is not write.value or saved[1] != _layout_text(write):
             return False
-        has_metadata = not with_metadata or write.zarray in self.checksums
-        return has_metadata and all(name in self.checksums for name in write.chunk_files)
+        return all(name in self.checksums for name in write.files(with_metadata=with_metadata))
 
     def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> Any:
         """Links or copies one file to ``target`` if it still matches its checksum, so that damage is not copied.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,24 +54,44 @@ class SourceCheckpoint:
         return cls(located.storage, located.directory, reader, files, checksums or FileChecksums(), contents.identity)
 
 
-class LinkedArray(LazyThreadPoolArray):
-    """A stored array of another checkpoint. Unchanged, its files are linked; after a cast, it is read."""
+@dataclasses.dataclass(frozen=True)
+class SourceArray:
+    """A stored array of another checkpoint, whose files can be linked."""
 
-    def __init__(self, checkpoint: SourceCheckpoint, leaf: StoredLeaf, name: str):
-        super().__init__(
+    checkpoint: SourceCheckpoint
+    leaf: StoredLeaf
+
+
+class LinkedArray(LazyThreadPoolArray):
+    """A stored array of another checkpoint.
+
+    Attributes:
+      source: the array whose files are linked. None after a cast, which keeps only the four other arguments; then the array is
+        read.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        get_fn: Callable[[], Any],
+        slice_fn: Callable[[Any], np.ndarray] | None = None,
+        source: SourceArray | None = None,
+    ):
+        super().__init__(shape, dtype, get_fn, slice_fn)
+        self.source = source
+
+    @classmethod
+    def of(cls, checkpoint: SourceCheckpoint, leaf: StoredLeaf, name: str) -> LinkedArray:
+        """The array of a leaf, which has this name in errors."""
+        read = checkpoint.reader.read
+        return cls(
             leaf.shape,
             leaf.dtype,
-            lambda: checkpoint.reader.read(leaf, name),
-            lambda index: checkpoint.reader.read(leaf, name, index),
+            lambda: read(leaf, name),
+            lambda index: read(leaf, name, index),
+            SourceArray(checkpoint, leaf),
         )
-        self.checkpoint = checkpoint
-        self.leaf = leaf
-
-    def astype(self, dtype: Any) -> LazyArray:
-        """The same array, cast to ``dtype`` when it is read."""
-        if np.dtype(dtype) == self.dtype:
-            return self
-        return LazyThreadPoolArray(self.shape, dtype, self._get_fn, self._slice_fn)
 
 
 def linked_leaves(contents: Contents) -> LeafTable:
@@ -86,7 +106,7 @@ def linked_leaves(contents: Contents) -> LeafTable:
     checkpoint = SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
-        value = LinkedArray(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
+        value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
         if path in facts.keys:
             value = _keys(value, facts.keys[path])
         elif path in facts.python and not isinstance(value, LinkedArray):
@@ -102,18 +122,18 @@ def _keys(data: Any, impl: str) -> Any:
     return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl)
 
 
-def linkable_array(linked: LinkedArray, write: ArrayWrite) -> StoredArray | None:
+def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None:
     """The array as described in the new checkpoint, or None if its values have to be read.
 
     The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
     version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
-    stored = linked.leaf.array
+    stored = source.leaf.array
     plain = stored.layout is ArrayLayout.ZARR and stored.bits_of is None
-    if not plain or write.dtype != linked.dtype or stored.dtype != write.array.dtype:
+    if not plain or write.dtype != source.leaf.dtype or stored.dtype != write.array.dtype:
         return None
-    storage = linked.checkpoint.storage
-    key = join(linked.checkpoint.directory, stored.location, '.zarray')
+    storage = source.checkpoint.storage
+    key = join(source.checkpoint.directory, stored.location, '.zarray')
     if storage.kind(key) != 'file':
         return None
     try:
@@ -134,7 +154,7 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
 
 
 def link_or_copy_chunks(
-    linked: LinkedArray, write: ArrayWrite, storage: Storage, directory: str
+    array: SourceArray, write: ArrayWrite, storage: Storage, directory: str
 ) -> dict[str, FileEntry]:
     """Links or copies the files of an array into ``directory``; returns their entries.
 
@@ -143,12 +163,12 @@ def link_or_copy_chunks(
       CorruptCheckpointError: a file is missing, or does not match its checksum.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    checkpoint, location = linked.checkpoint, linked.leaf.array.location
+    checkpoint, location = array.checkpoint, array.leaf.array.location
     entries: dict[str, FileEntry] = {}
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity
     with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
-        for name in [write.zarray, *write.chunk_files]:
+        for name in write.files():
             old = join(location, name.rpartition('/')[2])
             source, target = join(checkpoint.directory, old), join(directory, name)
             where = f'{write.name}: {checkpoint.storage.url(source)}'

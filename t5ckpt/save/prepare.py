@@ -104,9 +104,7 @@ def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> boo
 
 def _files_of_others(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
     """The files that this process writes and that are assigned to others."""
-    return frozenset(
-        file for write in writes for file in ([write.zarray] if with_metadata else []) + write.files_of_others
-    )
+    return frozenset(file for write in writes for file in write.files_of_others(with_metadata=with_metadata))
 
 
 def _previous(request: SaveRequest) -> PreviousCheckpoint | None:

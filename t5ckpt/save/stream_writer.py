@@ -182,12 +182,12 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
     taken = _Taken()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
-        value = write.value
-        array = linkable_array(value, write) if isinstance(value, LinkedArray) else None
+        source = write.value.source if isinstance(write.value, LinkedArray) else None
+        array = None if source is None else linkable_array(source, write)
         planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
         files = None if is_new else _files_here(request.storage, directory, planned)
-        if files is None and isinstance(value, LinkedArray) and array is not None:
-            files = link_or_copy_chunks(value, planned, request.storage, directory)
+        if files is None and source is not None and array is not None:
+            files = link_or_copy_chunks(source, planned, request.storage, directory)
         if files is None:
             continue
         taken.add(_with_codec(request.storage, directory, planned), files)
@@ -198,11 +198,13 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
 
 def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, FileEntry] | None:
     """All files of a leaf with their checksums, or None if one is missing."""
-    names = [write.zarray, *write.chunk_files]
+    names = write.files()
     sizes = {name: storage.size(join(directory, name)) for name in names}
     if any(size is None for size in sizes.values()):
         return None
-    if write.array.metadata['compressor'] is None and any(sizes[name] != write.chunk_bytes for name in names[1:]):
+    if write.array.metadata['compressor'] is None and any(
+        sizes[name] != write.chunk_bytes for name in write.chunk_files
+    ):
         return None
     return {name: entry_of(data) for name in names for data in [storage.read(join(directory, name))]}
 

@@ -197,7 +197,7 @@ class _Writer:
         Raises:
           StorageError: a file cannot be linked, and the array has been donated in the meantime.
         """
-        files = [[write.zarray, *write.chunk_files] if self._job.is_leader else write.chunk_files for write in writes]
+        files = [write.files(with_metadata=self._job.is_leader) for write in writes]
         link = self._encoders.map if self._copies_inside else map
         linked = link(self.reused.link_same, itertools.chain.from_iterable(files))
         for write, keys in zip(writes, files, strict=True):

@@ -23,7 +23,11 @@ from t5ckpt.integrity.repair_plan import RepairOptions
 @click.option(
     '--drop', multiple=True, metavar='REGEX', help='Leave out the damaged leaves that match; may be repeated.'
 )
-@click.option('--trust-files', is_flag=True, help='Take files whose checksums are lost as they are.')
+@click.option(
+    '--trust-files',
+    is_flag=True,
+    help='Take files whose checksums are lost as they are, and rebuild each .zarray that has none.',
+)
 @click.option('--add-checksums', is_flag=True, help="Write checksums for a checkpoint without them, such as T5X's.")
 @click.option('--dry-run', is_flag=True, help='Print what would be repaired; write nothing.')
 @click.option('--yes', is_flag=True, help='Do not ask for confirmation.')

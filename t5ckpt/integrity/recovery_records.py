@@ -152,22 +152,6 @@ class RecoveryRecords:
         files = [] if is_verified else files_of(self._located)
         return names + [file for file in files if file.startswith(TRAIN_DS_PREFIX) and file not in self.checksums]
 
-    def check_rebuilt_metadata(self, zarrays: Mapping[str, bytes], leaves: Mapping[str, StoredLeaf]) -> None:
-        """Checks that T5X or t5ckpt wrote the arrays, if a ``.zarray`` without a checksum is rebuilt in their layout.
-
-        Raises:
-          CorruptCheckpointError: another program wrote an array, with another order of bytes or elements.
-        """
-        if all(name in self.checksums for name in zarrays):
-            return
-        for name in (f'{leaf.array.location}/{ZARRAY}' for leaf in leaves.values()):
-            data = b'' if name in zarrays else _read(self._files, name)
-            if data and not _is_standard(_json(data)):
-                raise CorruptCheckpointError(
-                    f'{name} was written by another program than T5X, and no other file describes the layout of '
-                    f'{", ".join(sorted(zarrays)[:3])}. Copy the checkpoint again. Nothing was written.'
-                )
-
     def notes(self, unverified: Sequence[str], zarrays: Iterable[str]) -> list[str]:
         """The caveats of a repair without file checksums for all files."""
         notes: list[str] = []
@@ -196,14 +180,6 @@ def _json(data: bytes) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, Mapping) else None
-
-
-def _is_standard(zarray: Mapping[str, Any] | None) -> bool:
-    """Whether the elements and bytes of an array are in the order that T5X and t5ckpt write."""
-    if zarray is None:
-        return False
-    order = zarray.get('order', 'C'), zarray.get('dimension_separator', '.')
-    return order == ('C', '.') and not str(zarray.get('dtype', '>')).startswith('>')
 
 
 def is_own(name: str) -> bool:

@@ -1,9 +1,9 @@
 """Plans the repair of a checkpoint from the damages that a verification found; writes nothing.
 
-Three repairs are possible. A ``.zarray`` is rebuilt from the manifest. The file checksums of one process are rebuilt from the
-files, if the result matches the checksum in the sidecar. Damaged leaves that the caller names are left out. ``trust_files``
-accepts files whose checksums are lost. Values are never invented: a chunk that is missing or differs from its checksum cannot
-be repaired, nor can a damaged manifest.
+Three repairs are possible. A ``.zarray`` is rebuilt from the manifest, if the result matches its checksum. The file checksums of
+one process are rebuilt from the files, if the result matches the checksum in the sidecar. Damaged leaves that the caller names
+are left out. ``trust_files`` accepts files whose checksums are lost, and rebuilds a ``.zarray`` that has none. Values are never
+invented: a chunk that is missing or differs from its checksum cannot be repaired, nor can a damaged manifest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RepairOptions:
 
     Attributes:
       drop: patterns; a damaged leaf or file of a data iterator is left out if one of them matches its whole name.
-      trust_files: accepts files whose checksums are lost. Their values may be wrong.
+      trust_files: accepts files whose checksums are lost, and rebuilds each lost ``.zarray`` without a checksum as T5X writes it.
+        Their values may be wrong.
       add_checksums: writes file checksums for a checkpoint that has none, such as one of T5X.
       dry_run: writes nothing; the report describes the repair.
       source_options, target_options: of the storages of the checkpoint and of the copy, see docs/storage.md.
@@ -115,8 +116,9 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     table = {leaf_name(path): leaf for path, leaf in contents.leaves().items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
     damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
-    zarrays = records.zarrays(leaves, damages)
-    is_verified = records.reconstruct(zarrays)
+    rebuildable = records.zarrays(leaves, damages)
+    is_verified = records.reconstruct(rebuildable)
+    zarrays = {name: data for name, data in rebuildable.items() if options.trust_files or name in records.checksums}
     lost = [damage for damage in damages if not _is_repaired(damage, leaves, zarrays, records.checksums, options.drop)]
     if is_verified and records.unusable_lists:
         # The rebuilt list verifies its files, so a difference from the damaged list is not a damage.
@@ -124,7 +126,10 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     unverified = records.unverified(leaves, is_verified)
     if records.had_checksums and not options.trust_files and (unverified or not is_verified):
         raise _unverified_error(lost, sorted(records.rebuilt) or unverified)
-    records.check_rebuilt_metadata(zarrays, leaves)
+    if unproven := [
+        damage for damage in lost if _is_repaired(damage, leaves, rebuildable, records.checksums, options.drop)
+    ]:
+        raise _unproven_error(unproven)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     manifest, facts = records.source[0], contents.sidecar.tree
     if dropped:
@@ -164,6 +169,16 @@ def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCh
     )
 
 
+def _unproven_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        lines(
+            unrecoverable_text(damages),
+            'No checksum verifies a .zarray that is rebuilt. Restore an older step, or copy the checkpoint again. To rebuild it '
+            'as T5X and t5ckpt write it, pass trust_files=True. Nothing was written.',
+        )
+    )
+
+
 def _foreign(
     located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], checksums: FileChecksums
 ) -> frozenset[str]:
@@ -182,15 +197,15 @@ def _is_repaired(
 ) -> bool:
     """Whether a rebuilt ``.zarray`` repairs a damage.
 
-    The chunks of an unreadable ``.zarray`` without a checksum were not verified and may be lost as well. So a leaf that
-    ``drop`` names is left out.
+    The chunks of an array without checksums may be lost as well. So a leaf that ``drop`` names is left out if no checksum
+    verifies its ``.zarray``.
     """
     if damage.leaf not in leaves:
         return False
     location = leaves[damage.leaf].array.location
     zarray = f'{location}/{ZARRAY}'
-    is_named = damage.kind != 'missing' and zarray not in checksums and _is_named(damage.leaf, drop)
-    return damage.file in {location, zarray} and zarray in zarrays and not is_named
+    is_left_out = zarray not in checksums and _is_named(damage.leaf, drop)
+    return damage.file in {location, zarray} and zarray in zarrays and not is_left_out
 
 
 def _named(damage: Damage) -> str:

@@ -132,9 +132,9 @@ def test_no_checksums_unless_they_are_asked_for(run_dir, tmp_path):
     """Nobody knows whether the values of T5X's checkpoint are right: new checksums would say that they are."""
     step_dir = without_checksums(run_dir)
     (step_dir / 'params.edge' / '.zarray').unlink()
-    t5ckpt.repair(step_dir, tmp_path / 'mended')
+    t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
     assert not t5ckpt.verify(tmp_path / 'mended', full=True).has_checksums
-    asked = t5ckpt.RepairOptions(add_checksums=True)
+    asked = t5ckpt.RepairOptions(trust_files=True, add_checksums=True)
     report = t5ckpt.repair(step_dir, tmp_path / 'listed', options=asked)
     assert set(OWN_FILES) <= set(report.rebuilt)
     assert t5ckpt.verify(tmp_path / 'listed', full=True).has_checksums
@@ -208,15 +208,21 @@ def test_typed_keys_come_back_where_nobody_noted_them(run_dir, tmp_path, how):
     assert (jax.random.key_data(found) == jax.random.key_data(state_of(0)['key'])).all()
 
 
-def test_a_zarray_of_another_program_is_not_guessed(run_dir, tmp_path):
+@pytest.mark.parametrize('how', ['missing', 'empty'])
+def test_a_zarray_that_no_checksum_verifies_is_rebuilt_on_request(run_dir, tmp_path, how):
+    """Another program may have written the array, with another order of bytes or elements."""
     step_dir = without_checksums(run_dir)
-    (step_dir / 'params.w' / '.zarray').unlink()
-    (note,) = t5ckpt.repair(step_dir, tmp_path / 'mended').notes
+    zarray = step_dir / 'params.w' / '.zarray'
+    written = zarray.read_bytes()
+    zarray.unlink() if how == 'missing' else zarray.write_bytes(b'')
+    with pytest.raises(errors.CorruptCheckpointError, match=r'(?s)params.w.*No checksum verifies.*trust_files=True'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    assert '--trust-files' in t5ckpt_cli('repair', step_dir, tmp_path / 'mended', code=3)
+    assert not (tmp_path / 'mended').exists()
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
+    (note,) = report.notes
     assert 'params.w/.zarray: rebuilt as T5X' in note
-    other = step_dir / 'params.edge' / '.zarray'
-    other.write_text(json.dumps(json.loads(other.read_text()) | {'order': 'F'}))
-    with pytest.raises(errors.CorruptCheckpointError, match='by another program'):
-        t5ckpt.repair(step_dir, tmp_path / 'other')
+    assert (tmp_path / 'mended' / 'checkpoint_1' / 'params.w' / '.zarray').read_bytes() == written
 
 
 def test_a_list_of_several_that_is_proven_leaves_no_note(run_dir, tmp_path):

@@ -261,12 +261,15 @@ def test_an_unreadable_zarray_without_a_checksum_may_be_left_out(run_dir, tmp_pa
     for name in OWN_FILES:
         (step_dir / name).unlink()
     (step_dir / 'params.w' / '.zarray').write_bytes(b'')
-    assert t5ckpt.repair(step_dir, tmp_path / 'rebuilt').rebuilt == ('params.w/.zarray',)
+    trust = t5ckpt.RepairOptions(trust_files=True)
+    assert t5ckpt.repair(step_dir, tmp_path / 'rebuilt', options=trust).rebuilt == ('params.w/.zarray',)
     (step_dir / 'params.w' / '0.0').unlink()
     with pytest.raises(errors.CorruptCheckpointError, match=r"drop=.'params/w'"):
-        t5ckpt.repair(step_dir, tmp_path / 'mended')
-    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(drop=['params/w']))
-    assert (report.rebuilt, report.dropped) == ((), ('params/w',))
+        t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
+    for trust_files in (True, False):
+        options = t5ckpt.RepairOptions(drop=['params/w'], trust_files=trust_files)
+        report = t5ckpt.repair(step_dir, tmp_path / f'mended{trust_files}', options=options)
+        assert (report.rebuilt, report.dropped) == ((), ('params/w',))
 
 
 def test_what_can_be_mended_is_not_left_out(run_dir, tmp_path):
@@ -283,7 +286,7 @@ def test_what_can_be_mended_is_not_left_out(run_dir, tmp_path):
     chunk = step_dir / 'params.w' / '0.0'
     chunk.write_bytes(chunk.read_bytes()[:100])
     with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/0\.0'):
-        t5ckpt.repair(step_dir, tmp_path / 'other')
+        t5ckpt.repair(step_dir, tmp_path / 'other', options=t5ckpt.RepairOptions(trust_files=True))
     assert t5ckpt.repair(step_dir, tmp_path / 'other', options=everything).dropped == ('params/w',)
     assert t5ckpt.verify(tmp_path / 'other', full=True).ok
 
@@ -484,7 +487,10 @@ def test_a_checkpoint_of_t5x(golden, tmp_path, name):
     for path in zarrays:
         path.unlink()
     assert not t5ckpt.repair(step_dir, dry := tmp_path / 'dry', options=t5ckpt.RepairOptions(dry_run=True)).changed
-    report = t5ckpt.repair(copy, in_place=True)
+    with pytest.raises(errors.CorruptCheckpointError, match=r'No checksum verifies.*trust_files=True'):
+        t5ckpt.repair(copy, in_place=True)
+    trust = t5ckpt.RepairOptions(trust_files=True)
+    report = t5ckpt.repair(copy, in_place=True, options=trust)
     assert len(report.rebuilt) == len(zarrays)
     assert {path: json.loads(path.read_text()) for path in zarrays} == before
     assert arrays_of(copy) == expected
@@ -497,7 +503,7 @@ def test_a_checkpoint_of_t5x(golden, tmp_path, name):
     chunk.write_bytes(chunk.read_bytes()[: chunk.stat().st_size // 2])
     before = bytes_of(copy)
     with pytest.raises(errors.CorruptCheckpointError, match=chunk.name):
-        t5ckpt.repair(copy, in_place=True)
+        t5ckpt.repair(copy, in_place=True, options=trust)
     assert bytes_of(copy) == before
     assert not dry.exists()
 

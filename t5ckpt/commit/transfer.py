@@ -41,6 +41,7 @@ from t5ckpt.format.names import (
     foreign_keys,
     is_file_checksums,
     part_of,
+    part_text,
     superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
@@ -134,8 +135,7 @@ class Transfer:
             part = part_of(checksums.lists, sizes) if COPIES in sizes else None
             if part is not None:
                 raise CorruptCheckpointError(
-                    f'{self._from.url(self._base)} is the part of {part}: the others are on the disks of the other processes. '
-                    "Copy the step from the run's storage."
+                    f"{part_text(self._from.url(self._base), part)} Copy the step from the run's storage."
                 )
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
@@ -187,8 +187,11 @@ class Transfer:
             return FileChecksums()
         where = self._from.url(join(self._base, SIDECAR))
         recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where), where)
-        lists = {name: self._files.read(name) for name in recorded.lists if name in sizes}
-        return recorded.merged(recorded.read_lists(lists, lambda name: self._from.url(join(self._base, name))))
+        lists = recorded.load_lists(
+            lambda name: self._files.read(name) if name in sizes else None,
+            lambda name: self._from.url(join(self._base, name)),
+        )
+        return FileChecksums.union((recorded, *lists.values()))
 
     def _identity(self, name: str) -> tuple[str, int, int, int]:
         """Identifies a file without a checksum, to detect that it was replaced."""

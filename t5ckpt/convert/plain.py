@@ -28,7 +28,7 @@ from t5ckpt.convert.export_options import (
     stamp,
 )
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
-from t5ckpt.convert.source_arrays import Source, cast, open_sources, slices_of
+from t5ckpt.convert.source_arrays import Source, boxes_of, cast, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
@@ -40,8 +40,9 @@ from t5ckpt.reading.npz import BITS, NpzArray, extended_dtype, is_extended, npz_
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
-_Piece = tuple[int, np.ndarray]
-_Item = tuple[TensorSpec, Iterator[_Piece]]
+_Rows = tuple[int, np.ndarray]
+"""The index of the first row, and consecutive rows of an array."""
+_Item = tuple[TensorSpec, Iterator[_Rows]]
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def _export(
             )
     if not options.dry_run:
         meter = Meter(options.progress, total)
-        items = [(spec, _pieces(chosen[name], spec, options, meter)) for name, spec in specs.items()]
+        items = [(spec, _read_rows(chosen[name], spec, options, meter)) for name, spec in specs.items()]
         with sources.identity.reading(), output(target, options.force) as temporary:
             write(temporary, items)
     mapped = {name: (spec.name,) for name, spec in specs.items()}
@@ -131,12 +132,11 @@ def _export(
     return ExportReport(target, kind, (os.path.basename(target),), total, mapped, dropped, seconds, options.dry_run)
 
 
-def _pieces(source: Source, spec: TensorSpec, options: ExportOptions, meter: Meter) -> Iterator[_Piece]:
-    """Yields the array along its first axis, as (first row, rows)."""
-    rest = tuple(slice(0, size) for size in source.shape[1:])
-    for start, stop in slices_of(source, 0, options.piece_bytes) if source.shape else [(0, 0)]:
-        values = source.read((slice(start, stop), *rest) if source.shape else ())
-        yield start, cast(source.name, values, spec.dtype)
+def _read_rows(source: Source, spec: TensorSpec, options: ExportOptions, meter: Meter) -> Iterator[_Rows]:
+    """Yields the array along its first axis; an array without dimensions as a whole."""
+    for box in boxes_of(source, 0, options.piece_bytes):
+        values = source.read(box.slices)
+        yield box[0][0] if box else 0, cast(source.name, values, spec.dtype)
         meter.add(values.size * spec.dtype.itemsize)
 
 
@@ -144,9 +144,9 @@ def _write_safetensors(path: str, items: Iterable[_Item]) -> None:
     items = list(items)
     writer = TensorWriter(path, [spec for spec, _ in items], {'format': 'np'})
     try:
-        for spec, pieces in items:
-            for row, values in pieces:
-                writer.write(spec.name, row, values)
+        for spec, rows in items:
+            for first_row, values in rows:
+                writer.write(spec.name, first_row, values)
         writer.close()
     finally:
         writer.abort()
@@ -156,18 +156,18 @@ def _write_npz(path: str, items: Iterable[_Item]) -> None:
     """Writes a zip file of npy files, one after the other."""
     with foreign_errors(path, writing=True), open(path, 'xb') as file:
         with zipfile.ZipFile(file, 'w') as archive:
-            for spec, pieces in items:
+            for spec, rows in items:
                 with archive.open(zipfile.ZipInfo(f'{spec.name}.npy'), 'w', force_zip64=True) as member:
-                    _write_npy(member, spec, pieces)
+                    _write_npy(member, spec, rows)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_npy(member: IO[bytes], spec: TensorSpec, pieces: Iterator[_Piece]) -> None:
+def _write_npy(member: IO[bytes], spec: TensorSpec, rows: Iterator[_Rows]) -> None:
     dtype = BITS[spec.dtype.itemsize] if is_extended(spec.dtype) else spec.dtype
     header = {'descr': np.lib.format.dtype_to_descr(dtype), 'fortran_order': False, 'shape': spec.shape}
     np.lib.format.write_array_header_1_0(member, header)
-    for _, values in pieces:
+    for _, values in rows:
         # Flat bytes, because a zip member takes len() of its argument.
         member.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 

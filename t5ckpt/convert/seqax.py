@@ -360,7 +360,7 @@ def _write_array(storage: Storage, key: str, array: Any) -> None:
         for chunk_index in grid:
             # A chunk at the end of an axis is stored in full.
             chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
-            chunk[tuple(slice(0, stop - start) for start, stop in box)] = values[box.slices]
+            chunk[box.relative_to(box).slices] = values[box.slices]
             under_way.append(target.write(grid.key(chunk_index), chunk.tobytes()))
             if len(under_way) > _CHUNKS_UNDER_WAY:
                 storage.wait(under_way.pop(0))

@@ -16,6 +16,7 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
 from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import kind
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.contents import read_contents, read_raw
@@ -97,21 +98,22 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     return Sources(arrays, located, contents.identity, tuple(others))
 
 
-def slices_of(source: Source, axis: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges that cover an axis, each of whole chunks and of about ``piece_bytes``.
+def boxes_of(source: Source, axis: int, box_bytes: int) -> Iterator[Box]:
+    """Yields boxes that cover an array, divided along one axis, each of whole chunks and of about ``box_bytes``.
 
-    A chunk is always read whole, so a range that ended inside a chunk would read it twice. If the chunks of one range have more
-    than eight times ``piece_bytes``, the range is smaller than a chunk, to limit memory.
+    A chunk is always read whole, so a box that ended inside a chunk would read it twice. If the chunks of one box have more
+    than eight times ``box_bytes``, the box is smaller than a chunk, to limit memory.
     """
-    size = source.shape[axis]
-    if source.nbytes <= piece_bytes or size <= 1:
-        yield 0, size
+    whole = Box.whole(source.shape)
+    if not source.shape or source.nbytes <= box_bytes or source.shape[axis] <= 1:
+        yield whole
         return
-    wanted = max(1, piece_bytes * size // source.nbytes)
+    size = source.shape[axis]
+    rows = max(1, box_bytes * size // source.nbytes)
     chunk = min(size, max(1, source.chunks[axis]))
-    step = wanted // chunk * chunk or (chunk if chunk <= 8 * wanted else wanted)
+    step = rows // chunk * chunk or (chunk if chunk <= 8 * rows else rows)
     for start in range(0, size, step):
-        yield start, min(size, start + step)
+        yield Box([*whole[:axis], (start, min(size, start + step)), *whole[axis + 1 :]])
 
 
 def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:

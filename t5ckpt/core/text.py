@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 # Of a name or a pattern that is compared with others; the comparison is quadratic.
+CURE_OF_DAMAGE = 'Restore an older step, or copy the checkpoint again.'
+"""The last sentence of errors about a damaged checkpoint."""
 _LONGEST = 300
 _LISTED = 20
 _WORD = re.compile(r'\w{2,}')

@@ -17,6 +17,7 @@ import numpy as np
 
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype, zarr_typestr
@@ -288,7 +289,7 @@ def _spec_dtype(dtype_name: Any, typestr: Any, name: str) -> np.dtype:
     if dtype is None:
         raise CorruptCheckpointError(
             f'{name}: the dtype in the spec ({dtype_name!r:.40}) and in its metadata or .zarray ({typestr!r:.40}) is unknown. '
-            'Restore an older step, or copy the checkpoint again.'
+            f'{CURE_OF_DAMAGE}'
         )
     return dtype
 

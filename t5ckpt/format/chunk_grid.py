@@ -31,6 +31,16 @@ def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     return tuple([itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
+def chunk_key(chunk_index: Sequence[int], separator: str = '.') -> str:
+    """The key of a chunk in zarr v2."""
+    return separator.join(map(str, chunk_index)) or '0'
+
+
+def separator_of(zarray: Mapping[str, Any]) -> Any:
+    """The separator in the keys that zarr v2's metadata describes."""
+    return zarray.get('dimension_separator', '.')
+
+
 class Box(tuple[tuple[int, int], ...]):
     """A rectangular region of an array: (start, stop) per dimension.
 
@@ -125,7 +135,7 @@ class ChunkGrid:
         """The grid whose keys zarr v2's ``dimension_separator`` or zarr v3's ``chunk_key_encoding`` describe."""
         encoding = metadata.get('chunk_key_encoding')
         if encoding is None:
-            return cls(tuple(shape), tuple(chunk_shape), metadata.get('dimension_separator', '.'))
+            return cls(tuple(shape), tuple(chunk_shape), separator_of(metadata))
         is_default = encoding.get('name') == 'default'
         separator = encoding.get('configuration', {}).get('separator', '/' if is_default else '.')
         return cls(tuple(shape), tuple(chunk_shape), separator, 'c' if is_default else '')
@@ -157,7 +167,7 @@ class ChunkGrid:
         """The key of a chunk: its file's name below the array's directory."""
         if self.prefix:
             return self.separator.join([self.prefix, *map(str, chunk_index)])
-        return self.separator.join(map(str, chunk_index)) or '0'
+        return chunk_key(chunk_index, self.separator)
 
     def index(self, key: str) -> ChunkIndex | None:
         """The chunk index of a key, which may be outside the grid; None for any other text."""

@@ -86,7 +86,7 @@ def is_decoded_natively(compressor: Any) -> bool:
 
 
 def decode(data: memoryview, out: memoryview) -> None:
-    """Decodes a blosc chunk into a buffer of its exact size; no memory is allocated by what the chunk claims.
+    """Decodes a blosc chunk into a buffer of its exact size; the sizes in the chunk allocate no memory.
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
@@ -96,7 +96,7 @@ def decode(data: memoryview, out: memoryview) -> None:
     *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
     if total != len(data) or size != len(out):
         raise ValueError(
-            f'it claims {total:,} bytes for {size:,} bytes of values, and has {len(data):,} for {len(out):,}'
+            f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
         )
     try:
         _library('blosc').decompress(data, out)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from t5ckpt.core.keys import is_inside
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
@@ -28,12 +29,24 @@ FileEntry = tuple[int, str]
 """A file's bytes and the xxh3-64 of its contents, in hex."""
 
 _HEX = re.compile('[0-9a-f]{16}')
-_CURE = 'Restore an older step, or copy the checkpoint again.'
 
 
 def entry_of(data: bytes | memoryview) -> FileEntry:
     """The length and the checksum of a file's contents."""
     return len(data), digest(data)
+
+
+def size_text(found: int, expected: int) -> str:
+    """The predicate that a file has another size than it should, such as 'has 5 bytes, expected 8'."""
+    return f'has {found:,} bytes, expected {expected:,}'
+
+
+def damaged_text(where: str, found: FileEntry, expected: FileEntry) -> str:
+    """The sentence that a file differs from its recorded entry."""
+    return (
+        f'{where} is damaged: it has {found[0]:,} bytes with xxh3-64 {found[1]}, expected {expected[0]:,} bytes with '
+        f'{expected[1]}.'
+    )
 
 
 class FileChecksums(Mapping[str, FileEntry]):
@@ -57,11 +70,11 @@ class FileChecksums(Mapping[str, FileEntry]):
             algorithm, files = contents['algorithm'], contents['files']
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptCheckpointError(
-                f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
+                f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
             ) from error
         if algorithm != ALGORITHM:
             raise CorruptCheckpointError(
-                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version reads {ALGORITHM}. {_CURE}'
+                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version reads {ALGORITHM}. {CURE_OF_DAMAGE}'
             )
         return cls.from_json(files, where)
 
@@ -83,7 +96,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         """
         if not isinstance(files, Mapping):
             raise CorruptCheckpointError(
-                f'{where}: the file checksums are {type(files).__name__}, expected an object. {_CURE}'
+                f'{where}: the file checksums are {type(files).__name__}, expected an object. {CURE_OF_DAMAGE}'
             )
         entries: dict[str, FileEntry] = {}
         for name, entry in files.items():
@@ -91,7 +104,9 @@ class FileChecksums(Mapping[str, FileEntry]):
                 case [int(size), str(text)] if size >= 0 and _HEX.fullmatch(text) and is_inside(name):
                     entries[name] = (int(size), text)
                 case _:
-                    raise CorruptCheckpointError(f'{where} has the bad entry {name!r:.120}: {entry!r:.80}. {_CURE}')
+                    raise CorruptCheckpointError(
+                        f'{where} has the bad entry {name!r:.120}: {entry!r:.80}. {CURE_OF_DAMAGE}'
+                    )
         return cls(entries)
 
     def encode(self) -> bytes:
@@ -110,26 +125,34 @@ class FileChecksums(Mapping[str, FileEntry]):
         """The names of the processes' lists, if these are the checksums in a sidecar."""
         return [name for name in self._entries if is_file_checksums(name)]
 
-    def read_lists(self, lists: Mapping[str, bytes], where: Callable[[str], str]) -> FileChecksums:
-        """Decodes and merges the processes' lists; ``self`` holds the checksums in the sidecar.
+    def load_lists(self, read: Callable[[str], bytes | None], where: Callable[[str], str]) -> dict[str, FileChecksums]:
+        """Reads, verifies and decodes the processes' lists, by name; ``self`` holds the checksums in the sidecar.
 
         Args:
-          lists: contents by name; lists that the sidecar does not record are ignored.
+          read: from a list's name to its bytes; None leaves it out.
           where: from a name to the path, for errors.
 
         Raises:
           CorruptCheckpointError: one differs from its checksum, or does not decode.
         """
-        merged: dict[str, FileEntry] = {}
+        loaded: dict[str, FileChecksums] = {}
         for name in self.lists:
-            if name in lists:
-                self.check(name, entry_of(lists[name]), where(name))
-                merged |= FileChecksums.decode(lists[name], where(name))
-        return FileChecksums(merged)
+            if (data := read(name)) is not None:
+                self.check(name, entry_of(data), where(name))
+                loaded[name] = FileChecksums.decode(data, where(name))
+        return loaded
+
+    @classmethod
+    def union(cls, parts: Iterable[Mapping[str, FileEntry]]) -> FileChecksums:
+        """The entries of several mappings; those of a later one take precedence."""
+        entries: dict[str, FileEntry] = {}
+        for part in parts:
+            entries |= part
+        return cls(entries)
 
     def merged(self, other: Mapping[str, FileEntry]) -> FileChecksums:
         """The union with ``other``, whose entries take precedence."""
-        return FileChecksums(self._entries | dict(other))
+        return FileChecksums.union((self, other))
 
     # --- lookup -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +190,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         """Whether a file equals its entry; True for a file without one."""
         return self.get(name, found) == found
 
-    def check(self, name: str, found: FileEntry, where: str, cure: str = _CURE) -> None:
+    def check(self, name: str, found: FileEntry, where: str, cure: str = CURE_OF_DAMAGE) -> None:
         """Compares a file with its entry, if it has one.
 
         Args:
@@ -180,8 +203,4 @@ class FileChecksums(Mapping[str, FileEntry]):
           CorruptCheckpointError: they differ.
         """
         if not self.matches(name, found):
-            size, text = self._entries[name]
-            raise CorruptCheckpointError(
-                f'{where} is damaged: it has {found[0]:,} bytes with xxh3-64 {found[1]}, expected {size:,} bytes with '
-                f'{text}. {cure}'
-            )
+            raise CorruptCheckpointError(f'{damaged_text(where, found, self._entries[name])} {cure}')

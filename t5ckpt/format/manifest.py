@@ -24,6 +24,7 @@ import msgpack
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import SpecDict, is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
@@ -79,7 +80,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
         )
     if not data:
-        raise CorruptCheckpointError(f'{where} is empty. Restore an older step, or copy the checkpoint again.')
+        raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
     try:
         contents = msgpack.unpackb(
             data, ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
@@ -89,7 +90,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except _DAMAGED as error:
         raise CorruptCheckpointError(
             f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
-            'manifest. Restore an older step, or copy the checkpoint again.'
+            f'manifest. {CURE_OF_DAMAGE}'
         ) from error
     return manifest_of(contents, where)
 

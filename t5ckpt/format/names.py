@@ -315,6 +315,11 @@ def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
     )
 
 
+def part_text(where: str, part: str) -> str:
+    """The sentence that a directory has only a part of a step, see :func:`part_of`."""
+    return f'{where} is the part of {part}: the other files are on the disks of the other processes.'
+
+
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
     """The prefix of a data shard's iterator files, T5X's ``train_ds-000-of-001``."""
     return f'{TRAIN_DS_PREFIX}{shard_id:03}-of-{num_shards:03}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkIndex
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, size_text
 from t5ckpt.integrity.implied_files import located_in_leaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -50,7 +50,7 @@ class Findings:
         """Adds a file of another size than the recorded one."""
         offsets = (min(found, recorded), max(found, recorded))
         how = 'are missing' if found < recorded else 'are additional'
-        text = f'has {found:,} bytes, expected {recorded:,}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
+        text = f'{size_text(found, recorded)}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
         self.add('size', name, text, offsets=offsets)
 
     def failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:

@@ -15,6 +15,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
+from t5ckpt.format.file_checksums import size_text
 from t5ckpt.format.orbax import is_database_file
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -107,7 +108,7 @@ class ImpliedFiles:
                 continue
             array.sizes[file] = size
             if array.file_bytes is not None and size != array.file_bytes:
-                text = f'has {size:,} bytes, its chunk {array.file_bytes:,}'
+                text = size_text(size, array.file_bytes)
                 ends = (min(size, array.file_bytes), max(size, array.file_bytes))
                 array.damages.append(Damage('size', file, text, name, chunk_index, box, ends))
             else:

@@ -13,9 +13,10 @@ from typing import Any
 from t5ckpt.catalog.layouts import sidecar_name
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
-from t5ckpt.core.text import Lines, lines, listed, some_of
+from t5ckpt.core.text import CURE_OF_DAMAGE, Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf, zarray_bytes
+from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import (
@@ -107,8 +108,8 @@ class RecoveryRecords:
         return found
 
     def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
-        metadata = {'dimension_separator': '.', 'order': 'C', **array.metadata}
-        standard = array.layout.has_chunk_files and (metadata['dimension_separator'], metadata['order']) == ('.', 'C')
+        metadata = array.metadata
+        standard = array.layout.has_chunk_files and (separator_of(metadata), metadata.get('order', 'C')) == ('.', 'C')
         if not standard or not {'chunks', 'compressor'} <= set(metadata):
             return None
         name, data = f'{array.location}/{ZARRAY}', zarray_bytes(array)
@@ -212,6 +213,6 @@ def _refuse(located: Located, damages: Sequence[Damage]) -> None:
         raise CorruptCheckpointError(
             lines(
                 lines(located.url, unrecoverable_text(damages), between=': '),
-                'Restore an older step, or copy the checkpoint again. Nothing was written.',
+                f'{CURE_OF_DAMAGE} Nothing was written.',
             )
         )

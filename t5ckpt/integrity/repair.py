@@ -20,6 +20,7 @@ from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import (
     CorruptCheckpointError,
     T5CkptError,
@@ -120,8 +121,7 @@ def repair(
 def _step_of(located: Located) -> int:
     if not located.manifest or not located.storage.is_file(join(located.directory, located.manifest)):
         raise UnsupportedFormatError(
-            f'{located.url}: there is no manifest, and no other file lists the leaves. Restore an older step, or '
-            'copy the checkpoint again.'
+            f'{located.url}: there is no manifest, and no other file lists the leaves. {CURE_OF_DAMAGE}'
         )
     return located.step_to_write()
 

@@ -19,7 +19,7 @@ from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Clock, leaf_pattern
-from t5ckpt.core.text import lines, some_of
+from t5ckpt.core.text import CURE_OF_DAMAGE, lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.format.array_spec import StoredLeaf, is_spec
 from t5ckpt.format.file_checksums import FileChecksums
@@ -162,9 +162,8 @@ def _unverified_error(lost: Sequence[Damage], names: Sequence[str]) -> CorruptCh
         lines(
             unrecoverable_text(lost),
             f'{some_of(names, 5)}: lost, or no longer verified by a checksum. The other files cannot verify them: '
-            'files may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have been added. Restore an '
-            'older step, or copy the checkpoint again. To take all files as they are, pass trust_files=True. Nothing was '
-            'written.',
+            'files may have changed, be missing (also on purpose, for keep_dataset_checkpoints) or have been added. '
+            f'{CURE_OF_DAMAGE} To take all files as they are, pass trust_files=True. Nothing was written.',
         )
     )
 
@@ -173,8 +172,8 @@ def _unproven_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         lines(
             unrecoverable_text(damages),
-            'No checksum verifies a .zarray that is rebuilt. Restore an older step, or copy the checkpoint again. To rebuild it '
-            'as T5X and t5ckpt write it, pass trust_files=True. Nothing was written.',
+            f'No checksum verifies a .zarray that is rebuilt. {CURE_OF_DAMAGE} To rebuild it as T5X and t5ckpt write it, pass '
+            'trust_files=True. Nothing was written.',
         )
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from t5ckpt.core.text import counted, lines, listed, printable
+from t5ckpt.core.text import CURE_OF_DAMAGE, counted, lines, listed, printable
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.chunk_grid import Box, chunk_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Damage:
     def __str__(self) -> str:
         where = self.leaf
         if self.chunk is not None:
-            where += f' chunk {".".join(map(str, self.chunk)) or "0"}'
+            where += f' chunk {chunk_key(self.chunk)}'
         if self.box:
             where += f' [{", ".join(f"{start}:{stop}" for start, stop in self.box)}]'
         text = ': '.join(part for part in (where, self.file, f'{self.kind}: {self.text}') if part)
@@ -86,7 +86,7 @@ class VerifyReport:
                 lines(
                     f'{self.path} is damaged in {counted(len(self.damages), "place")}:',
                     *self._listed(),
-                    'Restore an older step, or copy the checkpoint again.',
+                    CURE_OF_DAMAGE,
                 )
             )
 

@@ -19,6 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt.core.keys import join
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex, ceil_div
@@ -75,8 +76,7 @@ class CachedChunks:
                 data = self._file(file)
             except CheckpointNotFoundError as error:
                 raise CorruptCheckpointError(
-                    f'{name}: the chunk {self._storage.url(join(self._base, file))} is missing. Restore an older step, or '
-                    'copy the checkpoint again.'
+                    f'{name}: the chunk {self._storage.url(join(self._base, file))} is missing. {CURE_OF_DAMAGE}'
                 ) from error
             check_chunk(array.chunk_bytes, lambda: len(data), where)
             with foreign_errors(where):

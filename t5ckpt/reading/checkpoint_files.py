@@ -30,6 +30,7 @@ import xxhash
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -157,16 +158,14 @@ class ContainedDirectory:
             mode = self._check_link(each, where)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise self._irregular(where, self._path(each))
-        # TensorStore allocates what the file claims to have, and ends the process where this fails.
+        # TensorStore allocates the size that the file has, and ends the process where this fails.
         metadata = os.path.join(self._path(name), '.zarray')
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{where}: {metadata}')
 
     @staticmethod
     def _irregular(where: str, path: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f'{where}: {path} is not a regular file. Restore an older step, or copy the checkpoint again.'
-        )
+        return CorruptCheckpointError(f'{where}: {path} is not a regular file. {CURE_OF_DAMAGE}')
 
     def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
         yield name

@@ -9,16 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
-_CURE = (
-    'Restore an older step, or copy the checkpoint again; "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' '
-    'reads it without the comparison.'
-)
+_CURE = f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' reads it without the comparison.'
 
 
 class ChecksumVerifier:

@@ -21,6 +21,7 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -41,6 +42,7 @@ from t5ckpt.format.names import (
     is_sidecar,
     parse_step_dir,
     part_of,
+    part_text,
     sidecar_of,
 )
 from t5ckpt.format.safetensors import is_tensor_file
@@ -55,10 +57,7 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 # The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
 _OVERWRITES = 3
 _log = logging.getLogger('t5ckpt')
-_CURE = (
-    'Restore an older step, or copy the checkpoint again. If it was edited on purpose, remove t5ckpt.json and '
-    'integrity.*.json.'
-)
+_CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, remove t5ckpt.json and integrity.*.json.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +285,7 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
             f'{", ".join(map(where, missing))} is missing, so no checksum can be compared. Restore an older step, copy the '
             "checkpoint again, or pass verify='quick'."
         )
-    return recorded.read_lists(lists, where)
+    return FileChecksums.union(recorded.load_lists(lists.get, where).values())
 
 
 def _check_not_part(located: Located, recorded: FileChecksums) -> None:
@@ -296,8 +295,8 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
     part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
     if part is not None:
         raise CorruptCheckpointError(
-            f'{storage.url(directory)} is the part of {part}: the other files are on the disks of the other processes. '
-            'Restore it in a job of several processes, with Checkpointer(local_dir=...), or restore the copy in checkpoints_dir.'
+            f'{part_text(storage.url(directory), part)} Restore it in a job of several processes, with '
+            'Checkpointer(local_dir=...), or restore the copy in checkpoints_dir.'
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, NotEnoughMemoryError
 from t5ckpt.storage.memory_limit import memory_limit
 
@@ -29,7 +30,7 @@ def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> 
         return
     if chunk_bytes > (found := file_bytes()) * _MAX_RATIO:
         raise CorruptCheckpointError(
-            f'{where}: the metadata claims a chunk of {chunk_bytes:,} bytes, which a file of {found:,} bytes cannot '
+            f'{where}: the metadata describes a chunk of {chunk_bytes:,} bytes, which a file of {found:,} bytes cannot '
             'hold. Do not use this checkpoint.'
         )
     check_memory(chunk_bytes, where)
@@ -59,6 +60,6 @@ def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
     """
     if chunks > _MANY and chunks > (found := files()):
         raise CorruptCheckpointError(
-            f'{where}: the metadata claims {chunks:,} chunks, and there are {found:,} files. It is damaged or forged; '
-            'restore an older step, or copy the checkpoint again.'
+            f'{where}: the metadata describes {chunks:,} chunks, and there are {found:,} files. It is damaged or forged. '
+            f'{CURE_OF_DAMAGE}'
         )

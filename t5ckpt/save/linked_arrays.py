@@ -18,6 +18,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf, zarray_bytes
+from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
@@ -141,7 +142,7 @@ def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None
         metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
         array = dataclasses.replace(write.array, metadata=metadata)
         expected = json.loads(zarray_bytes(array))
-        same = {**zarray, 'dimension_separator': zarray.get('dimension_separator', '.')} == expected
+        same = {**zarray, 'dimension_separator': separator_of(zarray)} == expected
     except (ValueError, TypeError, KeyError):
         return None
     return array if same else None

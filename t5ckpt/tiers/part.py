@@ -64,13 +64,11 @@ class Part:
         recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where(SIDECAR)), where(SIDECAR))
         recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
-        checksums, lists = FileChecksums(), dict[str, FileChecksums]()
+        copies = FileChecksums()
         if COPIES in sizes:
-            checksums = FileChecksums.decode(storage.read(join(directory, COPIES)), where(COPIES))
-        for name in recorded.lists:
-            if name in sizes:
-                lists[name] = recorded.read_lists({name: storage.read(join(directory, name))}, where)
-                checksums = checksums.merged(lists[name])
+            copies = FileChecksums.decode(storage.read(join(directory, COPIES)), where(COPIES))
+        lists = recorded.load_lists(lambda name: storage.read(join(directory, name)) if name in sizes else None, where)
+        checksums = FileChecksums.union((copies, *lists.values()))
         there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
         return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists))
 

@@ -27,7 +27,7 @@ from t5ckpt.core.thread_pool import Pool, start_thread
 from t5ckpt.distributed.processes import ServiceError
 from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, damaged_text, entry_of
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
@@ -93,8 +93,8 @@ def send_lists(
             data = part.storage.read(source)
         except T5CkptError as error:
             raise NotUploadableError(f'{part.storage.url(source)} cannot be read: {error}') from error
-        if entry is not None and entry_of(data) != entry:
-            raise NotUploadableError(f'{part.storage.url(source)} is damaged')
+        if entry is not None and (found := entry_of(data)) != entry:
+            raise NotUploadableError(damaged_text(part.storage.url(source), found, entry))
         run.write(key, data)
         return len(data)
 

@@ -27,7 +27,9 @@ def two_processes():
 def test_from_the_sidecar_to_each_file():
     recorded, lists = two_processes()
     assert recorded.lists == ['integrity.0.json', 'integrity.1.json']
-    files = recorded.read_lists(lists, url)
+    loaded = recorded.load_lists(lists.get, url)
+    assert list(loaded) == ['integrity.0.json', 'integrity.1.json']
+    files = FileChecksums.union(loaded.values())
     assert dict(files) == {'w/.zarray': (3, 'a' * 16), 'w/0.0': (9, 'b' * 16)}
     assert files.below('w/0') == ['w/0.0']
     assert files.encode() == FileChecksums(dict(sorted(files.items(), reverse=True))).encode()
@@ -39,8 +41,10 @@ def test_a_damaged_list_and_a_damaged_file_have_one_message():
     with pytest.raises(
         errors.CorruptCheckpointError, match=r'checkpoint_1/integrity.1.json is damaged: it has 65 bytes.*expected 64'
     ):
-        recorded.read_lists(damaged, url)
-    files = recorded.read_lists(lists, url)
+        recorded.load_lists(damaged.get, url)
+    del damaged['integrity.1.json']
+    assert list(recorded.load_lists(damaged.get, url)) == ['integrity.0.json']
+    files = FileChecksums.union(recorded.load_lists(lists.get, url).values())
     files.check('w/.zarray', (3, 'a' * 16), 'w')
     files.check('unknown', (1, 'c' * 16), 'unknown')
     with pytest.raises(errors.CorruptCheckpointError) as caught:

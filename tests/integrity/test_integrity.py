@@ -277,7 +277,7 @@ def test_an_array_that_claims_to_be_huge(golden, tmp_path):
     report = t5ckpt.verify(step_dir, full=True)
     damage = the_damage(report)
     assert (damage.kind, damage.leaf) == ('undecodable', 'w')
-    assert 'claims 1,152,921,504,606,846,976 chunks' in damage.text
+    assert 'describes 1,152,921,504,606,846,976 chunks' in damage.text
 
 
 def test_the_verb(run_dir):

@@ -34,7 +34,7 @@ from t5ckpt.convert.huggingface.config import (
 )
 from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
 from t5ckpt.convert.huggingface.names import Pair, pairs_of
-from t5ckpt.convert.source_arrays import Sources, cast, open_sources, slices_of
+from t5ckpt.convert.source_arrays import Sources, boxes_of, cast, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
@@ -211,10 +211,9 @@ def _writers(directory: str, plan: _Plan) -> Generator[dict[str, TensorWriter]]:
 def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], meter: Meter, piece_bytes: int) -> None:
     for pair in plan.pairs:
         source, axis, dtype = sources.arrays[pair.leaf], pair.row_axis, plan.dtypes[pair.leaf]
-        for start, stop in slices_of(source, axis, piece_bytes):
-            box = tuple(slice(start, stop) if i == axis else slice(0, size) for i, size in enumerate(source.shape))
-            values = cast(pair.leaf, source.read(box), dtype)
-            row = start * pair.rows_per_index
+        for box in boxes_of(source, axis, piece_bytes):
+            values = cast(pair.leaf, source.read(box.slices), dtype)
+            row = box[axis][0] * pair.rows_per_index
             for name, rows in zip(pair.tensors, pair.to_tensors(values), strict=True):
                 for copy in (name, *(plan.copies if name == _EMBEDDING else ())):
                     writers[copy].write(copy, row, rows)

@@ -20,8 +20,10 @@ from typing import Self
 
 import numpy as np
 
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
+from t5ckpt.format.file_checksums import size_text
 from t5ckpt.reading.checkpoint_files import ContainedDirectory
 from t5ckpt.reading.local.native_chunks import NativeChunks
 
@@ -203,9 +205,7 @@ class ChunkFile:
             raise self._cut_off() from error
 
     def _cut_off(self) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f'{self.name}: {self.path} became shorter while it was read. Restore an older step, or copy the checkpoint again.'
-        )
+        return CorruptCheckpointError(f'{self.name}: {self.path} became shorter while it was read. {CURE_OF_DAMAGE}')
 
     def close(self) -> None:
         """Closes the descriptor; to be called once."""
@@ -253,14 +253,13 @@ class ChunkFiles:
             fd, found = self._open(file)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f'{self._name}: the chunk {self.path(file)} is missing. Restore an older step, or copy the checkpoint again.'
+                f'{self._name}: the chunk {self.path(file)} is missing. {CURE_OF_DAMAGE}'
             ) from error
         if size is None or found == size:
             return fd
         os.close(fd)
         raise CorruptCheckpointError(
-            f'{self._name}: {self.path(file)} has {found:,} bytes, expected {size:,}. It is truncated or damaged; restore '
-            'an older step, or copy the checkpoint again.'
+            f'{self._name}: {self.path(file)} {size_text(found, size)}. It is truncated or damaged. {CURE_OF_DAMAGE}'
         )
 
     def _open(self, file: str) -> tuple[int, int]:

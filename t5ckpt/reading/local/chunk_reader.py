@@ -28,6 +28,7 @@ from typing import ClassVar
 import numpy as np
 import xxhash
 
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
 from t5ckpt.format.codecs import decode
@@ -221,8 +222,8 @@ class _DecodingReader(ChunkReader):
         size, chunk_bytes = file.size(), self._chunks.chunk_bytes
         if size > chunk_bytes + _OVERHEAD:
             raise CorruptCheckpointError(
-                f'{self._name}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged; restore an older '
-                'step, or copy the checkpoint again.'
+                f'{self._name}: {file.path} has {size:,} bytes, its chunk {chunk_bytes:,}. It is damaged. '
+                f'{CURE_OF_DAMAGE}'
             )
         check_chunk(chunk_bytes, lambda: size, f'{self._name} ({file.path})')
         with self._memory.reserved() as (memory, decoded):
@@ -237,8 +238,7 @@ class _DecodingReader(ChunkReader):
                 decode(encoded, into)
             except ValueError as error:
                 raise CorruptCheckpointError(
-                    f'{self._name}: {file.path} cannot be decoded: {error}. It is damaged; restore an older step, or copy the '
-                    'checkpoint again.'
+                    f'{self._name}: {file.path} cannot be decoded: {error}. It is damaged. {CURE_OF_DAMAGE}'
                 ) from error
             self._copy(into, self._block(0, others))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray
-from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex
+from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex, separator_of
 from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
 
@@ -97,7 +97,7 @@ def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
     if not isinstance(found, Mapping):
         return None
     chunks = found.get('chunks')
-    separator = found.get('dimension_separator', '.')
+    separator = separator_of(found)
     compressor = found.get('compressor')
     plain = compressor is None or is_decoded_natively(compressor)
     plain = plain and not found.get('filters') and found.get('order') == 'C'

@@ -328,6 +328,11 @@ class LeafProblem:
     hint: str = ''
     near: tuple[str, ...] = ()
 
+    @property
+    def model(self) -> str:
+        """The same as ``template``, under its earlier name."""
+        return self.template
+
     def __str__(self) -> str:
         return printable(self._text())
 

@@ -86,6 +86,7 @@ def test_wrong_shape(saved, where):
     assert_says(error, 'target/decoder/w', '(512, 256)', '(256, 512)', 'fallback_state')
     (problem,) = error.value.problems
     assert (problem.leaf, problem.kind) == ('target/decoder/w', 'shape')
+    assert problem.model == problem.template == '(256, 512)'
     assert isinstance(error.value, ValueError)
 
 

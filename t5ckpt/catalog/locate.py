@@ -112,7 +112,7 @@ class Located:
 
 def with_links(located: Located, follow_links: bool) -> Located:
     """Sets ``follow_links``; warns on a storage that has no links."""
-    if follow_links and located.storage.local_path('') is None:
+    if follow_links and not located.storage.is_file_system:
         warn_caller(NoEffectWarning(no_links_text(located)))
     return dataclasses.replace(located, follow_links=follow_links)
 

@@ -67,7 +67,7 @@ def remote_paths(paths: Sequence[str]) -> list[str]:
     for path in paths:
         # The verb reports the error of a malformed path.
         with contextlib.suppress(T5CkptError):
-            found += [path] if open_storage(path).local_path('') is None else []
+            found += [] if open_storage(path).is_file_system else [path]
     return found
 
 
@@ -117,7 +117,7 @@ def step_named(path: str) -> re.Match[str] | None:
     if named is None:
         return None
     storage = open_storage(path)
-    if storage.local_path('') is not None and storage.kind('') is not None:
+    if storage.is_file_system and storage.kind('') is not None:
         return None
     return named
 
@@ -125,7 +125,7 @@ def step_named(path: str) -> re.Match[str] | None:
 def _refuse_file(path: str, run: str) -> None:
     """Raises click.UsageError for ``a.npz@3``: a file has no steps."""
     storage = open_storage(run)
-    if storage.local_path('') is not None and storage.kind('') == 'file':
+    if storage.is_file_system and storage.kind('') == 'file':
         raise click.UsageError(f'{path} names a step, but {run} is a file, which has no steps. Pass {run}.')
 
 

@@ -201,7 +201,7 @@ def _print_others(others: Sequence[int]) -> None:
 
 def _others(storage: Storage) -> list[int]:
     """The steps of Orbax and Flax, where --other-layouts works."""
-    return [] if storage.local_path('') is None else [each.step for each in listing(storage).steps if not each.is_t5x]
+    return [each.step for each in listing(storage).steps if not each.is_t5x] if storage.is_file_system else []
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:

@@ -34,7 +34,7 @@ def record_in(directory: str) -> TierRecord | None:
       LocalDirError: it is damaged.
     """
     storage = open_storage(directory)
-    if storage.local_path('') is None or not storage.is_file(TIER_RECORD):
+    if not storage.is_file_system or not storage.is_file(TIER_RECORD):
         return None
     from t5ckpt.tiers.local_dir import read_record
 

@@ -229,8 +229,7 @@ class Transfer:
         others = set[str]() if work.is_temporary else {*foreign_keys(found), *filter(is_of_one_save, found)}
         for name in found.keys() - {*names, SIDECAR} - others:
             self._to.delete_file(join(work.directory, name))
-        is_local = self._from.local_path(self._base) is not None
-        known = {name for name in names if name in found and (is_local or name in checksums)}
+        known = {name for name in names if name in found and (self._from.is_file_system or name in checksums)}
         return {name for name in known if name not in checksums or found[name] in (None, checksums[name][0])}
 
     def _report(self, size: int, total: int) -> None:

@@ -60,7 +60,7 @@ class Findings:
           StorageError: an object store failed or refused the request, so the state of the file is unknown. On a disk, the
             error may come from a bad sector, and the other files are still verified.
         """
-        if isinstance(error, StorageError) and self._files.storage.local_path('') is None:
+        if isinstance(error, StorageError) and not self._files.storage.is_file_system:
             raise error
         match error:
             case UnsafeSpecError():

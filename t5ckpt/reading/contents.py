@@ -290,7 +290,7 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
 
 def _check_not_part(located: Located, recorded: FileChecksums) -> None:
     storage, directory = located.storage, located.directory
-    if storage.local_path('') is None or not storage.is_file(join(directory, COPIES)):
+    if not storage.is_file_system or not storage.is_file(join(directory, COPIES)):
         return
     part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
     if part is not None:

@@ -33,6 +33,6 @@ class ReadOptions:
         On storage without local files, verification would fetch each file twice, except through a cache, which serves
         reads ``by_index`` (``ArrayReader.read``).
         """
-        reads_whole_chunks = storage.local_path('') is not None and not self.mmap and not lazy
+        reads_whole_chunks = storage.is_file_system and not self.mmap and not lazy
         is_cached = storage.caches and by_index
         return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))

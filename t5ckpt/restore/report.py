@@ -86,7 +86,7 @@ def _unused_options(request: RestoreRequest, located: Located, template: LeafTab
         )
     if request.call.donate and not any(is_jax_array(leaf) for leaf in template.values()):
         texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
-    if located.storage.local_path('') is None:
+    if not located.storage.is_file_system:
         where = located.storage.url()
         if request.reading.mmap:
             texts.append(

@@ -63,7 +63,7 @@ def compression_for(compression: str | None, storage: Storage) -> str | None:
     """The name of the codec that ``'default'`` stands for: ``'auto'`` on object stores, None on disks and in memory."""
     if not isinstance(compression, str) or compression != 'default':
         return compression
-    return None if storage.local_path('') is not None or not storage.is_shared else 'auto'
+    return None if storage.is_file_system or not storage.is_shared else 'auto'
 
 
 class CodecSelection:
@@ -76,7 +76,7 @@ class CodecSelection:
     def __init__(self, storage: Storage, rate: float | None = None):
         """Takes the run's storage; ``rate``, in bytes per second, is used instead of a measured one."""
         self._given = rate
-        self._typical = _TYPICAL_BUCKET if storage.local_path('') is None else _TYPICAL_DISK
+        self._typical = _TYPICAL_DISK if storage.is_file_system else _TYPICAL_BUCKET
         self.agreed: dict[str, Any] = {}
         self._guard = threading.Lock()
         self._bytes = 0

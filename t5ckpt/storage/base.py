@@ -322,3 +322,8 @@ class Storage(ABC):
         """The path of the key in the local file system, or None if it has none."""
         del key
         return None
+
+    @property
+    def is_file_system(self) -> bool:
+        """Whether its files have paths in the local file system."""
+        return self.local_path('') is not None

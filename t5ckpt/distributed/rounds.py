@@ -75,6 +75,12 @@ def coordination_error(action: str, phase: str, status: Status) -> CoordinationE
     return CoordinationError(f'{action}, in {phase!r}: {what}', status.code, status.died)
 
 
+def _sent_error(error: BaseException) -> dict[str, str]:
+    """The leader's error, of JSON's types. The text of a RemoteError is its message: its type names no cause."""
+    text = str(error) if isinstance(error, RemoteError) else lines_of_error(error)
+    return {'kind': type(error).__name__, 'text': text}
+
+
 class Channel:
     """The sequence of rounds of one checkpointer."""
 
@@ -183,7 +189,7 @@ class CoordinationRound:
         except BaseException as error:
             # Raises the exception of the leader, even if the others cannot be reached.
             with contextlib.suppress(T5CkptError):
-                self._send_decision(prefix, phase, {'error': lines_of_error(error)})
+                self._send_decision(prefix, phase, {'error': _sent_error(error)})
             raise
         self._send_decision(prefix, phase, {'value': value})
         return value
@@ -235,10 +241,11 @@ class CoordinationRound:
         with self._mapped(phase.value, (0,)):
             decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
         if 'error' in decision:
-            kind, _, text = decision['error'].partition(': ')
-            if kind == 'RemoteError':
+            kind, text = decision['error']['kind'], decision['error']['text']
+            if kind == RemoteError.__name__:
+                # A vote failed: the text names the process.
                 raise RemoteError(text)
-            raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {decision["error"]}', (0,))
+            raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {text}', (0,))
         return decision['value']
 
     @contextlib.contextmanager

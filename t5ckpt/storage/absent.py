@@ -14,17 +14,18 @@ from t5ckpt.storage.base import Storage
 
 def require_directory(storage: Storage) -> None:
     """Raises InvalidPathError for a checkpointer without a directory."""
-    if isinstance(storage, AbsentStorage):
-        storage.refuse()
+    if storage.is_absent:
+        storage.make_dir('')
 
 
 class AbsentStorage(Storage):
     """No directory."""
 
     commits_by_rename = True
+    is_absent = True
     driver = 'file'
 
-    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises the error of every operation."""
         raise InvalidPathError(
             'checkpoints_dir is empty: this checkpointer can only restore(path=...). To save, to list steps and to '
@@ -34,5 +35,5 @@ class AbsentStorage(Storage):
     def url(self, key: str = '') -> str:
         return key
 
-    read = write = kind = size = entries = walk = make_dir = try_lock = refuse
-    sync_tree = publish = delete_file = delete_tree = array_kvstore = context = refuse
+    read = write = kind = size = entries = walk = make_dir = try_lock = _refuse
+    sync_tree = publish = delete_file = delete_tree = array_kvstore = context = _refuse

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _METHODS = ('PUT', 'COPY', 'GET', 'LIST', 'DELETE')
 
-__all__ = ['Entry', 'Storage', 'foreign_errors', 'requests_between']
+__all__ = ['Entry', 'Lock', 'Storage', 'foreign_errors', 'requests_between']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,19 @@ def requests_between(before: Mapping[str, int], after: Mapping[str, int]) -> str
     return f'; requests: {named}' if named else ''
 
 
+class Lock(ABC):
+    """The lock of a directory; see :meth:`Storage.try_lock`."""
+
+    is_held = True
+    """Whether other processes are kept away; False if locks do not work."""
+    reason = ''
+    """The cause if locks do not work, such as the error of the file system."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the lock."""
+
+
 class Storage(ABC):
     """One root on one backend."""
 
@@ -72,6 +85,8 @@ class Storage(ABC):
     """Whether other processes can see the same root, as far as it is known."""
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
+    is_absent = False
+    """Whether it stands for a checkpointer without a directory, so that every operation is an error."""
     driver: str
     """The kvstore driver in the manifest for arrays on this storage: 'file' or 'gcs', the two that T5X accepts."""
 
@@ -217,11 +232,11 @@ class Storage(ABC):
         """Creates a directory and its parents. With ``exclusive`` returns False if it exists already."""
 
     @abstractmethod
-    def try_lock(self, key: str) -> Any:
+    def try_lock(self, key: str) -> Lock | None:
         """Locks a directory for its writer without waiting; returns None if another live process has the lock.
 
         Returns:
-          An object with ``close()``, which releases the lock, and ``is_held``, which is False if locks do not work.
+          The lock. Its ``is_held`` is False if locks do not work.
         """
 
     @abstractmethod

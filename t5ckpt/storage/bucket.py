@@ -239,7 +239,7 @@ class BucketStorage(Storage):
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
         return not (exclusive and self._has_keys(key))
 
-    def try_lock(self, key: str) -> Any:
+    def try_lock(self, key: str) -> ProcessLock | None:
         return ProcessLock.take(self.url(key))
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:

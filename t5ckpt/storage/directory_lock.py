@@ -8,10 +8,11 @@ from __future__ import annotations
 import fcntl
 import os
 
+from t5ckpt.storage.base import Lock
 from t5ckpt.storage.checked_rename import leads_to
 
 
-class DirectoryLock:
+class DirectoryLock(Lock):
     """An open directory, and whether its flock is held, or why not; ``close`` releases it."""
 
     def __init__(self, fd: int, is_held: bool, reason: str = ''):

@@ -22,7 +22,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import StorageError
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.checked_rename import check_renamed
-from t5ckpt.storage.directory_lock import lock_directory
+from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.storage.durable import exchange_durably, make_dir_durably, rename_durably, sync_dir, write_synced
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
@@ -222,7 +222,7 @@ class FileStorage(Storage):
         return sorted(found, key=lambda entry: entry.name)
 
     def _check_links(self) -> None:
-        """Raises StorageError if a symbolic link on the way to the root leads to nothing, which is no place for a new run."""
+        """Raises StorageError if a symbolic link on the way to the root leads to nothing: no run can be created there."""
         path = self._root
         while not os.path.lexists(path):
             path = os.path.dirname(path)
@@ -252,7 +252,7 @@ class FileStorage(Storage):
             # The name of a step's directory becomes durable by a rename, that of the root does not.
             return make_dir_durably(self._path(key), exclusive=exclusive, syncs_name=not key)
 
-    def try_lock(self, key: str) -> Any:
+    def try_lock(self, key: str) -> DirectoryLock | None:
         with foreign_errors(self.url(key)):
             return lock_directory(self._path(key))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 
+from t5ckpt.storage.base import Lock
+
 _locked_urls: set[str] = set()
 _guard = threading.Lock()
 
 
-class ProcessLock:
+class ProcessLock(Lock):
     """The lock of a directory: its URL in the set of locked directories of this process."""
-
-    is_held = True
 
     def __init__(self, url: str):
         self._url = url

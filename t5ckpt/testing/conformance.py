@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -141,11 +140,11 @@ class StorageConformance:
         """A lock has one owner at a time."""
         storage = self.make(tmp_path)
         storage.make_dir('c')
-        first: Any = storage.try_lock('c')
+        first = storage.try_lock('c')
         if first is None or storage.try_lock('c') is not None:
             raise AssertionError('the directory was locked twice, or not at all')
         first.close()
-        again: Any = storage.try_lock('c')
+        again = storage.try_lock('c')
         if again is None:
             raise AssertionError('a lock was not released')
         again.close()

@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from t5ckpt.errors import NoSpaceError, StorageError
 from t5ckpt.storage import Entry, Storage
+from t5ckpt.storage.base import Lock
 
 
 class FaultyStorage(Storage):
@@ -170,7 +171,7 @@ class FaultyStorage(Storage):
         self._count('make_dir', key)
         return self._inner.make_dir(key, exclusive)
 
-    def try_lock(self, key: str) -> Any:
+    def try_lock(self, key: str) -> Lock | None:
         self._count('try_lock', key)
         return self._inner.try_lock(key)
 

@@ -25,6 +25,7 @@ from t5ckpt.catalog.listing import listing
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage.base import Lock
 
 _RUN_ID = f'{INDEX}/run_id'
 _log = logging.getLogger('t5ckpt')
@@ -101,7 +102,7 @@ class LocalDir:
         self.read_only = read_only
         self._record: TierRecord | None = None
         self.guard = threading.RLock()
-        self._lock: Any = None
+        self._lock: Lock | None = None
         # The id that the run's storage has; '' if it has none, None before the first look.
         self._run_id: str | None = None
 
@@ -124,8 +125,7 @@ class LocalDir:
                     'close that checkpointer, or pass another local_dir; several processes of a machine need one each.'
                 )
             if not self._lock.is_held:
-                # Storages of other programs need not say why.
-                reason = getattr(self._lock, 'reason', '') or 'flock'
+                reason = self._lock.reason or 'flock'
                 self._release()
                 raise LocalDirError(
                     f'{local.url()} cannot be locked ({reason}), so another process could use it at the same time. Pass a '
@@ -286,7 +286,7 @@ class LocalDir:
             self._lock = None
 
 
-def _locked(local: Storage) -> Any:
+def _locked(local: Storage) -> Lock | None:
     lock = local.try_lock('')
     if lock is None:
         # A notebook may have replaced a checkpointer without closing it.

@@ -21,12 +21,12 @@ import numpy as np
 import t5ckpt
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.storage import open_storage
+from t5ckpt.storage.base import Lock
 from t5ckpt.testing import FaultyStorage
 
 url, name, start, speed = sys.argv[1], *json.loads(sys.argv[2])
 
-class NoLock:
-    is_held = True
+class NoLock(Lock):
     def close(self): pass
 
 def scaled(unix):

@@ -25,10 +25,10 @@ _STOPPED = """
 import os, signal, sys, time
 import t5ckpt
 from t5ckpt.storage import open_storage
+from t5ckpt.storage.base import Lock
 from t5ckpt.testing import FaultyStorage
 
-class NoLock:
-    is_held = True
+class NoLock(Lock):
     def close(self): pass
 
 class Stopping(FaultyStorage):

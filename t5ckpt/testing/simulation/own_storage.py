@@ -13,6 +13,7 @@ from typing import Any
 from t5ckpt.core.keys import join
 from t5ckpt.errors import StorageError
 from t5ckpt.storage import Storage
+from t5ckpt.storage.base import Lock
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.faulty import FaultyStorage
 from t5ckpt.testing.simulation.scheduler import active, current_task
@@ -68,11 +69,11 @@ class OwnServer:
             self.changed(tuple(keys))
 
 
-class _Lock:
+class _Lock(Lock):
     """A lock of a directory, which ends with its process."""
 
-    def __init__(self, lock: Any):
-        self._lock, self.is_held = lock, lock.is_held
+    def __init__(self, lock: Lock):
+        self._lock, self.is_held, self.reason = lock, lock.is_held, lock.reason
         current_task().process.on_death.append(self.close)
 
     def close(self) -> None:

@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f'step {step:4}  loss {float(loss):.4f}', flush=True)
                 watchdog.beat()
                 if checkpointer.should_stop:
-                    print(f'told to end: saved step {step + 1}', flush=True)
+                    print(f'preempted: saved step {step + 1}', flush=True)
                     break
 
 

@@ -67,7 +67,7 @@ from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.storage import AbsentStorage, Storage, is_same_kind, require_directory
+from t5ckpt.storage import Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.train_state import flatten_state, step_to_save
@@ -193,17 +193,24 @@ class Checkpointer:
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         policy = _latest(keep) if keep_policy is None else keep_policy
-        datasets, others = dataset_count(keep_dataset_checkpoints), prune_other_layouts
-        self._retention = Retention(self._storage, policy, clock, datasets, metric_source, prune_others=others)
+        self._retention = Retention(
+            self._storage,
+            policy,
+            clock,
+            dataset_count(keep_dataset_checkpoints),
+            metric_source,
+            prune_others=prune_other_layouts,
+        )
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
-        self._clock, self._is_read_only = clock, read_only
+        self._clock = clock
+        self._is_read_only = read_only
         self._notices = Notices()
         self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
         target = self._tiers.local
         self._options = SaveOptions(cast, compression_for(compression, target), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
-        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=others)
+        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
@@ -246,7 +253,7 @@ class Checkpointer:
         """Where the steps are; chosen once."""
         if options is None:
             return OneTier(self._storage, self._retention, self._clock, self._notices)
-        # Imported here, so that nobody else pays for it.
+        # Imported here, because only a checkpointer with a local directory needs it.
         from t5ckpt.tiers.tiers import Tiers
 
         require_directory(self._storage)
@@ -265,7 +272,7 @@ class Checkpointer:
         return self._train_state
 
     def __repr__(self) -> str:
-        latest = None if isinstance(self._storage, AbsentStorage) else self.latest_step()
+        latest = None if self._storage.is_absent else self.latest_step()
         return f'{type(self).__name__}({self.checkpoints_dir!r}, latest_step={latest})'
 
     @property
@@ -410,7 +417,7 @@ class Checkpointer:
         self._refuse_if_read_only('save')
         if self._is_closed:
             raise ClosedError(
-                f'the checkpointer of {self.checkpoints_dir} is closed, so nobody would wait for this save or see its error. '
+                f'the checkpointer of {self.checkpoints_dir} is closed: it does not wait for saves or report their errors. '
                 'Save inside the with block, or before close().'
             )
         self.wait_until_finished()

@@ -49,14 +49,14 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class StepInfo:
     """The facts about a complete checkpoint that a policy gets.
 
     Attributes:
       step: its step.
       pinned: whether it is pinned, so that retention never deletes it.
-      held: whether it has a read lease.
+      has_read_lease: whether a reader has a lease on it.
       waits: whether it waits for its upload from a local directory.
       created_unix: when it was saved, in unix seconds; None if unknown.
       metrics: by name, as passed to ``save`` or found by the checkpointer's metric source.
@@ -64,13 +64,33 @@ class StepInfo:
 
     step: int
     pinned: bool = False
-    held: bool = False
+    has_read_lease: bool = False
     created_unix: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     waits: bool = False
 
+    def __init__(
+        self,
+        step: int,
+        pinned: bool = False,
+        has_read_lease: bool = False,
+        created_unix: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        waits: bool = False,
+        *,
+        held: bool = False,
+    ) -> None:
+        """Takes the values of the attributes; ``held`` is the former name of ``has_read_lease``."""
+        set_fields(self, step=step, pinned=pinned, has_read_lease=has_read_lease or held, created_unix=created_unix)
+        set_fields(self, metrics={} if metrics is None else metrics, waits=waits)
 
-HELD = 'held by a reader'
+    @property
+    def held(self) -> bool:
+        """The former name of ``has_read_lease``."""
+        return self.has_read_lease
+
+
+HELD = 'has a read lease'
 """The reason for a step with a read lease."""
 WAITS = 'waits for its upload'
 """The reason for a step of a local directory that is not in the run's storage yet."""
@@ -213,9 +233,9 @@ class KeepBest(KeepPolicy):
 
     def _ranked(self, info: StepInfo, is_worse: bool) -> Decision:
         value = info.metrics.get(self.metric)
-        held = f'has no {self.metric}' if value is None else f'{self.metric} {value:g}'
-        place = 'not among' if is_worse else 'among'
-        return Decision(info.step, not is_worse, f'{held}, {place} the best {self.count} ({self.mode})')
+        metric = f'has no {self.metric}' if value is None else f'{self.metric} {value:g}'
+        rank = 'not among' if is_worse else 'among'
+        return Decision(info.step, not is_worse, f'{metric}, {rank} the best {self.count} ({self.mode})')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,13 +383,13 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         decision = decisions.get(info.step, Decision(info.step, True, 'the policy returned no decision'))
         rules = {
             'pinned': info.pinned,
-            HELD: info.held,
+            HELD: info.has_read_lease,
             WAITS: info.waits,
             'latest': info.step == latest,
             'just saved': info.step == just_saved,
         }
         rule = next((reason for reason, holds in rules.items() if holds), None)
         is_ruled = rule is not None and (info.pinned or not decision.keep)
-        overruled = is_ruled and (info.pinned or info.held or info.waits)
+        overruled = is_ruled and (info.pinned or info.has_read_lease or info.waits)
         plan.append(Decision(info.step, True, str(rule), overruled) if is_ruled else decision)
     return plan

@@ -125,7 +125,7 @@ class WarmStart:
         check_patterns((pattern for pattern, _ in rules), 'WarmStart: rename')
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The path to restore from; with ``step`` it is resolved, without storage options.
 
         Raises:
@@ -295,10 +295,10 @@ def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any] | None, sources: Sequence[WarmStart], donate: bool
 ) -> Any:
     template = flatten_state(checkpointer.template).table
-    places: list[str] = checkpointer.agree(
+    paths: list[str] = checkpointer.agree(
         'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )
-    sources = [dataclasses.replace(each, path=path, step=None) for each, path in zip(sources, places, strict=True)]
+    sources = [dataclasses.replace(each, path=path, step=None) for each, path in zip(sources, paths, strict=True)]
     shares: list[_Share] = []
     given: frozenset[Path] = frozenset()
     for warm in sources:
@@ -313,7 +313,7 @@ def _warm_start(
         leaves = share.found | share.lacking
         warm = share.warm
         values |= checkpointer.restore_leaves(
-            warm.place, leaves, (share.transform,), strict=warm.strict, resize=warm.resize
+            warm.location, leaves, (share.transform,), strict=warm.strict, resize=warm.resize
         )
     initial: LeafTable = {}
     if from_init:
@@ -322,7 +322,7 @@ def _warm_start(
         initial = {path: _value(fresh[path]) for path in from_init}
     rest = values | initial
     state = checkpointer.restore(
-        path=last.warm.place,
+        path=last.warm.location,
         state_transformation_fns=(last.transform,),
         fallback_state=unflatten(rest) if rest else None,
         strict=last.warm.strict,
@@ -331,7 +331,7 @@ def _warm_start(
         resize=last.warm.resize,
     )
     for share in shares:
-        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.place, len(share.found), len(template))
+        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.location, len(share.found), len(template))
     _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(template))
     return state
 
@@ -355,7 +355,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     Raises:
       ValueError: a pattern matches no leaf, or the source provides no leaf that the sources before it lack.
     """
-    source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.place)))
+    source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.location)))
     found = warm.transform(_names(source), unflatten({path: _value(leaf) for path, leaf in template.items()}))
     _check_patterns(warm, [*map(leaf_name, template), *source])
     have = set(flatten_nested(found, is_spec))
@@ -364,13 +364,13 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]
     if lacking and warm.missing == 'init':
         names = some_of([leaf_name(path) for path in lacking], 5)
-        _log.info("t5ckpt: %s lacks %s; missing='init' takes them from other sources or init_fn", warm.place, names)
+        _log.info("t5ckpt: %s lacks %s; missing='init' takes them from other sources or init_fn", warm.location, names)
         lacking = []
     if not share and (before or not lacking):
         cure = 'Narrow take= of those' if before else 'Correct take=, leave= and rename='
         left = ' that the sources before it lack' if before else ''
         raise ValueError(
-            f'initial_checkpoint: {warm.place} provides no leaf of the template{left}. {cure}, or leave this source out.'
+            f'initial_checkpoint: {warm.location} provides no leaf of the template{left}. {cure}, or leave this source out.'
         )
     return _Share(warm, share, frozenset(lacking), before)
 
@@ -386,7 +386,7 @@ def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
             hint = '' if near is None else f'; it matches only the beginning of {near}, so pass {field}={text + ".*"!r}'
             meant = meant_pattern(text, names) or meant_pattern(f'{text}/.*', names)
             raise ValueError(
-                f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.place}, such as '
+                f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.location}, such as '
                 f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.{meant}'
             )
 

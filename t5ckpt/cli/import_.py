@@ -8,12 +8,12 @@ import click
 
 from t5ckpt.cli.conversion_output import library_usage_errors, print_report
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress, with_options
-from t5ckpt.cli.paths import PLACE, RUN
+from t5ckpt.cli.paths import ANY_PATH, RUN
 from t5ckpt.cli.verb import Verb, VerbGroup
 from t5ckpt.convert.export_options import ImportOptions
 
 _common = with_options(
-    click.argument('path', type=PLACE),
+    click.argument('path', type=ANY_PATH),
     click.argument('out', type=RUN),
     moved_option('--step', '--as-step sets the step to write.'),
     click.option(

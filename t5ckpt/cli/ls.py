@@ -51,9 +51,9 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     record = None if None in paths else record_in(path)
     found: list[_Row] = []
     code = Exit.DONE
-    for name, place in paths.items():
+    for name, location in paths.items():
         try:
-            found += [_Row(name, entry) for entry in _steps_at(place, show_all, name, record)]
+            found += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
         except T5CkptError as error:
             if name != PERSISTENT or len(paths) == 1:
                 raise
@@ -67,7 +67,8 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
         _print_rows(found)
     else:
         print_line(
-            f'no complete checkpoint in {" or ".join(open_storage(place).url() for place in paths.values())}', err=True
+            f'no complete checkpoint in {" or ".join(open_storage(location).url() for location in paths.values())}',
+            err=True,
         )
     return code
 

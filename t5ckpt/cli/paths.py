@@ -31,10 +31,10 @@ class _Path(click.types.StringParamType):
         return str(value)
 
 
-# CHECKPOINT: a run, a step by any of its names, or a file. RUN: only a run. PLACE: any file or directory.
+# CHECKPOINT: a run, a step by any of its names, or a file. RUN: only a run. ANY_PATH: any file or directory.
 CHECKPOINT = _Path('path')
 RUN = _Path('run')
-PLACE = _Path('place')
+ANY_PATH = _Path('path')
 
 
 def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: b
       t5ckpt pin run --step 1000 --why 'in the paper'
       t5ckpt pin run@best:eval/loss run@latest
     """
-    places = checkpoints_of(paths, steps)
-    for place in places:
-        pin_checkpoint(place, why)
-    reasons = {place: pin_text(open_storage(place), '') for place in places}
+    checkpoints = checkpoints_of(paths, steps)
+    for path in checkpoints:
+        pin_checkpoint(path, why)
+    reasons = {path: pin_text(open_storage(path), '') for path in checkpoints}
     if as_json:
-        print_json({'paths': places, 'why': reasons})
+        print_json({'paths': checkpoints, 'why': reasons})
     else:
-        for place, text in reasons.items():
-            print_line(f'pinned {place}: {text}' if text else f'pinned {place}')
+        for path, text in reasons.items():
+            print_line(f'pinned {path}: {text}' if text else f'pinned {path}')

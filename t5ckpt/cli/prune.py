@@ -84,7 +84,7 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    tiers = [_planned(name, run_at(place), rules) for name, place in tier_paths(path, tier).items()]
+    tiers = [_planned(name, run_at(location), rules) for name, location in tier_paths(path, tier).items()]
     plan = sorted(
         ((each.name, decision) for each in tiers for decision in each.plan),
         key=lambda each: (each[1].step, str(each[0])),

@@ -11,7 +11,7 @@ import click
 from t5ckpt.catalog.locate import locate
 from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import json_option, print_json, print_line, progress, size_of, steps_option
-from t5ckpt.cli.paths import CHECKPOINT, PLACE
+from t5ckpt.cli.paths import ANY_PATH, CHECKPOINT
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import human_bytes
 from t5ckpt.inspection.report.write import SAMPLE_BYTES
@@ -25,7 +25,7 @@ def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
 
 @click.command('report', cls=Verb)
 @click.argument('path', type=CHECKPOINT)
-@click.option('--output', '-o', type=PLACE, required=True, metavar='FILE', help='The page, such as run.html.')
+@click.option('--output', '-o', type=ANY_PATH, required=True, metavar='FILE', help='The page, such as run.html.')
 @steps_option
 @click.option(
     '--sample',

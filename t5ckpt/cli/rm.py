@@ -73,8 +73,8 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     deleted: list[int] = []
     failed: dict[int, str] = {}
     if not kept and not how['dry_run']:
-        places = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
-        confirm(f'Delete {counted(len(chosen), "step")} of {places}?', how['yes'])
+        urls = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
+        confirm(f'Delete {counted(len(chosen), "step")} of {urls}?', how['yes'])
         for each in targets:
             try:
                 delete_step(each.storage, each.step, time.time, **even)
@@ -112,9 +112,9 @@ class _Target(NamedTuple):
 
 def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_Target]:
     """The steps in each tier; the run's first, since that one may not answer. One of both tiers may lack a step."""
-    places = {name: open_run_storage(place) for name, place in tier_paths(storage.url(), tier).items()}
-    found = [_Target(name, places[name], step) for name in sorted(places, key=str, reverse=True) for step in steps]
-    there = [each for each in found if len(places) == 1 or has_step(each.storage, each.step)]
+    storages = {name: open_run_storage(location) for name, location in tier_paths(storage.url(), tier).items()}
+    found = [_Target(name, storages[name], step) for name in sorted(storages, key=str, reverse=True) for step in steps]
+    there = [each for each in found if len(storages) == 1 or has_step(each.storage, each.step)]
     absent = set(steps) - {each.step for each in there}
     return [*there, *(each for each in found if each.step in absent)]
 

@@ -63,8 +63,8 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     """
     if depth is not None and (how['sort'] != 'tree' or as_json):
         raise click.UsageError('--depth applies only to the tree. Leave out --sort and --json.')
-    (place,) = tier_paths(path, how['tier']).values()
-    view = open_checkpoint(place, step, follow_links=how['follow_links'])
+    (location,) = tier_paths(path, how['tier']).values()
+    view = open_checkpoint(location, step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)

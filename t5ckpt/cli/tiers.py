@@ -42,7 +42,7 @@ def record_in(directory: str) -> TierRecord | None:
 
 
 def recorded_run(path: str) -> str | None:
-    """The place in the run that belongs to a local directory, or to a step of one; None for other paths.
+    """The path in the run that a local directory, or a step of one, is uploaded to; None for other paths.
 
     Raises:
       LocalDirError: the record of the directory is damaged.

@@ -26,15 +26,15 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], as_json: bool) -> No
     Example:
       t5ckpt unpin run --step 1000
     """
-    places = checkpoints_of(paths, steps)
-    were = [place for place in places if is_pinned_checkpoint(place)]
-    for place in were:
-        unpin_checkpoint(place)
-    others = [place for place in places if place not in were]
+    checkpoints = checkpoints_of(paths, steps)
+    were = [path for path in checkpoints if is_pinned_checkpoint(path)]
+    for path in were:
+        unpin_checkpoint(path)
+    others = [path for path in checkpoints if path not in were]
     if as_json:
         print_json({'unpinned': were, 'not_pinned': others})
     else:
-        for text in [f'unpinned {place}' for place in were] + [f'was not pinned: {place}' for place in others]:
+        for text in [f'unpinned {path}' for path in were] + [f'was not pinned: {path}' for path in others]:
             print_line(text)
     if others:
         raise click.exceptions.Exit(1)

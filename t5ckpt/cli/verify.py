@@ -34,9 +34,9 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
       t5ckpt verify run --full --json | jq '.damages[].file'
     """
     found: dict[str | None, VerifyReport] = {}
-    for name, place in tier_paths(path, tier).items():
+    for name, location in tier_paths(path, tier).items():
         with progress('verifying') as report:
-            found[name] = verify(place, step, full=full, follow_links=follow_links, progress=report)
+            found[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
     is_ok = all(each.ok for each in found.values())
     if as_json and tier != BOTH:
         (one,) = found.values()

@@ -260,7 +260,7 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
         HELD: 'Try again when the reader is done.',
         WAITS: 'The next start of its run with this local_dir uploads it; t5ckpt rm --force deletes it without.',
     }
-    verb = '' if reason == WAITS else 'is '
+    verb = '' if reason in cures else 'is '
     cure = cures.get(reason, 'Unpin it first.')
     return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
 

@@ -31,7 +31,7 @@ class CallSite:
     @classmethod
     def here(cls) -> CallSite:
         """The innermost line of this thread outside the package."""
-        frame: FrameType = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12
+        frame: FrameType = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12  # pyright: ignore[reportPrivateUsage]
         while _is_ours(frame) and frame.f_back is not None:
             frame = frame.f_back
         names = frame.f_globals

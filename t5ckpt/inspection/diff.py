@@ -229,17 +229,19 @@ def compare(
     sample_bytes: int | None = None,
 ) -> CheckpointDiff:
     """Compares two views; with ``sample_bytes`` a sample of the values of each, see ``blocks_in``."""
-    mine = {info.name: info for info in first.infos()}
-    theirs = {info.name: info for info in second.infos()}
-    names = [*mine, *(name for name in theirs if name not in mine)]
-    by_facts = {name: _compare_facts(name, mine.get(name), theirs.get(name)) for name in names}
-    open_ones = [mine[name] for name, found in by_facts.items() if found is None or found.what == 'dtype']
+    first_infos = {info.name: info for info in first.infos()}
+    second_infos = {info.name: info for info in second.infos()}
+    names = [*first_infos, *(name for name in second_infos if name not in first_infos)]
+    by_facts = {name: _compare_facts(name, first_infos.get(name), second_infos.get(name)) for name in names}
+    open_ones = [first_infos[name] for name, found in by_facts.items() if found is None or found.what == 'dtype']
     sums: dict[str, _Sums] = {}
     if values:
         with first.in_one() as one, second.in_one() as other:
             arrays = [info for info in open_ones if info.dtype]
             sums = _compare_values(one, other, arrays, progress, sample_bytes)
-    found = [_conclude(name, by_facts[name], sums.get(name), mine.get(name), theirs.get(name)) for name in names]
+    found = [
+        _conclude(name, by_facts[name], sums.get(name), first_infos.get(name), second_infos.get(name)) for name in names
+    ]
     differing = tuple(leaf for leaf in found if leaf is not None)
     return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))
 

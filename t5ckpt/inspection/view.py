@@ -265,18 +265,18 @@ class CheckpointView(Mapping[str, LazyArray]):
     def _title(self) -> str:
         return f'{self.path}: {leaf_name(self._prefix)}' if self._prefix else self.path
 
-    def _facts(self) -> list[str]:
+    def _details(self) -> list[str]:
         infos, created = self.infos(), self._contents.sidecar.created_unix
-        facts = [] if self.step is None else [f'step {self.step}']
-        facts += [
+        details = [] if self.step is None else [f'step {self.step}']
+        details += [
             counted(len(infos), 'leaf', 'leaves'),
             counted(sum(info.size for info in infos), 'value'),
             human_bytes(self.nbytes),
         ]
         if created is not None:
             saved = datetime.datetime.fromtimestamp(created, datetime.UTC)
-            facts.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')
-        return facts + [f'{name} {value:.6g}' for name, value in self.metrics.items()]
+            details.append(f'saved {saved:%Y-%m-%d %H:%M} UTC')
+        return details + [f'{name} {value:.6g}' for name, value in self.metrics.items()]
 
     def __repr__(self) -> str:
         infos = self.infos()
@@ -284,7 +284,7 @@ class CheckpointView(Mapping[str, LazyArray]):
             (f'  {info.name}', info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
             for info in infos[:_SHOWN]
         ]
-        lines = [printable(f'{self._title()} ({", ".join(self._facts())})'), *aligned(rows, (False,) * 4)]
+        lines = [printable(f'{self._title()} ({", ".join(self._details())})'), *aligned(rows, (False,) * 4)]
         if len(infos) > _SHOWN:
             lines.append(
                 f"  ... and {len(infos) - _SHOWN:,} more: view['a/group'], view['**/kernel'], view.to_pandas()"
@@ -298,7 +298,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         return repr_lib.render_dictionary_wrapper(type(self), children, path, subtree_renderer)
 
     def _repr_html_(self) -> str:
-        return tree_html(self._title(), self._facts(), build_tree(self.infos()))
+        return tree_html(self._title(), self._details(), build_tree(self.infos()))
 
 
 def _described(info: LeafInfo) -> str:

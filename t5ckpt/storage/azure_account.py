@@ -14,7 +14,7 @@ from typing import Any
 
 from t5ckpt.storage.options import AzureOptions
 
-# learn.microsoft.com/azure/storage/common/storage-use-azurite: the account that Azurite has, and its key, which is no secret.
+# learn.microsoft.com/azure/storage/common/storage-use-azurite: the account of Azurite, and its key, which is public.
 _DEVELOPMENT = {
     'AccountName': 'devstoreaccount1',
     'AccountKey': 'Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==',

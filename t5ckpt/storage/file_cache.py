@@ -29,10 +29,10 @@ _ENTRY = re.compile(r'[0-9a-f]{62}\.chunk(\.[0-9]+\.[0-9]+)?')
 
 @dataclasses.dataclass(frozen=True)
 class CachedFile:
-    """A file as it was fetched; ``generation`` is the store's identifier of its version."""
+    """A file as it was fetched; ``version`` is the store's identifier of its contents, such as an ETag."""
 
     data: bytes
-    generation: bytes
+    version: bytes
 
 
 class FileCache:
@@ -58,7 +58,7 @@ class FileCache:
         held = self.get(url)
         if held is not None and is_good is not None and is_good(held.data):
             return held.data
-        found = fetch(held.generation if held is not None and is_good is None else None)
+        found = fetch(held.version if held is not None and is_good is None else None)
         if found is not None:
             self.put(url, found)
             return found.data
@@ -77,16 +77,16 @@ class FileCache:
         except OSError:
             return None
         try:
-            facts = json.loads(head)
-            good = facts['url'] == url and facts['xxh3'] == xxhash.xxh3_64_hexdigest(data)
-            return CachedFile(data, bytes.fromhex(facts['generation'])) if good else None
+            header = json.loads(head)
+            good = header['url'] == url and header['xxh3'] == xxhash.xxh3_64_hexdigest(data)
+            return CachedFile(data, bytes.fromhex(header['generation'])) if good else None
         except (ValueError, TypeError, KeyError):
             return None
 
     def put(self, url: str, file: CachedFile) -> None:
         """Adds a file, unless it is larger than the limit; ignores errors, such as a full disk."""
-        facts = {'url': url, 'generation': file.generation.hex(), 'xxh3': xxhash.xxh3_64_hexdigest(file.data)}
-        head = json.dumps(facts).encode() + b'\n'
+        header = {'url': url, 'generation': file.version.hex(), 'xxh3': xxhash.xxh3_64_hexdigest(file.data)}
+        head = json.dumps(header).encode() + b'\n'
         if len(head) + len(file.data) > self._limit:
             return
         path = self._path(url)

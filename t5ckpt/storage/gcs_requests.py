@@ -36,11 +36,11 @@ class GcsRequests(ServerRequests):
 
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:
         quoted = [urllib.parse.quote(text, safe='') for text in (self._bucket, source, target)]
-        place = f'/storage/v1/b/{quoted[0]}/o/{quoted[1]}/rewriteTo/b/{quoted[0]}/o/{quoted[2]}'
+        path = f'/storage/v1/b/{quoted[0]}/o/{quoted[1]}/rewriteTo/b/{quoted[0]}/o/{quoted[2]}'
         query = {'ifSourceGenerationMatch': str(int.from_bytes(version[_GENERATION], 'little'))}
         query |= {} if self._project is None else {'userProject': self._project}
         for _ in range(_MOST_PARTS):
-            reply = self._send('COPY', 'POST', f'{place}?{urllib.parse.urlencode(query)}', {})
+            reply = self._send('COPY', 'POST', f'{path}?{urllib.parse.urlencode(query)}', {})
             try:
                 found = json.loads(reply)
                 if found['done']:

@@ -12,7 +12,6 @@ from typing import Any
 
 from t5ckpt.core.text import shown
 from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
-from t5ckpt.storage.absent import AbsentStorage
 from t5ckpt.storage.base import Storage
 
 # The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
@@ -207,7 +206,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 def is_same_kind(path: str, storage: Storage) -> bool:
     """Whether a path or URL is on the same kind of storage; always True for an ``AbsentStorage``."""
-    return isinstance(storage, AbsentStorage) or _parse(path).scheme == _parse(storage.url()).scheme
+    return storage.is_absent or _parse(path).scheme == _parse(storage.url()).scheme
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -271,18 +270,18 @@ def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, A
     """
     from t5ckpt.storage.options import BY_SCHEME, parse_options, unknown_options, value_of_text
 
-    places = {_parse(path).scheme: path for path in paths} if texts else {}
+    path_by_scheme = {_parse(path).scheme: path for path in paths} if texts else {}
     kinds = {
         scheme: {field.name: str(field.type) for field in dataclasses.fields(BY_SCHEME[scheme])}
-        for scheme in places
+        for scheme in path_by_scheme
         if scheme in BY_SCHEME
     }
     known = {name: kind for fields in kinds.values() for name, kind in fields.items()}
     unknown = [name for name in texts if name not in known]
     if unknown:
-        raise unknown_options(', '.join(places.values()), unknown, known)
+        raise unknown_options(', '.join(path_by_scheme.values()), unknown, known)
     values = {name: value_of_text(name, known[name], text) for name, text in texts.items()}
     for scheme, fields in kinds.items():
         own = {name: value for name, value in values.items() if name in fields}
-        parse_options(BY_SCHEME[scheme], own, places[scheme])
+        parse_options(BY_SCHEME[scheme], own, path_by_scheme[scheme])
     return values

@@ -231,7 +231,7 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
     retention = Retention(storage, KeepLatest(1), clock)
     with read_lease(storage, 1, 60, clock) as is_there:
         assert is_there
-        assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
+        assert {d.step: d.reason for d in retention.plan()}[1] == 'has a read lease'
         assert [decision.step for decision in retention.carry_out()] == [0, 2]
         # Also for who has made a plan before.
         assert strategy_of(storage).hide(storage, 1, clock) is None

@@ -272,7 +272,7 @@ def test_delete_spares_what_a_reader_holds(tmp_path):
         ck.save(state(), step=1)
         steps = t5ckpt.checkpoints_iterator(tmp_path, timeout=0, hold_seconds=60)
         assert next(steps) == 1
-        with pytest.raises(StepKeptError, match='is held by a reader'):
+        with pytest.raises(StepKeptError, match='has a read lease'):
             ck.delete(1)
         steps.close()
         ck.delete(1)

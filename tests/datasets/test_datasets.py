@@ -409,7 +409,7 @@ def test_a_step_with_a_read_lease_keeps_its_position(kind, run_dir, caplog):
             assert is_there
             ck.save(STATE, step=1)
             assert ck.all_dataset_checkpoint_steps() == [0, 1]
-        assert 'is held by a reader, so it was not stripped of its iterator state' in caplog.text
+        assert 'has a read lease, so it was not stripped of its iterator state' in caplog.text
         ck.save(STATE, step=2)
         assert ck.all_dataset_checkpoint_steps() == [2]
 

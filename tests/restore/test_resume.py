@@ -161,7 +161,7 @@ def test_one_with_a_read_lease_is_not_put_aside(tmp_path, caplog):
             assert value_of(restore_or_init(ck, must_not_run)) == 1
             assert ck.all_steps() == [1, 2]
         assert 'cannot save that step again' in caplog.text
-        assert 'is held by a reader, so it was not renamed' in caplog.text
+        assert 'has a read lease, so it was not renamed' in caplog.text
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1]
     assert not [name for name in os.listdir(tmp_path) if name.startswith('deleting_')]

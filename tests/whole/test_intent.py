@@ -376,7 +376,7 @@ def test_rm_deletes_the_steps_it_is_given_and_says_why_not(run):
     assert t5ckpt.all_steps(run) == [1, 2], 'one that stays stays with all others'
     assert 'pass --yes' in str(rm(run, '--step', 2))
     with read_lease(open_storage(run), 2, 60, time.time):
-        assert 'held by a reader' in rm(run, 2, '--yes', code=1)
+        assert 'has a read lease' in rm(run, 2, '--yes', code=1)
     assert json.loads(rm(run / 'checkpoint_2', '--yes', '--json'))['deleted'] == [2]
     assert isinstance(rm(run, 2, '--yes'), CheckpointNotFoundError)
     rm(run, '--step', 1, '--pinned', '--yes')
@@ -622,7 +622,7 @@ def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, cap
         with read_lease(checkpointer.storage, 4, 60, time.time):
             checkpointer.save(nnx_state(5))
     told = [message for message in caplog.messages if 'regardless of the keep policy' in message]
-    assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']
+    assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'has a read lease']
     assert t5ckpt.all_steps(tmp_path) == [1, 4, 5]
 
 

@@ -15,14 +15,13 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import google_crc32c
 import msgpack
 import numpy as np
 
 import t5ckpt
 from t5ckpt.catalog.locate import locate
 from t5ckpt.convert.files.flax_msgpack import read_large
-from t5ckpt.convert.files.tf_bundle import _MAGIC, _masked, read_bundle
+from t5ckpt.convert.files.tf_bundle import read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, is_spec, parse_spec, spec_of, with_facts
@@ -205,12 +204,14 @@ def events(data: bytes) -> None:
                 assert isinstance(value, float)
 
 
+# tensorflow/core/lib/io/format.h: the last eight bytes of a table.
+_BUNDLE_MAGIC = 0xDB4775248B80FB57
 _BUNDLE = _Directory({'model.index': b'', 'model.data-00000-of-00001': bytes(64)})
 
 
 def _block(data: bytes) -> bytes:
     """A block of a table with the checksum that fits."""
-    return data + b'\0' + struct.pack('<I', _masked(google_crc32c.extend(0, data + b'\0')))
+    return data + b'\0' + struct.pack('<I', masked_crc32c(data + b'\0'))
 
 
 def _table_of(data: bytes) -> bytes:
@@ -218,7 +219,7 @@ def _table_of(data: bytes) -> bytes:
     handle = _long(0) + _long(len(data))
     index = bytes([0, 1, len(handle)]) + b'a' + handle + struct.pack('<II', 0, 1)
     footer = (_long(0) + _long(0) + _long(len(data) + 5) + _long(len(index))).ljust(40, b'\0')
-    return _block(data) + _block(index) + footer + struct.pack('<Q', _MAGIC)
+    return _block(data) + _block(index) + footer + struct.pack('<Q', _BUNDLE_MAGIC)
 
 
 def _long(value: int) -> bytes:

@@ -44,7 +44,15 @@ _LONGEST = (
     *('test_dataset_libraries', 'test_notebooks', 'test_hf_logits', 'test_tf_peer', 'test_async', 'test_repair'),
     *('test_faults', 'test_leases', 'test_copy', 'test_hf', 'test_report', 'test_golden', 'test_roundtrip'),
     *('test_layouts', 'test_recovery_records', 'test_t5x_rules', 'test_faults_by_operation', 'test_object_stores'),
-    *('test_map', 'test_maybe_save', 'test_rewrite', 'test_stream', 'test_cli', 'test_integrity', 'test_flax_file'),
+    *(
+        'test_mmap_reader',
+        'test_maybe_save',
+        'test_rewrite',
+        'test_stream',
+        'test_cli',
+        'test_integrity',
+        'test_flax_file',
+    ),
 )
 
 

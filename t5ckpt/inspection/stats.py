@@ -128,7 +128,8 @@ def _values(block: np.ndarray) -> np.ndarray:
     return np.abs(block).astype(np.float64) if block.dtype.kind == 'c' else block.astype(np.float64)
 
 
-def _moments(block: np.ndarray) -> _Moments:
+def moments_of(block: np.ndarray) -> _Moments:
+    """The moments of a block."""
     return functools.reduce(_Moments.merged, map(_piece, pieces_of(block)), _Moments())
 
 
@@ -235,7 +236,9 @@ def checkpoint_stats(
         return np.asarray(view[block.leaf.name][block.index])
 
     parts: dict[str, _Moments] = {info.name: _Moments() for info in infos}
-    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), lambda block: _moments(values_of(block)), threads):
+    for block, part in reduce_blocks(
+        blocks_in(infos, sample_bytes), lambda block: moments_of(values_of(block)), threads
+    ):
         parts[block.leaf.name] = parts[block.leaf.name].merged(part)
         meter.add(block.nbytes)
     stats = {name: part.finished() for name, part in parts.items()}

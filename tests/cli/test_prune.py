@@ -224,7 +224,7 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
-def test_a_held_step_is_not_deleted(tmp_path, kind):
+def test_a_step_with_a_read_lease_is_not_deleted(tmp_path, kind):
     place = str(tmp_path) if kind == 'file' else 'memory://t5ckpt-holds/run'
     storage, clock = open_storage(place), FakeClock()
     save(storage, range(4))

@@ -123,7 +123,7 @@ def test_every_verb_names_steps_in_the_same_way(verb, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('verb', [*OF_A_RUN, *(f'{name} writes' for name in WRITERS)])
-def test_a_step_is_no_run(verb, run, tmp_path, capsys):
+def test_a_step_is_not_a_run(verb, run, tmp_path, capsys):
     words = OF_A_RUN.get(verb) or WRITERS[verb.removesuffix(' writes')]
     words = [word.replace('{}', f'{run}@100').replace('RUN', str(run)) for word in words]
     code, _, err = said(words, capsys)
@@ -327,7 +327,7 @@ def test_a_file_never_gets_the_number_of_standard_error():
     assert int(in_a_shell(f"{sys.executable} -c '{code}' 2>&- <&-").stdout) > 2
 
 
-def test_an_error_of_the_output_is_no_error_of_a_file():
+def test_an_error_of_the_output_is_not_an_error_of_a_file():
     assert not issubclass(OutputError, OSError)
 
 

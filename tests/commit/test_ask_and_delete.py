@@ -514,7 +514,7 @@ def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky
 
 
 @pytest.mark.parametrize('exchanges', [True, False])
-def test_an_overwrite_is_told_of_a_writer_that_was_faster(tmp_path, caplog, exchanges):
+def test_an_overwrite_reports_a_faster_writer(tmp_path, caplog, exchanges):
     """The old step is gone when it is to be replaced, or has its other name, and another writer saves the step at this moment."""
     storage = Acting(open_storage(tmp_path), exchanges=exchanges)
 

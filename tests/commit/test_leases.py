@@ -303,7 +303,7 @@ def test_the_partial_lease_of_a_deleter_that_was_killed_is_collected(call, tmp_p
 
 
 @pytest.mark.multiprocess
-def test_a_pin_without_a_checkpoint_is_in_nobodys_way(bucket):
+def test_a_pin_without_a_checkpoint_blocks_no_save(bucket):
     """A pin that is killed leaves it, where the step was deleted meanwhile; that of a broken checkpoint keeps the files."""
     place = bucket.url()
     bucket.put(f'{place}/checkpoint_1/PINNED', b'1')

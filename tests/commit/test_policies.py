@@ -328,7 +328,7 @@ def test_a_policy_of_another_package_is_not_recorded():
         {'keep': 'KeepAny', 'policies': [{'keep': 'KeepAll'}, {'keep': 'Unknown'}]},
     ],
 )
-def test_what_is_no_policy(told):
+def test_other_objects_than_policies(told):
     assert policy_of(told) is None
 
 

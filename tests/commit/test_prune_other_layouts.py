@@ -162,7 +162,7 @@ def test_pins_and_readers_keep_them(mixed):
 
 
 @pytest.mark.multiprocess
-def test_a_killed_deletion_leaves_no_listed_step_and_is_swept(mixed):
+def test_a_killed_deletion_leaves_no_listed_step_and_is_completed(mixed):
     with open_ck(mixed) as ck:
         ck.save(STATE, step=4)
     code = textwrap.dedent(

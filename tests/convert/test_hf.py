@@ -245,7 +245,7 @@ def test_a_fused_decoder_is_refused_with_its_names(tmp_path: pathlib.Path):
         ),
     ],
 )
-def test_what_is_no_such_t5_is_refused(tmp_path: pathlib.Path, change: Any, error: Any, words: str):
+def test_an_unsupported_t5_is_refused(tmp_path: pathlib.Path, change: Any, error: Any, words: str):
     params = t5.init(t5.Config())
     change(params)
     with pytest.raises(error, match=words):
@@ -253,7 +253,7 @@ def test_what_is_no_such_t5_is_refused(tmp_path: pathlib.Path, change: Any, erro
     assert not (tmp_path / 'hf').exists()
 
 
-def test_a_tree_that_is_no_t5_is_refused(tmp_path: pathlib.Path):
+def test_a_tree_of_another_model_is_refused(tmp_path: pathlib.Path):
     with pytest.raises(UnsupportedFormatError, match='not a T5: no leaf is named target/encoder'):
         export_hf(write(tmp_path / 'run', {'w': np.ones(3)}), tmp_path / 'hf')
 

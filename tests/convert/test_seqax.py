@@ -249,7 +249,7 @@ def test_a_complete_step_is_replaced_only_when_asked_and_a_broken_one_always(tmp
     assert list(read_seqax(tmp_path)[0]) == [('v',)]
 
 
-def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+def test_other_directories_than_checkpoints_are_kept(tmp_path):
     (tmp_path / '0000000001').mkdir()
     (tmp_path / '0000000001' / 'thesis.tex').write_text('much work')
     for overwrite in (False, True):

@@ -52,7 +52,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize('what', OPENED)
-def test_what_is_no_file_is_refused_at_once(tmp_path, what):
+def test_other_things_than_files_are_refused_at_once(tmp_path, what):
     started = time.monotonic()
     with pytest.raises(errors.T5CkptError):
         OPENED[what](tmp_path)
@@ -70,7 +70,7 @@ def npz(path, header, data=b'', method=zipfile.ZIP_STORED):
 
 @pytest.mark.parametrize('method', [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize('shape', [(10**12,), (10**9, 10**9, 10**9), (3,), ()])
-def test_an_array_that_claims_more_or_less_than_there_is(tmp_path, method, shape):
+def test_an_array_whose_header_has_another_size_than_its_file(tmp_path, method, shape):
     path = npz(tmp_path / 'x.npz', {'descr': '<f4', 'fortran_order': False, 'shape': shape}, bytes(8), method)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(errors.CorruptCheckpointError, match=r'w\.npy: its header has [0-9,]+ bytes.* 8\.'):

@@ -256,7 +256,7 @@ def test_a_step_that_is_nowhere(tmp_path, tf_golden):
         (TINY | {'shared/embedding_slot_v': (4,)}, errors.MissingLeaves, 'token_embedder/embedding: missing, but its slots'),
     ],
 )  # fmt: skip
-def test_what_is_no_t5(shapes, error, says):
+def test_other_models_than_t5(shapes, error, says):
     with pytest.raises(error, match=says):
         tf_leaves(tensors_of(shapes))
 

@@ -326,7 +326,7 @@ def test_an_item_of_a_later_step_is_named_without_those_of_earlier_steps(items, 
     ]
 
 
-def test_what_orbax_has_no_place_for_is_named(tmp_path):
+def test_leaves_that_orbax_cannot_store_are_named(tmp_path):
     with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(tree(3), metrics={'loss': 1.0}, custom_metadata={'a': 1})
     (tmp_path / 'run/checkpoint_3/train_ds-000-of-001').write_bytes(b'position')

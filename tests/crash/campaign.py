@@ -32,8 +32,7 @@ from typing import Any
 _HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE.parent.parent)]
 
-import loopfs
-from support import faultshim
+from support import faultshim, loopfs
 from support.faultshim import ANY, CLOSE, CREATE, GETS, LINK, LOCK, PUTS, READ, REMOVE, RENAME, SYNC, WRITE
 
 _PLANNED = 5

@@ -25,12 +25,10 @@ sys.path[:0] = [str(_HERE.parent), str(_HERE)]
 # Everything is imported before the first fork; none of it starts a thread that a child would miss.
 import flax.serialization  # noqa: F401
 import jax  # noqa: F401
-import loopfs
-import powercut
 import tensorstore  # noqa: F401
 from crash_checks import check_whole, fingerprint, listed, open_files
 from crash_scenarios import BUCKET, LOCAL, NEXT, SCENARIOS, SOURCE, Trainer, promises_of
-from support import faultshim
+from support import faultshim, loopfs, powercut
 from support.faultshim import LOSE, SHORT, SHUTDOWN, Shim
 
 import t5ckpt

@@ -3,9 +3,8 @@
 import collections
 
 import campaign
-import loopfs
 import pytest
-from support import faultshim
+from support import faultshim, loopfs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -192,7 +192,7 @@ def test_a_damaged_file_is_an_error_and_never_another_position(data):
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_state_is_an_error(noise):
+def test_other_objects_than_states_are_an_error(noise):
     with pytest.raises(errors.CorruptCheckpointError):
         decode_state(noise, 'there')
 

@@ -15,7 +15,7 @@ import t5ckpt
 from t5ckpt import plots
 from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
 from t5ckpt.inspection.runs import Series
-from t5ckpt.inspection.stats import _moments
+from t5ckpt.inspection.stats import moments_of
 
 
 def saved(directory, step=1, **leaves):
@@ -54,7 +54,7 @@ values = hnp.arrays(
 @hypothesis.given(array=values, cut=st.integers(0, 8))
 def test_parts_merge_to_what_numpy_says_of_the_whole(array, cut):
     flat = array.ravel()
-    stats = _moments(flat[:cut]).merged(_moments(flat[cut:])).finished()
+    stats = moments_of(flat[:cut]).merged(moments_of(flat[cut:])).finished()
     with np.errstate(all='ignore'):
         wide = (np.abs(flat) if flat.dtype.kind == 'c' else flat).astype(np.float64)
         finite = wide[np.isfinite(wide)]

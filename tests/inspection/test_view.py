@@ -86,7 +86,7 @@ def test_attributes_reach_groups_and_leaves(view):
     assert view.state['items'].item() == 3
 
 
-def test_what_is_no_array_is_given_by_name_and_shown(view):
+def test_other_leaves_than_arrays_are_given_by_name_and_shown(view):
     assert view['state/none'] is None
     assert view['state/empty'] == {}
     assert view['state/note'] == 'hello'

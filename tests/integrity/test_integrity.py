@@ -142,7 +142,7 @@ def test_iterator_state_that_is_gone_on_purpose(run_dir):
     assert the_damage(t5ckpt.verify(run_dir, 3)).kind == 'missing'
 
 
-def test_files_that_nobody_knows_are_a_note(run_dir):
+def test_unknown_files_are_a_note(run_dir):
     step_dir = save(run_dir)
     (step_dir / 'params.w' / 'old').write_text('')
     t5ckpt.pin_checkpoint(step_dir)
@@ -265,7 +265,7 @@ def test_what_orbax_wrote(tmp_path, ocdbt, zarr3):
     assert not t5ckpt.verify(tmp_path / 'c', full=ocdbt).ok
 
 
-def test_an_array_that_claims_to_be_huge(golden, tmp_path):
+def test_an_array_whose_metadata_has_a_huge_shape(golden, tmp_path):
     """The search for chunks ends with the files that are there."""
     step_dir = copied(golden, tmp_path, 'case01_adafactor')
     leaf = next(path.parent for path in files_of(step_dir) if path.name == '.zarray')
@@ -301,7 +301,7 @@ def test_names_do_not_reach_the_terminal_as_they_are():
     assert '\x1b' not in str(t5ckpt.Damage('missing', 'a\x1b]0;title\x07', 'text'))
 
 
-def test_the_database_of_orbax_is_counted_and_a_large_chunk_is_no_damage(tmp_path):
+def test_the_database_of_orbax_is_counted_and_a_large_chunk_is_not_damage(tmp_path):
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -113,7 +113,7 @@ def test_what_is_trusted_is_named(run_dir, tmp_path):
         assert name in text
 
 
-def test_foreign_files_come_along_and_stay_foreign(run_dir, tmp_path):
+def test_files_of_other_programs_are_copied_and_stay_unlisted(run_dir, tmp_path):
     step_dir = save(run_dir)
     (step_dir / 'params.w' / '.zarray').unlink()
     (step_dir / 'params.w' / 'readme').write_text('mine')
@@ -191,7 +191,7 @@ def test_checksums_for_arrays_of_another_writer(run_dir, separator):
 
 
 @pytest.mark.parametrize('how', ['add', 'lost', 'rewritten'])
-def test_typed_keys_come_back_where_nobody_noted_them(run_dir, tmp_path, how):
+def test_typed_keys_come_back_without_a_record_of_them(run_dir, tmp_path, how):
     step_dir = save(run_dir)
     (step_dir / 't5ckpt.json').unlink()
     if how != 'lost':

@@ -100,7 +100,7 @@ def test_fields_of_a_newer_program_survive_a_repair_and_a_copy(run_dir, tmp_path
     }
 
 
-def test_without_any_books_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
+def test_without_checksums_and_sidecar_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
     """Nothing says that there were some; what is left of them says only what is certain."""
     step_dir = save(run_dir)
     for name in OWN_FILES:
@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_mended_or_the_repair_refuses(run_dir, tmp_path, compre
     assert outcomes == {'refused', 'mended'}
 
 
-def test_a_list_that_is_damaged_accuses_nobody(run_dir, tmp_path):
+def test_a_damaged_list_of_checksums_condemns_no_file(run_dir, tmp_path):
     """One digit of a checksum was flipped: the chunk that it speaks of is whole."""
     step_dir = save(run_dir)
     expected = arrays_of(step_dir)

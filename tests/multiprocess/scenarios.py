@@ -525,7 +525,7 @@ def save_factors(directory, partitioned):
 
 
 def loop(directory, seconds_a_step):
-    """A loop at each process's own pace, until somebody is told to end; what was saved, and how long calls took."""
+    """Trains at each process's own pace until one is preempted; returns the saved steps and the seconds of the calls."""
     tree = state(leaves=['target/rows'])
     policy = SaveEverySeconds(1.5) | SaveAt({3}) | SaveOnImprovement('loss', 'min') | SaveOnPreemption()
     saved, calls = [], []

@@ -87,7 +87,7 @@ def test_restoring_what_is_not_there(four, tmp_path):
     assert all(kind == 'RemoteError' and 'no complete checkpoint' in text for kind, text in errors[1:])
 
 
-def test_memory_is_no_place_for_several_processes(four):
+def test_memory_storage_is_refused_for_several_processes(four):
     for kind, text in four.errors('save', 'memory://x'):
         assert kind == 'UnsupportedTopologyError'
         assert 'share' in text

@@ -10,9 +10,8 @@ import time
 import numpy as np
 import pytest
 import scenarios
-from crash import powercut
 from job import DEAD, HEARTBEAT_SECONDS, Job
-from support import faultshim, t5x_rules
+from support import faultshim, powercut, t5x_rules
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -509,7 +508,7 @@ def test_a_local_disk_is_full_or_fails(four, place):
 @pytest.mark.parametrize(
     ('process', 'operation', 'key'), [(2, 'publish', 'checkpoint_2'), (0, 'delete_file', 'to_persist/2')]
 )
-def test_a_disk_that_becomes_read_only_keeps_nobody_waiting(four, place, process, operation, key):
+def test_a_disk_that_becomes_read_only_blocks_no_wait(four, place, process, operation, key):
     """In the commit, or after the upload: the record that the step waits stays, and the next start removes it."""
     saved(four, place, [1])
     place.begin(four, local_hook=[process, operation, key, 'read-only'])

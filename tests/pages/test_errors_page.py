@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date(tmp_path):
     assert done.stdout == PAGE, 'a message has changed: run python docs/make_errors.py, and read what it says now'
 
 
-def test_it_has_30_mistakes_and_names_no_place_of_this_machine():
+def test_it_has_30_mistakes_and_names_no_path_of_this_machine():
     assert re.findall(r'^## (\d+)\. ', PAGE, re.MULTILINE) == [str(n) for n in range(1, 31)]
     assert set(re.findall(r'(?<=[\s(\'"])/[a-z]+', PAGE)) == {'/proc', '/data'}
     assert 'Traceback' not in PAGE

@@ -443,7 +443,7 @@ def test_every_dtype(run_dir, shape, sharded):
 
 
 @pytest.mark.parametrize('root', [[jnp.arange(3), {'a': jnp.ones(2)}], (jnp.arange(3),)])
-def test_a_root_that_is_no_dict(run_dir, root):
+def test_a_root_that_is_not_a_dict(run_dir, root):
     step_dir = saved(root, run_dir, step=1)
     assert_same_leaves(step_dir, root)
 

@@ -288,7 +288,7 @@ def test_orbax_links_that_lead_out(tmp_path):
 
 
 @pytest.mark.parametrize('mmap', [True, False])
-def test_an_array_s_metadata_that_claims_to_be_huge(tmp_path, mmap):
+def test_metadata_of_an_array_with_a_huge_shape(tmp_path, mmap):
     """TensorStore ends the process if it cannot allocate the size of a file."""
     state = {'w': np.ones((600, 700), np.float32)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:

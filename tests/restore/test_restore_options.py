@@ -134,7 +134,7 @@ def one_device(shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def test_a_template_without_shardings_is_no_mistake_where_one_device_or_the_host_is_meant(tmp_path):
+def test_a_template_without_shardings_is_accepted_for_one_device_or_the_host(tmp_path):
     """Checkpoints of one device, arrays of NumPy, arrays in the place of shapes, scalars, lazy leaves."""
     save(tmp_path / 'one', init())
     restore(tmp_path / 'one', jax.eval_shape(init))
@@ -174,7 +174,7 @@ FULL = {'a': np.arange(3.0), 'b': {'c': np.arange(4.0), 'd': np.arange(5.0)}, 't
 
 
 @pytest.mark.parametrize('nothing', [None, {}, (), []])
-def test_nothing_in_the_template_is_no_place_for_an_array(tmp_path, nothing):
+def test_an_array_without_a_leaf_in_the_template_is_an_error(tmp_path, nothing):
     save(tmp_path, FULL)
     for template, names in (({**FULL, 'a': nothing}, ['a']), ({**FULL, 'b': nothing}, ['b/c', 'b/d'])):
         with pytest.raises(UnexpectedLeaves, match=r'None|an empty container') as caught:
@@ -188,7 +188,7 @@ def test_nothing_in_the_template_is_no_place_for_an_array(tmp_path, nothing):
             assert [restored[name] for name, leaf in template.items() if leaf is nothing] == [nothing]
 
 
-def test_a_leaf_above_another_is_no_other_name_of_it(tmp_path):
+def test_a_leaf_above_another_is_not_another_name_of_it(tmp_path):
     save(tmp_path, {'params': {'d': {'k': np.ones(3)}}, 'w': np.ones(2)})
     with pytest.raises(TreeMismatchError) as caught:
         restore(tmp_path, {'params': 0, 'w': np.ones(2)})

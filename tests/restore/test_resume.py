@@ -107,7 +107,7 @@ def test_a_damaged_one_is_reported_put_aside_and_the_older_used(tmp_path, caplog
         assert value_of(restore_or_init(ck, must_not_run)) == 3
 
 
-def test_a_truncated_manifest_is_no_checkpoint(tmp_path):
+def test_a_truncated_manifest_is_not_a_checkpoint(tmp_path):
     run_with(tmp_path, [1, 2])
     truncate_the_manifest(tmp_path / 'checkpoint_2')
     with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
@@ -135,7 +135,7 @@ def test_without_fallback_the_damage_is_raised(tmp_path):
             restore_or_init(ck, must_not_run, fallback='newer')
 
 
-def test_another_model_is_no_damage(tmp_path):
+def test_another_model_is_not_damage(tmp_path):
     run_with(tmp_path, [1, 2])
     other = train_state()
     other = other.replace(params={**other.params, 'new': jnp.zeros(3)})

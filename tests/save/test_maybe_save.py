@@ -267,7 +267,7 @@ def test_one_failed_deletion_does_not_stop_the_others(tmp_path, caplog):
     assert 'could not delete step 1' in caplog.text
 
 
-def test_a_killed_deletion_is_swept_by_the_next_save(tmp_path):
+def test_the_next_save_completes_a_killed_deletion(tmp_path):
     """SIGKILL while directories are being removed: no listing shows them, and the next save clears up."""
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
         for step in range(6):

@@ -296,7 +296,7 @@ def test_leaves_that_a_restore_leaves_out_are_no_difference(tmp_path, caught, ki
             assert caught == []
 
 
-def test_what_a_restore_takes_is_no_difference(tmp_path):
+def test_leaves_that_a_restore_accepts_are_not_a_difference(tmp_path):
     """The restore decides: floats of another width, typed keys, numbers, empty containers, text."""
     state = STATE | {'key': jax.random.key(0), 'n': 3, 'empty': {}, 'none': None, 'text': 'a'}
     with Checkpointer(state, checkpoints_dir=tmp_path, save_dtype='bfloat16') as ck:
@@ -378,7 +378,7 @@ def test_a_save_policy_whose_metric_does_not_come(tmp_path, caught, metrics):
     assert warning.filename == __file__
 
 
-def test_a_metric_that_comes_now_and_then_is_no_mistake(tmp_path, caught):
+def test_a_metric_of_some_saves_only_is_not_a_mistake(tmp_path, caught):
     with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc')) as ck:
         ck.maybe_save(0, STATE, metrics={'acc': 0.5})
         for step in range(1, 5):

@@ -57,7 +57,7 @@ def test_a_campaign_counts_what_it_ran():
     json.dumps(found.faults)
 
 
-def test_scenarios_are_told_one_by_one():
+def test_scenarios_are_reported_one_by_one():
     """Each as soon as all workers have it, in the order in which they were asked for."""
     told = explore(['remove', 'prune-faults', 'save'], range(40), workers=2)
     assert next(told)[0] == 'remove'

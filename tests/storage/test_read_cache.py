@@ -129,7 +129,7 @@ def test_a_chunk_that_was_replaced_is_seen(bucket, tmp_path):
     assert view['w'][0, 0] == 0
 
 
-def test_what_the_checkpoint_does_not_list_is_no_copy_of_it(bucket, tmp_path):
+def test_a_file_that_the_checkpoint_does_not_list_is_not_a_copy_of_it(bucket, tmp_path):
     """Another checkpoint in the place of the one that was looked at."""
     url = save(bucket.url())
     np.testing.assert_array_equal(opened(url, tmp_path)['w'].get(), W)

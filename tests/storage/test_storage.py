@@ -175,7 +175,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize(('path', 'words'), PATHS.items())
-def test_a_path_that_names_no_place_makes_nothing(elsewhere, path, words):
+def test_a_path_without_a_directory_creates_nothing(elsewhere, path, words):
     state = {'x': 1}
     ways = [
         lambda: t5ckpt.Checkpointer(state, checkpoints_dir=path),
@@ -259,7 +259,7 @@ def test_a_tilde_is_the_home_directory_in_paths_alone(elsewhere):
     assert t5ckpt.all_steps(f'file://{elsewhere}/~') == [2]
 
 
-def test_a_step_is_no_run(tmp_path):
+def test_a_step_is_not_a_run(tmp_path):
     """What is saved within a checkpoint is found by nobody."""
     state = {'x': 1}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=4)

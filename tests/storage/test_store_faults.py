@@ -420,7 +420,7 @@ def test_a_server_that_refuses_conditions_or_a_proxy_that_strips_them(bucket, ac
     assert [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key] == []
 
 
-def test_a_failure_of_a_key_with_501_in_its_name_is_no_refusal_of_conditions(bucket, caplog):
+def test_a_failure_of_a_key_with_501_in_its_name_is_not_a_refusal_of_conditions(bucket, caplog):
     url = bucket.url()
     with checkpointer(url, FakeClock(), storage_options={'retry_seconds': 1}) as ck:
         bucket.proxy.choose = lambda kind, key: '503' if kind == 'write' else None

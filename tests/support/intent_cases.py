@@ -1204,7 +1204,7 @@ ELSEWHERE = {
     ('training.MetricWriter.write', 'metrics'): (
         'error',
         'training/test_training.py',
-        'test_what_is_no_number_is_named',
+        'test_values_that_are_not_numbers_are_named',
     ),
 }
 

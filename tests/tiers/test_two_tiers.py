@@ -249,7 +249,7 @@ class ReadOnly(FaultyStorage):
 
 
 @pytest.mark.parametrize(('operation', 'key'), [('publish', 'checkpoint_2'), ('delete_file', 'to_persist/2')])
-def test_a_disk_that_becomes_read_only_keeps_nobody_waiting(run_dir, local, operation, key):
+def test_a_disk_that_becomes_read_only_blocks_no_wait(run_dir, local, operation, key):
     """In the commit, or after the upload: the record that the step waits stays, and the next start removes it."""
     disk = ReadOnly(open_storage(local), operation, key)
     with checkpointer(run_dir, disk) as ck:

@@ -237,7 +237,7 @@ def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path, caplog
 
 
 @pytest.mark.parametrize('value', ['text', object(), np.array(['a'])])
-def test_what_is_no_number_is_named(tmp_path, value):
+def test_values_that_are_not_numbers_are_named(tmp_path, value):
     with MetricWriter(tmp_path) as writer, pytest.raises(errors.UnsupportedLeafError, match='losses/total'):
         writer.write(1, {'losses': {'total': value}})
 

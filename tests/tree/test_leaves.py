@@ -381,7 +381,7 @@ def test_a_ref_in_the_background_is_read_at_the_call(tmp_path):
 
 @pytest.mark.filterwarnings('ignore::t5ckpt.errors.NoEffectWarning')
 @pytest.mark.parametrize('key', ['train_ds-000-of-001', 'TRAIN_DS-1', 'integrity.0.json', 'checkpoint', 'PINNED'])
-def test_a_leaf_with_the_name_of_a_file_of_ours_is_no_such_file(tmp_path, key):
+def test_a_leaf_with_the_name_of_a_file_of_t5ckpt_is_not_that_file(tmp_path, key):
     """It keeps its array when the data iterators' files go, and is not taken for one."""
     state = {key: np.ones(20_000), 'w': np.zeros(2)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_dataset_checkpoints=1) as ck:

@@ -116,7 +116,7 @@ def test_wrong_kind_of_dtype(saved, name, dtype):
     assert_says(error, name, FLAT[name].dtype.name, dtype, 'state_transformation_fn')
 
 
-def test_a_key_is_no_array(run_dir):
+def test_a_key_is_not_an_array(run_dir):
     """Typed PRNG keys and plain integers are not confused, in either direction."""
     key, raw = {'key': jax.random.key(0)}, {'key': np.zeros(2, np.uint32)}
     for n, (have, want) in enumerate([(key, raw), (raw, key)]):
@@ -148,7 +148,7 @@ def test_missing_leaves(saved):
     assert {p.leaf for p in error.value.problems} == {'target/decoder/weight', 'target/decoder/extra'}
 
 
-def test_what_is_no_tree_is_not_put_into_one(tmp_path):
+def test_other_objects_are_not_put_into_a_tree(tmp_path):
     class Arguments:
         def __init__(self, item):
             self.item = item
@@ -430,7 +430,7 @@ def test_the_steps_there_are_named(saved):
         lambda run, step: t5ckpt.export_npz(run, run.with_name('a.npz'), t5ckpt.ExportOptions(step=step)),
     ],
 )
-def test_a_step_that_is_no_step(saved, read, step):
+def test_a_step_that_is_not_an_integer(saved, read, step):
     with pytest.raises(ValueError, match=r'(step|after) must be an integer.*, got '):
         read(saved, step)
 
@@ -798,7 +798,7 @@ def test_a_save_after_the_end(saved, how):
 
 
 @pytest.mark.parametrize('place', ['/proc/t5ckpt', '/sys/t5ckpt/run'])
-def test_a_place_where_nothing_can_be_made(place):
+def test_a_directory_in_which_nothing_can_be_created(place):
     with pytest.raises(errors.StorageError) as error, t5ckpt.Checkpointer(state_of(), checkpoints_dir=place) as ck:
         ck.save(state_of())
     assert_says(error, place, 'permissions' if isinstance(error.value, PermissionError) else 'mounted and writable')
@@ -920,7 +920,7 @@ def test_a_broken_step_is_replaced(saved, what):
     t5x_rules.check_run_dir(saved)
 
 
-def test_stale_temporary_directories_are_swept(saved):
+def test_stale_temporary_directories_are_removed(saved):
     """Of a process that died long ago; what a user put there stays."""
     for name in ('checkpoint_5.tmp-1600000000', 'checkpoint_3.tmp-1600000000', 'checkpoint_9.tmp-1'):
         shutil.copytree(saved / 'checkpoint_3', saved / name)
@@ -935,7 +935,7 @@ def test_stale_temporary_directories_are_swept(saved):
     assert (mine / 'a.txt').read_text() == 'mine'
 
 
-def test_what_others_are_writing_is_not_swept(saved):
+def test_temporary_directories_of_other_writers_stay(saved):
     """T5X takes no lock and leaves no word: only the age of its temporary directory tells."""
     now = 2_000_000_000
     for age in (30, 1800, 2 * 86400):

@@ -45,7 +45,7 @@ def test_the_report_says_that_a_short_run_measures_nothing(results: pathlib.Path
     assert 'only shows that everything works' in (results / 'results.md').read_text()
 
 
-def test_the_results_name_no_place_of_this_machine(results: pathlib.Path) -> None:
+def test_the_results_name_no_path_of_this_machine(results: pathlib.Path) -> None:
     text = (results / 'results.json').read_text() + (results / 'results.md').read_text()
     assert os.fspath(results) not in text
     assert os.fspath(pathlib.Path.home()) not in text

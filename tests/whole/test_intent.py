@@ -489,7 +489,7 @@ def ended_early(options):
         return 1 / 0
 
 
-def test_a_policy_that_somebody_asks_is_not_warned_of():
+def test_a_policy_that_is_asked_causes_no_warning():
     ways = {
         'maybe': lambda checkpointer: checkpointer.maybe_save(1, nnx_state()),
         'should': lambda checkpointer: checkpointer.should_save(1) and checkpointer.save(nnx_state()),
@@ -569,7 +569,7 @@ def verb(*words):
     return CliRunner().invoke(app, [str(word) for word in words], standalone_mode=False)
 
 
-def test_what_was_not_done_is_told(run, tmp_path):
+def test_steps_that_were_not_done_are_reported(run, tmp_path):
     done = verb('show', run, '--grep', 'kernl', '--json')
     assert done.return_value == 1
     assert json.loads(done.stdout)['unmatched'] == ['kernl']

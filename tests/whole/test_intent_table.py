@@ -46,7 +46,7 @@ def root(tmp_path_factory, tf_golden):
 
 
 @pytest.mark.parametrize(('owner', 'name', 'said', 'text', 'call'), CASES)
-def test_what_a_row_claims_is_said(owner, name, said, text, call, root, tmp_path, monkeypatch, caplog):
+def test_the_message_of_a_row_is_given(owner, name, said, text, call, root, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     caplog.set_level('INFO', 't5ckpt')
     scene = Scene(root, tmp_path / 'out')
@@ -66,7 +66,7 @@ def test_what_a_row_claims_is_said(owner, name, said, text, call, root, tmp_path
 
 
 @pytest.mark.parametrize(('code', 'text', 'words'), WORDS)
-def test_what_a_row_of_an_option_claims_is_said(code, text, words, root, tmp_path, monkeypatch, capsys):
+def test_the_message_of_a_row_of_an_option_is_given(code, text, words, root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scene = Scene(root, tmp_path / 'out')
     places = {'run': scene.run, 'out': scene.out, 'root': root}

@@ -78,7 +78,7 @@ def test_several_run_at_once_and_each_says_how_it_has_ended(nursery):
     assert [process.wait() for process in waiting] == [0, -signal.SIGKILL, 0]
 
 
-def test_a_test_that_was_stopped_between_start_and_end_is_in_nobodys_way(nursery):
+def test_a_test_that_was_stopped_between_start_and_end_blocks_no_other(nursery):
     nursery.start('exit')
     assert [nursery.run(what) for what in ('state', 'exit')] == [0, 3]
 

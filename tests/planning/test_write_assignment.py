@@ -94,7 +94,7 @@ def test_no_file_has_more_than_a_gibibyte(shape):
     assert grid.num_chunks * math.prod(grid.chunk_shape) < 1.01 * math.prod(shape)
 
 
-def test_small_arrays_are_dealt_out_whole():
+def test_small_arrays_are_assigned_whole():
     """A hundred arrays of 100 KB over four processes: one chunk each, 25 for everybody."""
     shape = (160, 160)
     grid = ChunkGrid(shape, chunk_shape_for(shape, shape, 4, 64 * MB, 4))

@@ -314,7 +314,7 @@ def test_a_fifo_for_metadata_does_not_block(run):
 
 
 @pytest.mark.parametrize('chunks', ['[1000000000000, 2048]', '[4611686018427387904, 2048]', '[64, 1e30]', '[' * 5000])
-def test_metadata_that_claims_anything(run, chunks):
+def test_metadata_with_wrong_values(run, chunks):
     """An error at once, not a walk over the blocks of a chunk of petabytes."""
     directory, values = run
     metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'

@@ -19,7 +19,7 @@ from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant_on_disk
 from t5ckpt.commit.removal import check_known, check_removable, is_pinned, move_aside, remove_checkpoint, rename_aside
-from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place
+from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
@@ -121,8 +121,10 @@ class RenameTransaction(Transaction):
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)
         self.directory = final
-        if old is not None:
-            self._remove_replaced(old)
+        if self._options.keeps_replaced:
+            self.replaced = old
+        elif old is not None:
+            remove_replaced(self.storage, self.step, old, self._clock)
         self._close()
 
     def _write_sidecar(self, sidecar: bytes | None) -> None:
@@ -145,20 +147,22 @@ class RenameTransaction(Transaction):
         elif standing == 'dir':
             self.directory = rename_aside(storage, self.directory, self.step, 'replaced', self._clock())
             try:
-                return put_in_place(storage, self.step, self.directory, self._clock, is_whole=self._may_replace)
-            except (NotDurableError, NotPutBackError):
+                return put_in_place(
+                    storage,
+                    self.step,
+                    self.directory,
+                    self._clock,
+                    is_whole=self._may_replace,
+                    keeps_old=self._options.keeps_replaced,
+                )
+            except (NotDurableError, NotPutBackError) as error:
                 # The old checkpoint may have this name.
                 self._keeps_files = True
+                if isinstance(error, NotDurableError):
+                    self.replaced = self.directory
                 raise
         publish_step(storage, self.directory, self.step)
         return None
-
-    def _remove_replaced(self, name: str) -> None:
-        """Removes a directory that no listing shows. The checkpoint is committed, so a failure is only logged."""
-        try:
-            remove_checkpoint(self.storage, name, self.step, self._clock())
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', self.storage.url(name), error)
 
     def keep(self) -> None:
         """Ends the lease as a crash does, releases the lock and keeps the files."""

@@ -14,7 +14,7 @@ import logging
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.lease_owner import REPLACE
-from t5ckpt.commit.removal import check_known, is_pinned, kept_error, rename_aside
+from t5ckpt.commit.removal import check_known, is_pinned, kept_error, remove_checkpoint, rename_aside
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -31,7 +31,9 @@ class NotPutBackError(StorageError):
     """The second exchange failed, so the old checkpoint, which is kept, has the temporary name of the new one."""
 
 
-def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool) -> str | None:
+def put_in_place(
+    storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool, keeps_old: bool = False
+) -> str | None:
     """Replaces the directory of a step by a new one, under the write lease of the step.
 
     A reader that leases the old one in the meantime waits for the write lease. A pin that is set in the meantime is found
@@ -44,6 +46,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
       clock: returns unix seconds.
       is_whole: whether the old one is a complete checkpoint. Then it stays if it has a read lease, or is pinned and the new one
         is not, even if the lease or the pin was set after the save began.
+      keeps_old: whether the old one keeps a name in the state ``'replaced'``, under which :func:`take_back` finds it.
 
     Returns:
       The new name of the old directory, to be removed; None if another process has deleted it.
@@ -80,7 +83,7 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             except T5CkptError as error:
                 _exchange_back(storage, directory, final, error)
                 raise
-            return _set_aside(storage, step, directory, clock())
+            return directory if keeps_old else _set_aside(storage, step, directory, clock())
         old = rename_aside(storage, final, step, 'replaced' if is_whole else 'deleted', clock())
         try:
             check_pin(old)
@@ -92,7 +95,26 @@ def put_in_place(storage: Storage, step: int, directory: str, clock: Clock, *, i
             if is_whole:
                 storage.publish(old, final)
             raise
-        return _set_aside(storage, step, old, clock())
+        return old if keeps_old else _set_aside(storage, step, old, clock())
+
+
+def remove_replaced(storage: Storage, step: int, directory: str, clock: Clock) -> None:
+    """Removes the directory of a replaced checkpoint. The new one is committed, so a failure is only logged."""
+    try:
+        remove_checkpoint(storage, _set_aside(storage, step, directory, clock()), step, clock())
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(directory), error)
+
+
+def take_back(storage: Storage, step: int, replaced: str, clock: Clock) -> None:
+    """Puts a replaced checkpoint back in the place of the one that was committed, and removes that one.
+
+    Raises:
+      StorageError: the disk failed; the step is one of the two.
+    """
+    failed = put_in_place(storage, step, replaced, clock, is_whole=True)
+    if failed is not None:
+        remove_replaced(storage, step, failed, clock)
 
 
 def publish_step(storage: Storage, directory: str, step: int) -> None:

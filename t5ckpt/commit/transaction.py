@@ -65,6 +65,8 @@ class TransactionOptions:
       kept_after: the errors after which the files stay for another attempt.
       collects: whether garbage collection runs before, but after the directory to resume is locked.
       index: the index that the garbage collection of the caller returned, where ``collects`` is not set.
+      keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
+        file systems.
     """
 
     may_replace: Callable[[], bool] = lambda: False
@@ -73,6 +75,7 @@ class TransactionOptions:
     kept_after: tuple[type[BaseException], ...] = ()
     collects: bool = False
     index: Index | None = None
+    keeps_replaced: bool = False
 
     def writer(self) -> dict[str, Any]:
         """The facts of this writer for the record in an unfinished directory."""
@@ -103,6 +106,7 @@ class Transaction(ABC):
       directory: where the files are written: a temporary directory, or that of the step.
       generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
       is_temporary: whether ``directory`` has files of this write alone.
+      replaced: after a commit with ``keeps_replaced``, the directory of the replaced checkpoint; None without one.
     """
 
     generation = ''
@@ -113,6 +117,7 @@ class Transaction(ABC):
         self.storage = storage
         self.step = step
         self.directory = directory
+        self.replaced: str | None = None
         self._clock = clock
         self._options = options
         self._is_committed = False

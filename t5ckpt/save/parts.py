@@ -27,6 +27,7 @@ from typing import Any
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.replacement import remove_replaced, take_back
 from t5ckpt.commit.strategy import open_transaction, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
 from t5ckpt.core.keys import join, parents_of
@@ -39,6 +40,7 @@ from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.save.execute import after_commit, agreed_codecs, check_agreement, write_positions
 from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
 from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
 
 _log = logging.getLogger('t5ckpt')
@@ -99,7 +101,7 @@ def _opened(prepared: PreparedSave) -> Transaction:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(request.storage, request.step, request.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    options = TransactionOptions(may_replace=request.may_replace, index=index)
+    options = TransactionOptions(may_replace=request.may_replace, index=index, keeps_replaced=True)
     return open_transaction(request.storage, request.step, request.clock, options)
 
 
@@ -166,7 +168,8 @@ def _commit(
 ) -> bytes:
     """Commits the directory of this process; returns the sidecar when all processes have committed theirs.
 
-    If the commit of a process fails, all of them delete the step. If a process dies, the others leave it: it may be complete.
+    If the commit of a process fails, all of them take the step back: they put back the checkpoint that it replaced, or delete it.
+    If a process dies, the others leave it: it may be complete.
     """
     request = prepared.request
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
@@ -177,9 +180,9 @@ def _commit(
         try:
             work.commit(manifest, sidecar, directories)
         except NotDurableError as error:
-            # The other processes delete theirs.
+            # The other processes take theirs back.
             with contextlib.suppress(T5CkptError):
-                delete_step(request.storage, request.step, request.clock, even_waiting=True)
+                _take_back(request, work.replaced)
             raise StorageError(error.errno, error.strerror) from error
         try:
             # After this vote, ``failing_together`` sends nothing.
@@ -187,9 +190,19 @@ def _commit(
         except (CoordinationError, ProcessMissingError):
             raise
         except T5CkptError:
-            delete_step(request.storage, request.step, request.clock, even_waiting=True)
+            _take_back(request, work.replaced)
             raise
+    if work.replaced is not None:
+        remove_replaced(request.storage, request.step, work.replaced, request.clock)
     return sidecar
+
+
+def _take_back(request: SaveRequest, replaced: str | None) -> None:
+    """Undoes the commit of this process."""
+    if replaced is None:
+        delete_step(request.storage, request.step, request.clock, even_waiting=True)
+    else:
+        take_back(request.storage, request.step, replaced, request.clock)
 
 
 def _directories(prepared: PreparedSave, written: WriteReport) -> list[str]:

@@ -505,6 +505,24 @@ def test_a_local_disk_is_full_or_fails(four, place):
     assert [answer['step'] for answer in restored(four, place)] == [step] * COUNT
 
 
+@pytest.mark.parametrize('operation', ['sync_tree', 'exchange'])
+def test_an_overwrite_that_fails_leaves_the_old_step(four, place, operation):
+    """On the disk of process 2, while the others have replaced theirs."""
+    saved(four, place, [1], persist=[])
+    place.begin(four, persist=[], local_hook=[2, operation, 'checkpoint_1', 'eio'])
+    errors = four.errors('tiers_overwrite', 1, 7)
+    assert errors[2][0] == 'StorageError'
+    four.run('tiers_close')
+    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_1']] * COUNT
+    place.begin(four, persist=[])
+    assert [answer['step'] for answer in four.run('tiers_restore', 1)] == [1] * COUNT
+    # The next attempt replaces it, and leaves nothing of the old one.
+    assert four.run('tiers_overwrite', 1, 7) == [1] * COUNT
+    assert [answer['step'] for answer in four.run('tiers_restore', 1, 7)] == [1] * COUNT
+    four.run('tiers_close')
+    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_1']] * COUNT
+
+
 @pytest.mark.parametrize(
     ('process', 'operation', 'key'), [(2, 'publish', 'checkpoint_2'), (0, 'delete_file', 'to_persist/2')]
 )

@@ -60,7 +60,9 @@ def simulate(world: World, hosts: list[int]) -> dict[str, Any]:
     plans = [world.plan(host, with_copies=True)[0] for host in hosts]
     grids = {write.array.location: write.array.grid for write in plans[0].writes}
     numbers, numbering = timed(lambda: ChunkNumbers(grids))
-    facts = [DiskStep('0' * 16, host, world.hosts, ((host, world.hosts),)) for host in range(1, world.hosts)]
+    facts = [
+        DiskStep('0' * 16, host, world.hosts, ((host, world.hosts),), world.hosts) for host in range(1, world.hosts)
+    ]
     looks = [json.dumps([part.vote(1000), part.vote(2000)]) for part in facts]
     found, looking = timed(lambda: candidates(dict(map(DiskStep.of, json.loads(text))) for text in looks))
     maps, encoding = zip(
@@ -162,7 +164,7 @@ def restart(channel: Channel, index: int, count: int) -> None:
     at = channel.round('opening')
     at.reduce_on_leader(Phase.LOOK, {'id': ['0' * 16, True], 'waiting': []}, lambda _: {'id': '0' * 16})
     at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
-    part = DiskStep('0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)))
+    part = DiskStep('0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)), count)
 
     def decide(votes: Any) -> int:
         return len(candidates(dict(map(DiskStep.of, vote)) for vote in votes))

@@ -33,22 +33,24 @@ class DiskStep:
       index: of the process in the save; -1 if the disk does not have the files that were assigned to it.
       count: of the processes in the save.
       positions: the positions of data iterators on the disk, T5X's ``(SSS, NNN)`` of their names.
+      num_positions: how many positions the save has, as far as the lists on the disk show; 0 if they were removed on purpose.
     """
 
     save: str
     index: int
     count: int
     positions: tuple[tuple[int, int], ...] = ()
+    num_positions: int = 0
 
     def vote(self, step: int) -> list[Any]:
         """In JSON's types, for :meth:`of`."""
-        return [step, self.save, self.index, self.count, [list(pair) for pair in self.positions]]
+        return [step, self.save, self.index, self.count, [list(pair) for pair in self.positions], self.num_positions]
 
     @classmethod
     def of(cls, vote: Sequence[Any]) -> tuple[int, DiskStep]:
         """The step and the facts of a vote."""
-        step, save, index, count, positions = vote
-        return step, cls(save, index, count, tuple((shard, of) for shard, of in positions))
+        step, save, index, count, positions, num_positions = vote
+        return step, cls(save, index, count, tuple((shard, of) for shard, of in positions), num_positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
     indices = {part.index for part in parts}
     missing = tuple(index for index in range(max(part.count for part in parts)) if index not in indices)
     held = {pair for part in parts for pair in part.positions}
-    return Candidate(step, save, missing, max((of for _, of in held), default=0) - len(held))
+    return Candidate(step, save, missing, max(part.num_positions for part in parts) - len(held))
 
 
 class ChunkNumbers:

@@ -15,7 +15,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.contents import RawFiles, read_contents
 from t5ckpt.storage import Storage
@@ -35,6 +35,8 @@ class Part:
       lists: the names of the processes' lists of file checksums that are there.
       checksums: of the files that were written here; also of those that are not there anymore.
       there: the names of the files that are there, with the right size.
+      count: of the processes of the save.
+      has_removed_positions: whether ``keep_dataset_checkpoints`` has removed the positions of data iterators.
     """
 
     storage: Storage
@@ -45,6 +47,7 @@ class Part:
     checksums: FileChecksums
     there: frozenset[str]
     count: int
+    has_removed_positions: bool
 
     @classmethod
     def read(cls, storage: Storage, step: int) -> Part:
@@ -70,7 +73,8 @@ class Part:
         lists = recorded.load_lists(lambda name: storage.read(join(directory, name)) if name in sizes else None, where)
         checksums = FileChecksums.union((copies, *lists.values()))
         there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
-        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists))
+        has_removed = DATASET_REMOVED in sizes
+        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists), has_removed)
 
     @property
     def save(self) -> str:
@@ -101,7 +105,10 @@ class Part:
 
     def as_vote(self) -> DiskStep:
         """What this process reports of it."""
-        return DiskStep(self.save, next(iter(self.complete_lists()), -1), self.count, positions_in(self.there))
+        index = next(iter(self.complete_lists()), -1)
+        recorded = () if self.has_removed_positions else positions_in(self.checksums)
+        num_positions = max((of for _, of in recorded), default=0)
+        return DiskStep(self.save, index, self.count, positions_in(self.there), num_positions)
 
     def numbers(self) -> ChunkNumbers:
         """The numbers of all chunks of the step."""

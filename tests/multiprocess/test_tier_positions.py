@@ -47,6 +47,17 @@ def test_a_copy_that_its_sender_finds_damaged_comes_from_the_bucket(four, place)
     assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
 
 
+@pytest.mark.parametrize('last', [1, 2])
+def test_all_positions_are_lost(four, place, last):
+    """The bucket's step, or the older step, is restored; the data does not begin again at 0."""
+    saved(four, place, [1, 2], persist=[last])
+    for disk in place.disks:
+        for name in positions_in(disk, 2):
+            (disk / 'checkpoint_2' / name).unlink()
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(last, last)] * COUNT
+
+
 @pytest.mark.parametrize('how', ['removed', 'damaged'])
 def test_without_a_position_anywhere_the_older_step_is_taken(four, place, how):
     """The bucket has the arrays of step 2 and not its positions, or the only copy of one is damaged."""

@@ -47,9 +47,11 @@ def test_an_index_that_no_disk_has_is_missing():
 
 
 def test_positions_that_no_disk_has():
-    disks = [disk(s5=('a', 0, 2, ((0, 2), (1, 2)))), disk(s5=('a', 1, 2, ((1, 2),)))]
+    disks = [disk(s5=('a', 0, 2, ((0, 2), (1, 2)), 2)), disk(s5=('a', 1, 2, ((1, 2),), 2))]
     assert candidates(disks)[0].positions == 0
     assert candidates(disks[1:])[0].positions == 1
+    assert candidates([disk(s5=('a', 0, 2, (), 2))])[0].positions == 2
+    assert candidates([disk(s5=('a', 0, 2))])[0].positions == 0
 
 
 @given(st.integers(0, 10**9), st.text('0123456789abcdef', min_size=16, max_size=16), st.integers(-1, 5))

@@ -197,18 +197,24 @@ class Tiers(StepTiers):
         return ''
 
     def delete_part(self, step: int) -> None:
+        self._stop_prefetch()
         if has_step(self.local, step):
             delete_step(self.local, step, self._catalog.clock, even_waiting=True)
 
     def delete(self, step: int) -> None:
+        self._stop_prefetch()
         self._open()
         with self._uploads.without(step):
             self._catalog.delete(step)
 
+    def _stop_prefetch(self) -> None:
+        """Ends a prefetch, which may otherwise commit a step that is being deleted."""
+        if self._prefetch is not None:
+            self._prefetch.stop()
+
     def close(self) -> None:
         try:
-            if self._prefetch is not None:
-                self._prefetch.stop()
+            self._stop_prefetch()
             self._uploads.close()
         finally:
             self.retention.wait()

@@ -561,6 +561,33 @@ def test_a_program_goes_on_during_a_prefetch(run_dir, tmp_path):
         assert not [each for each in threading.enumerate() if each.name == 't5ckpt-prefetch']
 
 
+class SlowCommit(FaultyStorage):
+    """A disk that takes a while to rename."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.is_committing = threading.Event()
+
+    def publish(self, source, target):
+        self.is_committing.set()
+        time.sleep(0.3)
+        super().publish(source, target)
+
+
+def test_a_step_that_is_deleted_during_its_prefetch_stays_deleted(run_dir, tmp_path):
+    with checkpointer(run_dir, tmp_path / 'one') as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    slow = SlowCommit(open_storage(tmp_path / 'two'))
+    with checkpointer(run_dir, slow) as ck:
+        ck.prefetch()
+        assert slow.is_committing.wait(30)
+        ck.delete(2)
+        time.sleep(0.5)
+        assert ck.all_steps() == [1]
+        same(ck.restore(), 1)
+
+
 def test_metrics_and_deletions_know_both_tiers(run_dir, local):
     with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([1]), local_keep=2) as ck:
         for step, loss in [(1, 1.0), (2, 3.0), (3, 2.0), (4, 5.0)]:

@@ -61,6 +61,10 @@ class Lock(ABC):
     """The cause if locks do not work, such as the error of the file system."""
 
     @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the directory is still the one that was locked; False if it was removed, also if it was created again."""
+
+    @abstractmethod
     def close(self) -> None:
         """Releases the lock."""
 

@@ -1,25 +1,43 @@
 """The lock of a directory: ``flock`` on the directory itself.
 
-The kernel releases it when the process ends, in whatever way, and it leaves no file behind.
+The kernel releases it when the process ends, in whatever way, and it leaves no file behind. A forked process closes its copy of
+the open directory, with which it would keep the lock after the end of its parent.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 
 from t5ckpt.storage.base import Lock
 from t5ckpt.storage.checked_rename import leads_to
+
+_open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_open_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock(Lock):
     """An open directory, and whether its flock is held, or why not; ``close`` releases it."""
 
-    def __init__(self, fd: int, is_held: bool, reason: str = ''):
-        """Takes the open directory."""
+    def __init__(self, fd: int, path: str, is_held: bool, reason: str = ''):
+        """Takes the open directory, and its path."""
         self._fd = fd
+        self._path = path
         self.is_held = is_held
         self.reason = reason
+        _open_locks.add(self)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to the locked directory."""
+        return self._fd >= 0 and leads_to(self._path, os.fstat(self._fd))
 
     def close(self) -> None:
         """Releases the lock."""
@@ -46,9 +64,9 @@ def lock_directory(path: str) -> DirectoryLock | None:
         os.close(fd)
         return None
     except OSError as error:
-        return DirectoryLock(fd, False, error.strerror or '')
+        return DirectoryLock(fd, path, False, error.strerror or '')
     if is_removed:
         # Another process removed the directory between the open and the lock.
         os.close(fd)
         return None
-    return DirectoryLock(fd, True)
+    return DirectoryLock(fd, path, True)

@@ -25,6 +25,10 @@ class ProcessLock(Lock):
             _locked_urls.add(url)
         return cls(url)
 
+    def is_current(self) -> bool:
+        """Returns True: directories of these stores have no identity."""
+        return True
+
     def close(self) -> None:
         """Releases the lock."""
         with _guard:

@@ -117,6 +117,7 @@ class LocalDir:
             local.make_dir('')
         elif local.kind('') is None:
             return False
+        lost = self._forget_removed()
         if self._lock is None and not self.read_only:
             self._lock = _locked(local)
             if self._lock is None:
@@ -135,7 +136,18 @@ class LocalDir:
         if self._record is None:
             self._record = read_record(local)
             self._check_record()
+        if self._record is None and lost is not None and not listing(local).steps:
+            self._write(lost)
         return True
+
+    def _forget_removed(self) -> TierRecord | None:
+        """Ends the lock of a directory that was removed while it was in use; returns the record that it had."""
+        if self._lock is None or self._lock.is_current():
+            return None
+        _log.error('t5ckpt: %s was removed while it was in use, and its steps with it', self.storage.url())
+        record, self._record = self._record, None
+        self._release()
+        return record
 
     def _check_record(self) -> None:
         local, record = self.storage, self._record

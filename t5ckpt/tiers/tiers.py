@@ -149,6 +149,7 @@ class Tiers(StepTiers):
             self._open(create=True)
         else:
             self._join()
+            self._dir.open(create=True)
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         step, call = request.step, request.call

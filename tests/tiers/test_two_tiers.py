@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -783,7 +784,7 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
 
     class Unlockable(FaultyStorage):
         def try_lock(self, key):
-            return DirectoryLock(os.open(tmp_path, os.O_RDONLY), False, 'Input/output error')
+            return DirectoryLock(os.open(tmp_path, os.O_RDONLY), str(tmp_path), False, 'Input/output error')
 
     local = LocalDir(Unlockable(open_storage(tmp_path / 'local')), open_storage(tmp_path / 'run'), 2, read_only=False)
     for _ in range(2):
@@ -791,6 +792,56 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
             LocalDirError, match=r'local cannot be locked \(Input/output error\).* Pass a local_dir on a disk'
         ):
             local.open(create=True)
+
+
+def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplog):
+    """As by a cleaner of temporary files: the next save locks it again, and the next start accepts its steps."""
+    run = gs.url()
+    ck = checkpointer(run, local, storage_options=AWAY)
+    ck.save(state(1))
+    ck.wait_until_persisted()
+    shutil.rmtree(local)
+    fails_from_now_on(gs)
+    ck.save(state(2))
+    assert said(caplog, f'{local} was removed while it was in use', logging.ERROR)
+    with pytest.raises(LocalDirError, match='in use by another'):
+        checkpointer(run, local).save(state(3))
+    ck.close()
+    works_again(gs)
+    with checkpointer(run, local) as ck:
+        same(ck.restore(), 2)
+    assert steps_in(run) == [1, 2]
+
+
+@pytest.mark.parametrize('ends', ['closed', 'killed'])
+def test_a_forked_process_does_not_keep_the_directory(run_dir, local, ends):
+    """As a worker of a data loader, which may live longer than its parent."""
+    program = f"""
+import os, sys, time, signal, t5ckpt
+ck = t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, local_dir={str(local)!r})
+ck.save({{'a': 1}}, step=1)
+ck.wait_until_persisted()
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+sys.stdin.readline()
+if {ends!r} == 'killed':
+    os.kill(os.getpid(), signal.SIGKILL)
+ck.close()
+"""
+    words, pipe = [sys.executable, '-W', 'ignore', '-c', program], subprocess.PIPE
+    done = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+    child = int(done.stdout.readline())
+    try:
+        done.stdin.close()
+        done.wait()
+        with t5ckpt.Checkpointer({'a': 1}, None, run_dir, local_dir=local) as ck:
+            ck.save({'a': 1}, step=2)
+        assert steps_in(run_dir) == [1, 2]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        done.stdout.close()
 
 
 @pytest.mark.parametrize('operation', ['write', 'sync_tree'])

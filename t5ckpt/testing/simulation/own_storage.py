@@ -73,8 +73,12 @@ class _Lock(Lock):
     """A lock of a directory, which ends with its process."""
 
     def __init__(self, lock: Lock):
+        self._lock: Lock | None
         self._lock, self.is_held, self.reason = lock, lock.is_held, lock.reason
         current_task().process.on_death.append(self.close)
+
+    def is_current(self) -> bool:
+        return self._lock is not None and self._lock.is_current()
 
     def close(self) -> None:
         lock, self._lock = self._lock, None

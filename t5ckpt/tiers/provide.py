@@ -20,7 +20,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -168,7 +168,8 @@ class Provider:
             key, entry = join(self._directory, name), self._entries[name]
             try:
                 data = self._storage.read(key)
-            except CheckpointNotFoundError:
+            except (CheckpointNotFoundError, StorageError):
+                # Also one in a bad sector.
                 data = b''
             if entry_of(data) == entry:
                 yield name, entry, data

@@ -22,7 +22,6 @@ from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    NotADirectoryStorageError,
     StorageError,
     T5CkptError,
 )
@@ -34,7 +33,8 @@ from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
 
 _log = logging.getLogger('t5ckpt')
-_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
+# A StorageError is of one of the local files, such as one in a bad sector.
+_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
 
 
 class BytesRead:
@@ -97,7 +97,7 @@ def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
       The bytes that were fetched from the run's storage; None if the step is to be read from there.
 
     Raises:
-      T5CkptError: ``error``, if the run's storage does not have the step.
+      T5CkptError: ``error``, if the run's storage does not have the step. A CorruptCheckpointError for a file that cannot be read.
     """
     where = catalog.local.url(step_dir(step))
     _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), error)
@@ -107,6 +107,10 @@ def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
     except StorageError as second:
         _log.warning('t5ckpt: the files of %s could not be fetched from %s: %s', where, catalog.run.url(), second)
         raise error from second
+    if not is_there and isinstance(error, StorageError):
+        raise CorruptCheckpointError(
+            f'{where} cannot be read, and {catalog.run.url()} does not have it: {error}'
+        ) from error
     if not is_there:
         raise error
     if nbytes is None:

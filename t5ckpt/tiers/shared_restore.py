@@ -22,7 +22,6 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CoordinationError,
     CorruptCheckpointError,
-    NotADirectoryStorageError,
     ProcessMissingError,
     RemoteError,
     StorageError,
@@ -41,7 +40,7 @@ from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedC
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a restore from local directories'
 _ATTEMPTS = 3
-_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, NotADirectoryStorageError)
+_DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
 
 
 class SharedRestore:

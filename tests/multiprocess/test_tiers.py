@@ -306,6 +306,19 @@ def test_a_damaged_file_counts_as_absent(four, place, leaf):
     assert sum(restored(four, place, leaves=ONCE, persist=[])[2]['bytes'][1:]) == 0
 
 
+def test_a_file_that_cannot_be_read_counts_as_absent(four, place):
+    """A damaged chunk, which also fails to be read when the process looks for the damaged ones."""
+    saved(four, place, [1, 2], persist=[])
+    chunk = min((place.disks[2] / 'checkpoint_2' / 'target.rows').glob('[0-9]*'))
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 1
+    chunk.write_bytes(data)
+    answers = restored(four, place, persist=[], local_hook=[2, 'read', f'target.rows/{chunk.name}', 'eio'])
+    assert [(answer['step'], answer['bytes'][1]) for answer in answers] == [
+        (2, len(data) if index == 2 else 0) for index in range(COUNT)
+    ]
+
+
 def test_a_step_that_is_pinned_on_one_disk_is_deleted_nowhere(four, place):
     saved(four, place, [1, 2], persist=[1])
     t5ckpt.pin_checkpoint(place.disks[2] / 'checkpoint_1', 'a look')

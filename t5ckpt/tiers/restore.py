@@ -97,7 +97,7 @@ def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
       The bytes that were fetched from the run's storage; None if the step is to be read from there.
 
     Raises:
-      T5CkptError: ``error``, if the run's storage does not have the step. A CorruptCheckpointError for a file that cannot be read.
+      T5CkptError: ``error``, if the run does not have the step; a CorruptCheckpointError if a local file cannot be read.
     """
     where = catalog.local.url(step_dir(step))
     _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), error)

@@ -37,7 +37,7 @@ from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
-from t5ckpt.errors import ClosedError, DisagreementError, ReadOnlyError, StepKeptError
+from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, ReadOnlyError, StepKeptError
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Patterns, Resize
@@ -756,16 +756,22 @@ class Checkpointer:
         self.wait_until_finished()
 
         def decide(votes: Sequence[Any]) -> int | None:
-            steps, refusals = zip(*votes, strict=True)
+            steps, refusals, parts = zip(*votes, strict=True)
             if any(step != at for step in steps):
                 raise DisagreementError(f'the processes were asked to delete different steps: {steps}.')
             if any(refusals):
                 raise StepKeptError(next(filter(None, refusals)))
-            self._tiers.delete(at)
+            try:
+                self._tiers.delete(at)
+            except CheckpointNotFoundError:
+                # A lost disk: the other processes delete theirs.
+                if not any(parts):
+                    raise
             return self.latest_step()
 
         deletion = self._round(f'the deletion of step {at}')
-        vote = (at, '' if deletion.is_leader else self._tiers.why_keep_part(at))
+        tiers = self._tiers
+        vote = (at, '', False) if deletion.is_leader else (at, tiers.why_keep_part(at), tiers.has_part(at))
         self._schedule.forget(at, deletion.reduce_on_leader(Phase.DELETE, vote, decide))
         if not deletion.is_leader:
             self._tiers.delete_part(at)

@@ -129,6 +129,10 @@ class StepTiers(ABC):
         """The error that the deletion of the local part of a step would raise; '' if it can be deleted, or is not there."""
 
     @abstractmethod
+    def has_part(self, step: int) -> bool:
+        """Whether the local directory of this process has a step."""
+
+    @abstractmethod
     def delete_part(self, step: int) -> None:
         """Deletes the local part of a step, which process 0 has deleted."""
 
@@ -172,6 +176,9 @@ class OneTier(StepTiers):
 
     def why_keep_part(self, step: int) -> str:  # noqa: ARG002
         return ''
+
+    def has_part(self, step: int) -> bool:  # noqa: ARG002
+        return False
 
     def delete_part(self, step: int) -> None:
         pass

@@ -197,6 +197,12 @@ class Tiers(StepTiers):
             return str(error)
         return ''
 
+    def has_part(self, step: int) -> bool:
+        try:
+            return has_step(self.local, step)
+        except T5CkptError:
+            return False
+
     def delete_part(self, step: int) -> None:
         self._stop_prefetch()
         if has_step(self.local, step):

@@ -306,6 +306,16 @@ def test_a_damaged_file_counts_as_absent(four, place, leaf):
     assert sum(restored(four, place, leaves=ONCE, persist=[])[2]['bytes'][1:]) == 0
 
 
+def test_a_step_that_the_disk_of_process_0_has_lost_is_deleted(four, place):
+    place.begin(four, persist=[])
+    for step in (1, 2):
+        four.run('tiers_save', step)
+    shutil.rmtree(place.disks[0] / 'checkpoint_1')
+    assert four.run('tiers_delete', 1) == [[2]] * COUNT
+    assert all('checkpoint_1 does not exist' in text or 'no such' in text for text in four.run('tiers_delete', 1))
+    four.run('tiers_close')
+
+
 def test_a_file_that_cannot_be_read_counts_as_absent(four, place):
     """A damaged chunk, which also fails to be read when the process looks for the damaged ones."""
     saved(four, place, [1, 2], persist=[])

@@ -573,27 +573,31 @@ class Checkpointer:
         return self._restored(call)
 
     def _restored(self, call: RestoreCall) -> Any:
-        request = RestoreRequest(
+        return self._tiers.restore(self._restore_request(call, self._round('a restore')))
+
+    def _restore_request(self, call: RestoreCall, at: CoordinationRound) -> RestoreRequest:
+        return RestoreRequest(
             call=call,
             template=self._train_state,
             partitioner=self._partitioner,
             dataset=self._dataset,
             storage=self._storage,
             storage_options=self._storage_options,
-            round=self._round('a restore'),
+            round=at,
             cast=self._restore_cast(),
             progress=self._progress,
             reading=self._reading,
             notices=self._notices,
         )
-        return self._tiers.restore(request)
 
     def prefetch(self) -> None:
         """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.
 
-        A local step is read into memory; in a job of one process, one of ``checkpoints_dir`` is copied to ``local_dir``.
+        A local step is read into memory, and one of ``checkpoints_dir`` is copied to ``local_dir``: of several processes, each
+        copies the chunks that its template needs. All processes of the job call it.
         """
-        self._tiers.prefetch()
+        call = RestoreCall(resize=Resize(None), strict=strictness(None, is_t5x=self._is_t5x))
+        self._tiers.prefetch(functools.partial(self._restore_request, call))
 
     def restore_leaves(
         self,

@@ -30,6 +30,16 @@ class Coordinator:
         processes = self.processes_of_job()
         return Channel(processes, processes.next_channel(), self._timeout)
 
+    def apart(self) -> Coordinator:
+        """Returns a coordinator with a channel of its own, for rounds in another thread; all processes call it at the same point.
+
+        Raises:
+          UnsupportedTopologyError: as for :meth:`round`.
+        """
+        other = Coordinator(self._storage, self._processes, self._timeout)
+        other._channel = other._checked_channel()
+        return other
+
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round of all processes.
 
@@ -37,11 +47,14 @@ class Coordinator:
           UnsupportedTopologyError: the job has several processes, and only one of them sees the storage.
         """
         if self._channel is None:
-            processes = self.processes_of_job()
-            if processes.count > 1 and not self._storage.is_shared:
-                raise UnsupportedTopologyError(
-                    f'{self._storage.url()} is visible to one process only, and this job has {processes.count}. Use a '
-                    'directory that all processes share.'
-                )
-            self._channel = self.new_channel()
+            self._channel = self._checked_channel()
         return self._channel.round(action)
+
+    def _checked_channel(self) -> Channel:
+        processes = self.processes_of_job()
+        if processes.count > 1 and not self._storage.is_shared:
+            raise UnsupportedTopologyError(
+                f'{self._storage.url()} is visible to one process only, and this job has {processes.count}. Use a directory that '
+                'all processes share.'
+            )
+        return self.new_channel()

@@ -71,6 +71,16 @@ class _Planned:
     view: StateView
     contents: Contents
     plan: RestorePlan
+    fallback: LeafTable
+
+
+def files_to_read(request: RestoreRequest, contents: Contents) -> list[str]:
+    """The chunk files of a checkpoint that a restore reads in this process.
+
+    Raises:
+      TreeMismatchError: the checkpoint does not fit the template.
+    """
+    return _chunk_files(request, _plan(request, contents).plan)
 
 
 def _planned(request: RestoreRequest) -> _Planned:
@@ -79,7 +89,12 @@ def _planned(request: RestoreRequest) -> _Planned:
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    contents = contents_to_restore(request)
+    planned = _plan(request, contents_to_restore(request))
+    report_plan(planned.plan, request, planned.contents, planned.view.table, planned.fallback)
+    return planned
+
+
+def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
     view = flatten_state(request.template)
     template = unflatten(view.table)
     leaves, facts = leaves_of(contents, request.call.transforms, template)
@@ -97,22 +112,25 @@ def _planned(request: RestoreRequest) -> _Planned:
     )
     templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
     plan = plan_restore(leaves, templates, options, contents.located.url)
-    report_plan(plan, request, contents, view.table, fallback)
-    return _Planned(view, contents, plan)
+    return _Planned(view, contents, plan, fallback)
 
 
-def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
-    """Brings the files that this process reads to its storage."""
+def _chunk_files(request: RestoreRequest, plan: RestorePlan) -> list[str]:
     files: dict[str, None] = {}
-    for read in planned.plan.stored:
+    for read in plan.stored:
         array = read.leaf.array
         boxes = [Box.whole(array.shape)] if request.call.lazy else source_boxes(read.boxes, array.shape)
         files |= dict.fromkeys(
             f'{array.location}/{array.grid.key(index)}' for box in boxes for index in array.grid.chunks_of(box)
         )
+    return list(files)
+
+
+def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
+    """Brings the files that this process reads to its storage."""
     dataset = None if request.call.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
-    checksums = part.provide(request.round, list(files), prefix)
+    checksums = part.provide(request.round, _chunk_files(request, planned.plan), prefix)
     if not request.verifies_checksums(part.located):
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))

@@ -11,6 +11,7 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
+from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
@@ -117,8 +118,8 @@ class StepTiers(ABC):
         """Restores a step from the tier that has it; see ``run_restore``."""
 
     @abstractmethod
-    def prefetch(self) -> None:
-        """Begins to fetch the newest step in the background."""
+    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:
+        """Begins to fetch the newest step in the background, for the restore that ``make_request`` describes."""
 
     @abstractmethod
     def delete(self, step: int) -> None:
@@ -167,7 +168,7 @@ class OneTier(StepTiers):
     def restore(self, request: RestoreRequest) -> Any:
         return run_restore(request)
 
-    def prefetch(self) -> None:
+    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:  # noqa: ARG002
         text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'
         self._notices.warn('prefetch', NoEffectWarning(text))
 

@@ -17,7 +17,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
-from t5ckpt.reading.contents import RawFiles, read_contents
+from t5ckpt.reading.contents import Contents, RawFiles, read_contents
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep
 
@@ -110,9 +110,13 @@ class Part:
         num_positions = max((of for _, of in recorded), default=0)
         return DiskStep(self.save, index, self.count, positions_in(self.there), num_positions)
 
+    def contents(self) -> Contents:
+        """The decoded manifest and sidecar."""
+        return read_contents(self.located, RawFiles(self.manifest, self.sidecar))
+
     def numbers(self) -> ChunkNumbers:
         """The numbers of all chunks of the step."""
-        leaves = read_contents(self.located, RawFiles(self.manifest, self.sidecar)).leaves()
+        leaves = self.contents().leaves()
         arrays = [leaf.array for leaf in leaves.values() if hasattr(leaf, 'array')]
         return ChunkNumbers({array.location: array.grid for array in arrays})
 

@@ -289,13 +289,13 @@ def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: 
                 at.share('manifest', part.manifest)
                 at.share('sidecar', part.sidecar)
             if part is None:
-                part = _begun(storage, step, at.receive('manifest'), at.receive('sidecar'), clock)
+                part = begin_part(storage, step, at.receive('manifest'), at.receive('sidecar'), clock)
     if part is None:
         raise AssertionError('every process has a part now')
     return part
 
 
-def _begun(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
+def begin_part(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
     """Makes a part without chunks. Renames what the disk has of another save of the step, or a part that cannot be read."""
     if has_step(storage, step):
         aside = rename_damaged(storage, step, clock)

@@ -1,4 +1,4 @@
-"""Restores the newest step of either tier, and fetches it ahead.
+"""Restores the newest step of either tier, in a job of one process.
 
 A local step is read like any other checkpoint. If one of its files is damaged, the file is fetched from the run's storage if that
 has the same save. Otherwise the run's copy of the step is read; without one, the error is raised, as without tiers.
@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
-from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.commit.transfer import Transfer, TransferOptions
-from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -26,7 +19,6 @@ from t5ckpt.errors import (
     T5CkptError,
 )
 from t5ckpt.format.names import step_dir
-from t5ckpt.reading.identity import Identity
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
@@ -142,73 +134,3 @@ def _put_parts_aside(catalog: TierCatalog, step: int) -> None:
                 't5ckpt: local step %d was not restored: %s has the part of one of several processes; it was renamed to %s',
                 each, catalog.local.url(), aside,
             )  # fmt: skip
-
-
-class Prefetch:
-    """Fetches the step to restore in a thread: from the run's storage to the local disk, or from the disk to memory."""
-
-    def __init__(self, catalog: TierCatalog, begin_fetch: Callable[[], None], *, is_shared: bool):
-        """Begins at once; ``begin_fetch`` makes the local directory ready. ``is_shared``: other processes read the step, too."""
-        self._is_shared = is_shared
-        self._catalog = catalog
-        self._begin_fetch = begin_fetch
-        self._is_stopped = False
-        self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
-
-    def wait(self) -> None:
-        """Waits for its end."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def stop(self) -> None:
-        """Ends it, after the files that are on their way."""
-        self._is_stopped = True
-        self.wait()
-
-    def _pace(self, nbytes: int) -> None:
-        del nbytes
-        if self._is_stopped:
-            raise CancelledError
-
-    def _run(self) -> None:
-        try:
-            self._fetch()
-        except CancelledError:
-            # The checkpointer is closed. The next fetch goes on with the files.
-            return
-        except Exception as error:  # noqa: BLE001 - the restore reads the step itself, and raises its errors
-            _log.warning('t5ckpt: the prefetch ended, and restore reads what is left: %s', error)
-
-    def _fetch(self) -> None:
-        catalog = self._catalog
-        choice = catalog.choose(None)
-        if choice.step is None:
-            return
-        if not choice.is_local:
-            if self._is_shared:
-                # The processes choose the step together, in the restore.
-                return
-            located = locate_step(catalog.run, choice.step)
-            if catalog.read_only or not located.manifest:
-                return
-            self._begin_fetch()
-            source = Identity.now(located)
-            with source.checked_on_failure('fetched'):
-                options = TransferOptions(pace=self._pace)
-                done = Transfer(source, catalog.local, choice.step, options).run(catalog.clock)
-            _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, catalog.local.url(), done.nbytes)
-            return
-        directory = step_dir(choice.step)
-        for key, _ in catalog.local.walk(directory):
-            _read_ahead(catalog.local.local_path(key))
-
-
-def _read_ahead(path: str | None) -> None:
-    """Asks the kernel to read a file into memory."""
-    if path is None or not hasattr(os, 'posix_fadvise'):
-        return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(fd)

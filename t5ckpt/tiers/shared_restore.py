@@ -32,7 +32,7 @@ from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.part import Part, parts_in, save_of
+from t5ckpt.tiers.part import LocalParts, Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
 from t5ckpt.tiers.restore import BytesRead
 from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedChoice, choose_together, log_choice
@@ -60,14 +60,9 @@ class SharedRestore:
           CheckpointNotFoundError: there is no step.
           CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
         """
-        positions = request.dataset is not None and not request.call.leaves_iterator
         wanted = request.call.step
-        query_run = functools.partial(self._find_run_step, wanted)
         for attempt in range(_ATTEMPTS):
-            at = self._coordinator.round(CHOICE_ACTION)
-            with at.failing_together(Phase.LOOK):
-                local = parts_in(self._local)
-            found = choose_together(at, self._coordinator, local, query_run, wanted, needs_positions=positions)
+            found, local = self.choose(request)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found)
@@ -83,6 +78,17 @@ class SharedRestore:
                 self._put_others_aside(found)
             return restored
         raise AssertionError('the last attempt returns or raises')
+
+    def choose(self, request: RestoreRequest) -> tuple[SharedChoice, LocalParts]:
+        """The step to restore, and what the disk of this process has; every process calls it."""
+        wanted = request.call.step
+        positions = request.dataset is not None and not request.call.leaves_iterator
+        at = self._coordinator.round(CHOICE_ACTION)
+        with at.failing_together(Phase.LOOK):
+            local = parts_in(self._local)
+        query_run = functools.partial(self._find_run_step, wanted)
+        found = choose_together(at, self._coordinator, local, query_run, wanted, needs_positions=positions)
+        return found, local
 
     def _find_run_step(self, step: int | None, has_local: bool) -> RunStep:
         """What the run's storage has; in process 0."""

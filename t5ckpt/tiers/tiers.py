@@ -12,7 +12,7 @@ from t5ckpt.commit.deletion import check_deletable, delete_step
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import Phase
+from t5ckpt.distributed.rounds import Channel, CoordinationRound, Phase
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.execute import run_restore
@@ -26,8 +26,10 @@ from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
 from t5ckpt.tiers.one_tier import StepTiers
 from t5ckpt.tiers.orders import Orders
+from t5ckpt.tiers.prefetch import Prefetch, fetch_alone
 from t5ckpt.tiers.provide import completed
-from t5ckpt.tiers.restore import Prefetch, restore_from_tiers
+from t5ckpt.tiers.restore import restore_from_tiers
+from t5ckpt.tiers.shared_prefetch import fetch_together
 from t5ckpt.tiers.shared_restore import SharedRestore
 from t5ckpt.tiers.uploads import Uploads
 
@@ -84,8 +86,12 @@ class Tiers(StepTiers):
                 self._uploads.resume()
             return True
 
-    def _join(self) -> None:
+    def _join(self, coordinator: Coordinator, channel: Channel | None = None) -> None:
         """Agrees on the run's id with the other processes, and begins the uploads; the first call does, in all processes.
+
+        Args:
+          coordinator: for the rounds.
+          channel: for the orders about uploads; None makes one.
 
         Raises:
           UnsupportedTopologyError: the checkpointer only reads.
@@ -93,7 +99,7 @@ class Tiers(StepTiers):
         """
         if self._has_joined:
             return
-        at = self._coordinator.round('opening the local directories')
+        at = coordinator.round('opening the local directories')
         with at.failing_together(Phase.LOOK):
             if self._read_only:
                 raise UnsupportedTopologyError(
@@ -107,9 +113,9 @@ class Tiers(StepTiers):
             self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
-            lost = self._find_lost_files(step, save, index, sender)
+            lost = self._find_lost_files(coordinator, step, save, index, sender)
             (dropped if lost is None else waiting).append(step)
-        channel = self._coordinator.new_channel()
+        channel = channel or self._coordinator.new_channel()
         self._uploads.join(Orders(channel.processes, channel.prefix, lost or LostFiles()), waiting, dropped)
         self._has_joined = True
 
@@ -136,9 +142,11 @@ class Tiers(StepTiers):
         uploads = {'waiting': sorted(waiting), 'dropped': sorted(dropped), 'incomplete': incomplete}
         return {'id': agreed, 'is_shared': is_shared, **uploads}
 
-    def _find_lost_files(self, step: int, save: str, index: int, sender: int) -> LostFiles | None:
+    def _find_lost_files(
+        self, coordinator: Coordinator, step: int, save: str, index: int, sender: int
+    ) -> LostFiles | None:
         """Finds the files of a step of which one disk is lost, and makes a part on each disk that has none."""
-        part, rounds = self._uploads.part_of(step, save), functools.partial(self._coordinator.round, 'the uploads')
+        part, rounds = self._uploads.part_of(step, save), functools.partial(coordinator.round, 'the uploads')
         part = completed(rounds(), part, self.local, step, sender, self._catalog.clock)
         return find_lost_files(rounds(), part, index)
 
@@ -148,7 +156,8 @@ class Tiers(StepTiers):
         if self._is_single:
             self._open(create=True)
         else:
-            self._join()
+            self._end_prefetch()
+            self._join(self._coordinator)
             self._dir.open(create=True)
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
@@ -164,23 +173,41 @@ class Tiers(StepTiers):
         self._uploads.note_save(has_ended)
 
     def wait_until_persisted(self, step: int | None) -> None:
+        if not self._is_single:
+            self._end_prefetch()
         self._open()
         self._uploads.wait(step)
 
     def restore(self, request: RestoreRequest) -> Any:
         if request.call.path is not None:
             return run_restore(request)
-        if self._prefetch is not None:
-            self._prefetch.wait()
+        self._end_prefetch()
         if not self._is_single:
-            self._join()
+            self._join(self._coordinator)
             shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop)
             return shared.restore(request)
         return restore_from_tiers(self._catalog, request)
 
-    def prefetch(self) -> None:
-        if self._prefetch is None:
-            self._prefetch = Prefetch(self._catalog, self._begin_fetch, is_shared=not self._is_single)
+    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:
+        if self._prefetch is not None:
+            return
+        if self._is_single:
+            self._prefetch = Prefetch(functools.partial(fetch_alone, self._catalog, self._begin_fetch))
+            return
+        # Channels are numbered in the order of their begin, so both begin in this thread.
+        coordinator, channel = self._coordinator.apart(), self._coordinator.new_channel()
+        request = make_request(coordinator.round('a prefetch'))
+
+        def fetch(check: Callable[[], None]) -> None:
+            self._join(coordinator, channel)
+            restore = SharedRestore(self._catalog, coordinator, self._uploads.drop)
+            fetch_together(self._catalog, coordinator, restore, request, check)
+
+        self._prefetch = Prefetch(fetch)
+
+    def _end_prefetch(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.wait()
 
     def _begin_fetch(self) -> None:
         """As :meth:`begin_save`, also with a record, for a step that comes from the run's storage."""
@@ -188,6 +215,7 @@ class Tiers(StepTiers):
         self._dir.ensure_record()
 
     def why_keep_part(self, step: int) -> str:
+        self._end_prefetch()
         try:
             check_deletable(self.local, step, self._catalog.clock, even_waiting=True)
         except CheckpointNotFoundError:
@@ -204,18 +232,19 @@ class Tiers(StepTiers):
             return False
 
     def delete_part(self, step: int) -> None:
-        self._stop_prefetch()
         if has_step(self.local, step):
             delete_step(self.local, step, self._catalog.clock, even_waiting=True)
 
     def delete(self, step: int) -> None:
-        self._stop_prefetch()
+        if self._is_single:
+            self._stop_prefetch()
+        self._end_prefetch()
         self._open()
         with self._uploads.without(step):
             self._catalog.delete(step)
 
     def _stop_prefetch(self) -> None:
-        """Ends a prefetch, which may otherwise commit a step that is being deleted."""
+        """Ends a prefetch; it could otherwise commit a step that is being deleted."""
         if self._prefetch is not None:
             self._prefetch.stop()
 

@@ -269,6 +269,72 @@ def test_the_log_has_the_reason_for_each_newer_step(four, place):
     four.run('tiers_close')
 
 
+def test_a_prefetch_fetches_what_each_process_reads(four, place):
+    """From the bucket to all disks, while the program runs collectives; the restore that follows reads the disks alone."""
+    saved(four, place, [1, 2], leaves=ONCE, persist=[2])
+    shutil.rmtree(place.disks[0])
+    for disk in place.disks[1:]:
+        # A prefetch does not take an older step of the disks.
+        shutil.rmtree(disk / 'checkpoint_2')
+    place.begin(four, ONCE, persist=[])
+    answers = four.run('tiers_prefetch')
+    four.run('tiers_close')
+    assert [answer['ended'] for answer in answers] == [[]] * COUNT
+    assert [(answer['step'], answer['position'], answer['bytes'][1:]) for answer in answers] == [(2, 2, [0, 0])] * COUNT
+    chunks = len([*(place.run / 'checkpoint_2/target.both').glob('[0-9]*')])
+    for index, answer in enumerate(answers):
+        (fetched,) = answer['fetched']
+        step, position = place.disks[index] / 'checkpoint_2', f'train_ds-00{index}-of-004'
+        files = [*step.glob('target.*/*'), *step.glob(f'{position}*')]
+        assert f' fetched step 2 to {place.disks[index]}: {sum(file.stat().st_size for file in files)} bytes' in fetched
+        assert any(file.name.startswith(position) for file in files)
+        # Of the leaf that is sharded over all devices, a process reads a quarter.
+        assert len([*(step / 'target.both').iterdir()]) == chunks / COUNT
+    assert all(t5ckpt.verify(disk, 2, full=True).ok for disk in place.disks)
+    # The disks have what they lacked.
+    assert [answer['bytes'][1:] for answer in restored(four, place, leaves=ONCE, persist=[])] == [[0, 0]] * COUNT
+
+
+def test_a_prefetch_leaves_the_exchange_to_the_restore(four, place):
+    saved(four, place, [1, 2], persist=[2])
+    shutil.rmtree(place.disks[1])
+    place.begin(four, persist=[])
+    answers = four.run('tiers_prefetch')
+    four.run('tiers_close')
+    assert [answer['ended'] + answer['fetched'] for answer in answers] == [[]] * COUNT
+    assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(2, 2, 0)] * COUNT
+    assert [answer['bytes'][1] > 0 for answer in answers] == [False, True, False, False]
+
+
+def test_a_save_and_a_close_wait_for_a_prefetch(four, place):
+    """Also with an upload of an earlier start, which the prefetch begins."""
+    saved(four, place, [1], persist=[1])
+    for disk in place.disks:
+        shutil.rmtree(disk)
+    place.begin(four)
+    answers = four.run('tiers_prefetch', 2)
+    assert [(answer['step'], len(answer['fetched'])) for answer in answers] == [(2, 1)] * COUNT
+    assert four.run('tiers_wait', 2) == [None] * COUNT
+    four.run('tiers_close')
+    for disk in place.disks:
+        shutil.rmtree(disk)
+    place.begin(four)
+    four.run('tiers_prefetch', 'close')
+    assert [answer['step'] for answer in restored(four, place, persist=[])] == [2] * COUNT
+
+
+def test_a_prefetch_with_a_directory_that_is_refused(four, place, tmp_path):
+    """The restore raises the error, in all processes."""
+    other = Place(tmp_path / 'other')
+    saved(four, place, [1], persist=[1])
+    saved(four, other, [1], persist=[1])
+    place.disks[2] = other.disks[2]
+    place.begin(four)
+    errors = four.errors('tiers_prefetch', 'restore at once')
+    assert all('has the local checkpoints of' in text for _, text in errors)
+    four.run('tiers_close')
+
+
 def test_without_the_bucket_a_lost_shard_is_an_error_and_the_older_step_is_taken(four, place):
     saved(four, place, [1, 2], leaves=ONCE, persist=[])
     # Disk 3 does not have step 2, as after a crash between the commits of the processes.

@@ -1,8 +1,10 @@
 """Saves to a local directory, with uploads behind: what is where, what waits, and what a restore takes."""
 
+import ctypes
 import json
 import logging
 import math
+import mmap
 import os
 import pathlib
 import re
@@ -540,6 +542,42 @@ def test_prefetching(run_dir, local, caplog, lost):
         ck.prefetch()
     assert said(caplog, f'bytes of arrays from {local}, 0 from')
     assert bool(said(caplog, 'fetched step 1')) == lost
+
+
+def in_memory(file):
+    """The share of a file's pages that are in the page cache, by mincore."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    size = file.stat().st_size
+    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    with file.open('rb') as opened:
+        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, opened.fileno(), 0)
+    try:
+        assert library.mincore(address, size, pages) == 0
+    finally:
+        library.munmap(address, size)
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+@pytest.mark.skipif(not hasattr(os, 'posix_fadvise'), reason='the system has no posix_fadvise')
+def test_prefetching_reads_a_local_step_into_the_page_cache(run_dir, local):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    files = [file for file in (local / 'checkpoint_1').rglob('*') if file.is_file()]
+    for file in files:
+        with file.open('rb') as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(chunk(local, 1)):
+        pytest.skip('this file system keeps its files in memory')
+    with checkpointer(run_dir, local) as ck:
+        ck.prefetch()
+        deadline = time.monotonic() + 30
+        while min(map(in_memory, files)) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 class SlowLock(FaultyStorage):

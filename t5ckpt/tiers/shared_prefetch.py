@@ -1,0 +1,140 @@
+"""Fetches the step to restore ahead, in a job of several processes.
+
+The processes choose the step as a restore does, see ``tiers/shared_choice.py``. If the disks have it, each process reads its part
+into memory. Files that a disk lacks are left to the restore: their exchange is a device collective, which may not come between
+those of the program. If only the run's storage has the step, each process copies the chunk files that its template needs to a
+part in its local directory, and the restore reads that.
+
+Notes: the rounds are in a channel of their own, so they do not collide with those of the program. Process 0 reads the manifest,
+the sidecar and the file checksums, and sends them to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.locate import Located, locate_step
+from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.rounds import Phase
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, TRAIN_DS_PREFIX, step_dir
+from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.contents import read_raw
+from t5ckpt.restore.execute import files_to_read
+from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.tiers.catalog import TierCatalog
+from t5ckpt.tiers.part import Part
+from t5ckpt.tiers.prefetch import Check, read_ahead
+from t5ckpt.tiers.provide import begin_part
+from t5ckpt.tiers.shared_restore import SharedRestore
+
+_log = logging.getLogger('t5ckpt')
+_ACTION = 'a prefetch'
+_WORKERS = 16
+
+
+def fetch_together(
+    catalog: TierCatalog, coordinator: Coordinator, restore: SharedRestore, request: RestoreRequest, check: Check
+) -> None:
+    """Fetches the newest step; every process calls it.
+
+    Args:
+      catalog: of the tiers.
+      coordinator: for the rounds of this prefetch.
+      restore: chooses the step, with the same coordinator.
+      request: of the restore that is expected.
+      check: raises if the prefetch is to end.
+    """
+    found, _ = restore.choose(request)
+    if found.step is None:
+        return
+    if found.save:
+        read_ahead(catalog.local, found.step, check)
+        return
+    files = _files_of_run(catalog, coordinator, found.step)
+    if files is None:
+        return
+    part = begin_part(catalog.local, found.step, files.pop(MANIFEST), files.pop(SIDECAR), catalog.clock)
+    recorded = FileChecksums.recorded_by(decode_sidecar(part.sidecar, SIDECAR), SIDECAR)
+    checksums = recorded.merged(recorded.read_lists(files, lambda name: name))
+    located = locate_step(catalog.run, found.step)
+    names = files_to_read(request, part.contents()) + _positions(located, request, coordinator)
+    nbytes = _fetch(part, located, names, checksums, check)
+    _log.info('t5ckpt: fetched step %d to %s: %d bytes', found.step, catalog.local.url(), nbytes)
+
+
+def _files_of_run(catalog: TierCatalog, coordinator: Coordinator, step: int) -> dict[str, bytes] | None:
+    """The manifest, the sidecar and the file checksums of a step of the run, from process 0.
+
+    None if a disk has a part of the step, of another save, or if the step has no checksums: the restore reads it then.
+    """
+    at = coordinator.round(_ACTION)
+
+    def decide(votes: Sequence[Any]) -> list[Any] | None:
+        raw = None if any(votes) else read_raw(locate_step(catalog.run, step), checksums=True)
+        if raw is None or raw.manifest is None or raw.sidecar is None or not raw.checksum_lists:
+            return None
+        files = {MANIFEST: raw.manifest, SIDECAR: raw.sidecar, **raw.checksum_lists}
+        at.share('files', b''.join(files.values()))
+        return [[name, len(data)] for name, data in files.items()]
+
+    with at.failing_together(Phase.LOOK):
+        is_there = has_step(catalog.local, step)
+    sizes = at.reduce_on_leader(Phase.LOOK, is_there, decide)
+    if sizes is None:
+        return None
+    data, files = memoryview(at.receive('files')), dict[str, bytes]()
+    # Removes the keys of the files from the coordination service.
+    coordinator.round(_ACTION).barrier(Phase.LOOK)
+    for name, size in sizes:
+        files[name], data = bytes(data[:size]), data[size:]
+    return files
+
+
+def _positions(located: Located, request: RestoreRequest, coordinator: Coordinator) -> list[str]:
+    """The files of this process's position of the data iterator."""
+    if request.dataset is None:
+        return []
+    prefix = request.dataset.prefix(coordinator.processes_of_job())
+    return [name for name in located.storage.names(located.directory, TRAIN_DS_PREFIX) if name.startswith(prefix)]
+
+
+def _fetch(part: Part, located: Located, names: Sequence[str], checksums: FileChecksums, check: Check) -> int:
+    """Copies files of the run to a part; returns their bytes. After an error, the part has those that were copied."""
+    storage, directory, files = part.storage, step_dir(part.step), CheckpointFiles.of(located)
+    entries, budget = dict[str, FileEntry](), ByteBudget(IN_FLIGHT_BYTES)
+    for parent in parents_of(names):
+        storage.make_dir(join(directory, parent))
+
+    def copy(name: str) -> int:
+        check()
+        size = checksums[name][0] if name in checksums else 0
+        budget.acquire(size)
+        try:
+            data = files.read(name)
+            entry = entry_of(data)
+            checksums.check(name, entry, located.storage.url(join(located.directory, name)))
+            storage.write(join(directory, name), data)
+        finally:
+            budget.release(size)
+        entries[name] = entry
+        return len(data)
+
+    try:
+        with Pool(_WORKERS, 't5ckpt-prefetch') as pool:
+            futures = [pool.submit(copy, name) for name in names]
+            try:
+                return sum(future.result() for future in futures)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    finally:
+        storage.write(join(directory, COPIES), FileChecksums(entries).encode())

@@ -53,6 +53,7 @@ class SaveRequest:
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
+      frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
       around_commit: surrounds the commit, with the answer of ``upload_reason``; with ``in_parts`` in every process, else in
         process 0.
@@ -76,6 +77,7 @@ class SaveRequest:
     site: CallSite
     keep: KeepPolicy
     in_parts: bool = False
+    frees_step: Callable[[], bool] = lambda: False
     upload_reason: Callable[[], str | None] = lambda: None
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -85,7 +87,7 @@ class SaveRequest:
         if self.retention.is_surely_new(self.step):
             return True
         found = strategy_of(self.storage).occupant(self.storage, self.step)
-        return found is None or self.decide_to_replace(found)
+        return found is None or self.frees_step() or self.decide_to_replace(found)
 
     def decide_to_replace(self, found: ListedStep) -> bool:
         """Returns whether the save replaces a complete step. Logs a save that is skipped.

@@ -114,6 +114,8 @@ class TierCatalog(StepCatalog):
         return [] if self._has_parts() else [step for step in self.local_steps() if is_incomplete(self.local, step)]
 
     def local_part_steps(self) -> list[int]:
+        if not self._has_parts():
+            return []
         try:
             return self.local_steps()
         except T5CkptError:
@@ -130,34 +132,51 @@ class TierCatalog(StepCatalog):
         local = dataset_steps_in(self.local) if self._opened() else []
         return sorted({*local, *self._query_run(lambda: dataset_steps_in(self.run), lambda: local or None)})
 
+    def warn_of_parts(self, step: int) -> None:
+        """Logs which parts are newer than the step that is restored; they stay for a job of several processes."""
+        for each in self.partial_steps():
+            if each > step:
+                _log.warning(
+                    't5ckpt: local step %d was not restored: %s has the part of one of several processes. Start all processes of '
+                    'the job to restore it. A save of step %d by this process renames the part.',
+                    each, self.local.url(), each,
+                )  # fmt: skip
+
     def to_restore(self) -> list[int]:
-        local = self.local_steps()
+        partial = self.partial_steps()
+        local = [step for step in self.local_steps() if step not in partial]
 
         def steps_of_run() -> list[int]:
             self._dir.check_id()
             return listing(self.run).to_restore
 
-        return sorted({*local, *self._query_run(steps_of_run, lambda: local or None)})
+        found = sorted({*local, *self._query_run(steps_of_run, lambda: local or partial or None)})
+        if found:
+            self.warn_of_parts(found[-1])
+        # A part alone is an error, never a fresh start.
+        return found or partial
 
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier. A part that this process cannot read is chosen only if there is nothing else."""
-        local = self.local_steps()
-        partial = self.partial_steps() if step is None else []
+        local, partial = self.local_steps(), self.partial_steps()
 
-        def newest_step_of_run() -> list[int]:
+        def steps_of_run() -> list[int]:
             self._dir.check_id()
-            found = newest(self.run) if step is None else None
+            if step is not None:
+                return [step] if step in partial and has_step(self.run, step) else []
+            found = newest(self.run)
             return [] if found is None else [found.step]
 
-        run = self._query_run(newest_step_of_run, lambda: [] if local else None)
+        run = self._query_run(steps_of_run, lambda: [] if local else None)
         own = _choice([each for each in local if each not in partial], run, step)
-        return _choice(local, run) if own.step is None else own
+        has_part_alone = own.step is None or (own.step in partial and own.step not in run)
+        return _choice(local, run, step) if has_part_alone else own
 
     def latest(self) -> int | None:
         return self.choose(None).step
 
     def storage_with(self, step: int) -> Storage:
-        return self.local if _has(self.local, step) else self.run
+        return self.local if _has(self.local, step) and step not in self.partial_steps() else self.run
 
     def unusable(self) -> dict[int, str]:
         """Why local steps are not complete, by step."""

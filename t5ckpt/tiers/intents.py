@@ -17,7 +17,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping
 
-from t5ckpt.catalog.listing import newest, waiting_steps
+from t5ckpt.catalog.listing import steps_in, waiting_steps
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
@@ -178,9 +178,9 @@ class PersistSchedule:
             return 'every save'
         if self._owed:
             return self._owed
-        if self._previous is None and (found := newest(self._local)) is not None:
-            # The previous save may be one of an earlier process.
-            self._previous = found.step
+        if self._previous is None:
+            # The previous save may be one of an earlier process. A job of several may have left newer ones to a job of one.
+            self._previous = max((each for each in steps_in(self._local) if each < step), default=None)
         previous, self._previous = self._previous, step
         now, taken = self._clock(), self._last()
         # A clock that was set back does not stop the uploads until it has caught up.

@@ -78,7 +78,7 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
         for each, reason in sorted(catalog.unusable().items()):
             if each > step or (each == step and not choice.is_local):
                 _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
-        _put_parts_aside(catalog, step)
+        catalog.warn_of_parts(step)
     return restored
 
 
@@ -121,16 +121,3 @@ def _put_damaged_aside(catalog: TierCatalog, step: int) -> None:
         _log.warning('t5ckpt: %s is damaged, and could not be renamed: %s', where, error)
     else:
         _log.error('t5ckpt: %s is damaged and was renamed to %s', where, catalog.local.url(aside))
-
-
-def _put_parts_aside(catalog: TierCatalog, step: int) -> None:
-    """Renames parts that are newer than the restored step, so that the training can save their steps again."""
-    if catalog.read_only:
-        return
-    for each in catalog.partial_steps():
-        if each > step:
-            aside = rename_damaged(catalog.local, each, catalog.clock)
-            _log.warning(
-                't5ckpt: local step %d was not restored: %s has the part of one of several processes; it was renamed to %s',
-                each, catalog.local.url(), aside,
-            )  # fmt: skip

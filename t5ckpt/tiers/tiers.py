@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
-from t5ckpt.commit.deletion import check_deletable, delete_step
+from t5ckpt.commit.deletion import check_deletable, delete_step, rename_damaged
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
@@ -26,12 +27,15 @@ from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
 from t5ckpt.tiers.one_tier import StepTiers
 from t5ckpt.tiers.orders import Orders
+from t5ckpt.tiers.part import is_incomplete
 from t5ckpt.tiers.prefetch import Prefetch, fetch_alone
 from t5ckpt.tiers.provide import completed
 from t5ckpt.tiers.restore import restore_from_tiers
 from t5ckpt.tiers.shared_prefetch import fetch_together
 from t5ckpt.tiers.shared_restore import SharedRestore
 from t5ckpt.tiers.uploads import Uploads
+
+_log = logging.getLogger('t5ckpt')
 
 
 class Tiers(StepTiers):
@@ -165,12 +169,27 @@ class Tiers(StepTiers):
         return dataclasses.replace(
             request,
             in_parts=not self._is_single,
+            frees_step=functools.partial(self._put_part_aside, step) if self._is_single else request.frees_step,
             upload_reason=functools.partial(self._uploads.reason, step, call, preempted),
             around_commit=functools.partial(self._uploads.around_commit, step, call),
         )
 
     def note_save(self, has_ended: Callable[[], bool]) -> None:
         self._uploads.note_save(has_ended)
+
+    def _put_part_aside(self, step: int) -> bool:
+        """Renames the part of one of several processes, whose step a job of one process saves; returns whether it did."""
+        if not is_incomplete(self.local, step):
+            return False
+        aside = rename_damaged(self.local, step, self._catalog.clock)
+        self._uploads.drop(step)
+        _log.warning(
+            't5ckpt: local step %d is the part of one of several processes, and this process saves the step anew; the part was '
+            'renamed to %s',
+            step,
+            self.local.url(aside),
+        )
+        return True
 
     def wait_until_persisted(self, step: int | None) -> None:
         if not self._is_single:

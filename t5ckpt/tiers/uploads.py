@@ -68,7 +68,8 @@ class Uploads:
             _log.warning('t5ckpt: step %d was to be uploaded, and is not in %s anymore', step, self.local.url())
             self._intents.drop(step)
             self._schedule.owe(step)
-        found = sorted(existing & set(waiting))
+        # The part of a job of several processes waits for that job.
+        found = sorted(existing.intersection(waiting).difference(self._catalog.partial_steps()))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
             self._queue.add(found)

@@ -187,8 +187,7 @@ class Checkpointer:
         restore_cast = Cast.of_restore(restore_dtype, cast_leaves)
         self.restore_dtype = None if restore_cast is None else restore_cast.requested
         self._cast_leaves = cast_leaves
-        self._train_state = train_state
-        self._partitioner = partitioner
+        self._train_state, self._partitioner = train_state, partitioner
         self._is_t5x = partitioner is not None or isinstance(train_state, TrainState)
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
@@ -201,7 +200,8 @@ class Checkpointer:
             metric_source,
             prune_others=prune_other_layouts,
         )
-        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout))
+        same = {'local_dir': local_dir is not None}
+        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), same)
         self._clock = clock
         self._is_read_only = read_only
         self._notices = Notices()

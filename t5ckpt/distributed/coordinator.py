@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from t5ckpt.distributed.opening import Opening
 from t5ckpt.distributed.processes import Processes, jax_processes
 from t5ckpt.distributed.rounds import Channel, CoordinationRound
 from t5ckpt.errors import UnsupportedTopologyError
@@ -14,11 +17,25 @@ class Coordinator:
     The constructor does not ask JAX for the processes, so a checkpointer may be made before ``jax.distributed.initialize``.
     """
 
-    def __init__(self, storage: Storage, processes: Processes | None, timeout_seconds: float):
-        """``processes`` are those of the job; None takes those of ``jax.distributed``."""
+    def __init__(
+        self,
+        storage: Storage,
+        processes: Processes | None,
+        timeout_seconds: float,
+        options: Mapping[str, bool] | None = None,
+    ):
+        """Asks for nothing.
+
+        Args:
+          storage: of the run.
+          processes: those of the job; None takes those of ``jax.distributed``.
+          timeout_seconds: of a barrier.
+          options: whether the checkpointer has some options, by name, which all processes must pass; see :class:`Opening`.
+        """
         self._storage = storage
         self._processes = processes
         self._timeout = timeout_seconds
+        self._options = {} if options is None else dict(options)
         self._channel: Channel | None = None
 
     def processes_of_job(self) -> Processes:
@@ -48,6 +65,7 @@ class Coordinator:
         """
         if self._channel is None:
             self._channel = self._checked_channel()
+            self._channel.opening = Opening(f'{self._channel.prefix}/first', self._options)
         return self._channel.round(action)
 
     def _checked_channel(self) -> Channel:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from t5ckpt.core.text import lines_of_error
+from t5ckpt.distributed.opening import Opening
 from t5ckpt.distributed.processes import Processes, ServiceError, Status
-from t5ckpt.errors import CoordinationError, ProcessMissingError, RemoteError, T5CkptError
+from t5ckpt.errors import CoordinationError, DisagreementError, ProcessMissingError, RemoteError, T5CkptError
 
 # gRPC refuses messages above 4 MiB unless the limit was raised.
 _MESSAGE_BYTES = 2**20
@@ -90,13 +91,17 @@ class Channel:
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._finished: list[str] = []
+        self.opening: Opening | None = None
 
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round; ``action`` is for errors, such as 'the save of step 5'."""
         prefix = f'{self.prefix}/{next(self._numbers)}'
         # A process that enters this round has left the earlier ones, so their keys are removed after its first barrier.
         old, self._finished = self._finished, [prefix]
-        return CoordinationRound(self.processes, prefix, action, self._timeout, old)
+        opening = self.opening
+        if opening is not None and opening.is_over:
+            old, self.opening = [*old, opening.prefix], None
+        return CoordinationRound(self.processes, prefix, action, self._timeout, old, opening)
 
     def broadcast(self, name: str, data: bytes | None, action: str) -> bytes:
         """Sends a short message of the leader to all processes, outside of any round and without a barrier.
@@ -139,12 +144,21 @@ class Channel:
 class CoordinationRound:
     """One action that all processes take together, such as a save."""
 
-    def __init__(self, processes: Processes, prefix: str, action: str, timeout_seconds: float, old: Sequence[str]):
+    def __init__(
+        self,
+        processes: Processes,
+        prefix: str,
+        action: str,
+        timeout_seconds: float,
+        old: Sequence[str],
+        opening: Opening | None = None,
+    ):
         self.processes = processes
         self._prefix = prefix
         self._action = action
         self._timeout = timeout_seconds
         self._old = old
+        self._opening = opening
 
     @property
     def is_single_process(self) -> bool:
@@ -171,19 +185,27 @@ class CoordinationRound:
           ProcessMissingError: naming the processes that did not arrive within the time-out.
           CoordinationError: a process died, or the service failed.
           RemoteError: another process voted with an error, or ``decide`` raised on the leader.
+          DisagreementError: in the first round, the processes have different options, see :class:`Opening`.
           Exception: on the leader, the exception of ``decide``.
         """
         if self.is_single_process:
             return decide([vote])
-        prefix = f'{self._prefix}/{phase}'
+        prefix, opening = f'{self._prefix}/{phase}', self._opening
+        if opening is not None and opening.is_over:
+            opening = None
+        if opening is not None:
+            if self.is_leader:
+                self._compare_options()
+            prefix, vote = opening.prefix, opening.wrap(vote)
         self._gather(prefix, phase, vote)
         if not self.is_leader:
-            return self._receive_decision(prefix, phase)
+            return self._receive_decision(prefix, phase, opening)
         with self._mapped(phase.value, (0,)):
             votes = self.processes.get_all(f'{prefix}/vote', self._timeout)
             found = {int(name): text for name, text in votes.items()}
         try:
             votes = [json.loads(found[index]) for index in range(self.processes.count)]
+            votes = votes if opening is None else opening.unwrap(votes)
             self._raise_failures(phase, votes)
             value = decide(votes)
         except BaseException as error:
@@ -237,7 +259,7 @@ class CoordinationRound:
         with self._mapped(phase.value, (0,)):
             self.processes.put(f'{prefix}/decision', json.dumps(decision).encode(), self._timeout)
 
-    def _receive_decision(self, prefix: str, phase: Phase) -> Any:
+    def _receive_decision(self, prefix: str, phase: Phase, opening: Opening | None) -> Any:
         with self._mapped(phase.value, (0,)):
             decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
         if 'error' in decision:
@@ -245,6 +267,9 @@ class CoordinationRound:
             if kind == RemoteError.__name__:
                 # A vote failed: the text names the process.
                 raise RemoteError(text)
+            if opening is not None and kind == DisagreementError.__name__:
+                opening.has_failed = True
+                raise DisagreementError(text)
             raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {text}', (0,))
         return decision['value']
 
@@ -274,6 +299,7 @@ class CoordinationRound:
         """Votes with an error; returns when the other processes have it, or after the time-out."""
         # After these errors the others cannot be reached, or have failed themselves.
         is_known = any(isinstance(each, (ProcessMissingError, CoordinationError)) for each in (error, error.__cause__))
+        is_known = is_known or (self._opening is not None and self._opening.has_failed)
         if not self.is_single_process and not is_known:
             with contextlib.suppress(T5CkptError):
                 self.reduce_on_leader(phase, {'error': lines_of_error(error)}, lambda _: None)
@@ -285,6 +311,7 @@ class CoordinationRound:
         prefix = f'{self._prefix}/{name}'
         with self._mapped(name, (0,)):
             if not self.is_single_process:
+                self._compare_options()
                 starts = range(0, len(data), _MESSAGE_BYTES)
                 for number, start in enumerate(starts):
                     self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES], self._timeout)
@@ -294,6 +321,8 @@ class CoordinationRound:
     def receive(self, name: str) -> bytes:
         """Returns the bytes that a process shares under a name, also in that process."""
         prefix = f'{self._prefix}/{name}'
+        if not self.is_leader:
+            self._compare_options()
         with self._mapped(name, (0,)):
             deadline = time.monotonic() + self._timeout
             count = int(self._wait(f'{prefix}/count', deadline))
@@ -301,6 +330,25 @@ class CoordinationRound:
 
     def _wait(self, key: str, deadline: float) -> bytes:
         return self.processes.get(key, max(0.001, deadline - time.monotonic()))
+
+    def _compare_options(self) -> None:
+        """Before the first message of the leader: the leader puts its options, and a process with others votes at once.
+
+        Raises:
+          DisagreementError: they differ.
+        """
+        opening = self._opening
+        if opening is None or opening.is_over or opening.is_compared or self.is_single_process:
+            return
+        opening.is_compared = True
+        key = f'{opening.prefix}/options'
+        with self._mapped('options', (0,)):
+            if self.is_leader:
+                self.processes.put(key, json.dumps(opening.options).encode(), self._timeout)
+                return
+            is_same = json.loads(self.processes.get(key, self._timeout)) == opening.options
+        if not is_same:
+            self.barrier(Phase.AGREE)
 
     def put_for_peer(self, name: str, data: bytes) -> None:
         """Puts a message under the index of this process, for another process to get."""

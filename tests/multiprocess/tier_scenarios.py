@@ -137,6 +137,18 @@ def tiers(directory, leaves, options, local):
     )
 
 
+def tiers_in_some(directory, action, local):
+    """Saves, restores or starts with a local directory in some processes alone."""
+    tree = scenarios.state(1)
+    ck = scenarios.checkpointer(directory, tree, local_dir=local, process_timeout=300.0)
+    if action == 'save':
+        ck.save(tree, step=1)
+    elif action == 'restore':
+        ck.restore()
+    else:
+        t5ckpt.restore_or_init(ck, lambda: tree)
+
+
 def tiers_save(step, dies=None):
     """Saves the values of a step; with ``dies``, (process, where), that process dies in it."""
     _held['dies_at'] = dies[1] if dies is not None and dies[0] == jax.process_index() else None

@@ -59,6 +59,8 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
                 raise
             print_line(f'only the local steps are listed: {error}', err=True)
             code = code_of(error)
+    if record is not None and PERSISTENT in paths and code == Exit.DONE:
+        _warn_of_another_run(record)
     found.sort(key=lambda row: row.entry.step)
     if as_json:
         print_json([{**fields_of(row.entry), 'tier': row.tier} for row in found])
@@ -71,6 +73,19 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
             err=True,
         )
     return code
+
+
+def _warn_of_another_run(record: TierRecord) -> None:
+    """Prints that the local steps are not those of the run at the recorded URL, if the ids differ."""
+    from t5ckpt.tiers.local_dir import read_run_id
+
+    identity = read_run_id(open_run_storage(record.run))
+    if identity and identity != record.id:
+        print_line(
+            f'the local steps are of another run: their run has the id {record.id}, and the run at {record.run} has the id '
+            f'{identity}',
+            err=True,
+        )
 
 
 class _Row(NamedTuple):

@@ -1,8 +1,8 @@
 """The first vote of a job, in which the processes also compare options that all of them must pass.
 
 Its keys have neither the number of a round nor a phase: with other options, a process begins with another action, such as a vote
-on its local directory. A process whose first action receives a message of the leader compares its options with those of the leader
-before.
+on its local directory. A process whose first action receives a message of the leader first compares its options with those of the
+leader.
 """
 
 from __future__ import annotations

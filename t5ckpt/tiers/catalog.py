@@ -90,9 +90,11 @@ class TierCatalog(StepCatalog):
         """Asks the run's storage. While it does not answer, the local directory answers, with one warning per outage.
 
         Raises:
+          LocalDirError: the local directory is of another run.
           StorageError: it does not answer, and ``fallback`` is None: the local directory has no step.
         """
         try:
+            self._dir.check_id()
             answer = query()
         except StorageError as error:
             local = fallback()
@@ -146,11 +148,8 @@ class TierCatalog(StepCatalog):
         partial = self.partial_steps()
         local = [step for step in self.local_steps() if step not in partial]
 
-        def steps_of_run() -> list[int]:
-            self._dir.check_id()
-            return listing(self.run).to_restore
-
-        found = sorted({*local, *self._query_run(steps_of_run, lambda: local or partial or None)})
+        of_run = self._query_run(lambda: listing(self.run).to_restore, lambda: local or partial or None)
+        found = sorted({*local, *of_run})
         if found:
             self.warn_of_parts(found[-1])
         # A part alone is an error, never a fresh start.
@@ -161,7 +160,6 @@ class TierCatalog(StepCatalog):
         local, partial = self.local_steps(), self.partial_steps()
 
         def steps_of_run() -> list[int]:
-            self._dir.check_id()
             if step is not None:
                 return [step] if step in partial and has_step(self.run, step) else []
             found = newest(self.run)

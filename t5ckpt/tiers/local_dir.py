@@ -2,14 +2,16 @@
 
     <local_dir>/.t5ckpt/tier.json       the run's URL and id
     <local_dir>/.t5ckpt/to_persist/     one file per step that waits for its upload, see ``tiers/intents.py``
-    <run>/.t5ckpt/run_id                the id, written once, before the first upload
+    <run>/.t5ckpt/run_id                the id, written before the first upload
 
+If the run's storage loses the id, the next upload writes it again. A start does so if the storage has a save of this directory.
 A directory with the steps of another run, or of an earlier run at the same URL, is refused. Its steps would be restored, and
 uploaded, as if they were those of this run. ``flock`` on the directory keeps other processes out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -18,14 +20,18 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import listing
-from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
+from t5ckpt.catalog.listing import listing, steps_in
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, LocalDirError, StorageError
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
+from t5ckpt.reading.contents import read_raw
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.storage.base import Lock
+from t5ckpt.tiers.part import save_of
 
 _RUN_ID = f'{INDEX}/run_id'
 _log = logging.getLogger('t5ckpt')
@@ -103,8 +109,9 @@ class LocalDir:
         self._record: TierRecord | None = None
         self.guard = threading.RLock()
         self._lock: Lock | None = None
-        # The id that the run's storage has; '' if it has none, None before the first look.
+        # The id that the run's storage has; '' if it has none, None before the first answer.
         self._run_id: str | None = None
+        self._has_asked = False
 
     def open(self, *, create: bool) -> bool:
         """Locks the directory and checks its record. Returns False if it does not exist and is not to be created.
@@ -168,11 +175,18 @@ class LocalDir:
           LocalDirError: they differ.
           StorageError: the run's storage does not answer.
         """
+        self._has_asked = True
         if self._run_id is None:
-            self._run_id = self._read_run_id()
+            self._run_id = read_run_id(self.run)
         record = self._record
         if record is None or record.id == self._run_id or not (self._run_id or record.is_shared):
             return
+        if not self._run_id and self._has_save_of(self.saves()):
+            if self.read_only:
+                return
+            self._write_run_id(record.id)
+            if self._run_id == record.id:
+                return
         if self._run_id and not self.read_only and not listing(self.storage).steps:
             self._write(TierRecord(self.run.url(), self._run_id, True, self._keep))
             return
@@ -186,18 +200,34 @@ class LocalDir:
             f'{record.id}, and the run there {found}. {_cures(self.storage)}'
         )
 
-    def _read_run_id(self) -> str:
-        try:
-            return self.run.read(_RUN_ID).decode().strip()
-        except CheckpointNotFoundError:
-            return ''
+    def check_id_once(self) -> None:
+        """As :meth:`check_id`, unless that was called before. A storage that does not answer is asked again by an upload."""
+        if self._has_asked or self._record is None:
+            return
+        with contextlib.suppress(StorageError):
+            self.check_id()
+
+    def saves(self) -> list[tuple[int, str]]:
+        """The steps of the directory, each with what identifies its save."""
+        return [(each.step, save) for each in listing(self.storage).steps if (save := save_of(self.storage, each.step))]
+
+    def _has_save_of(self, saves: Iterable[tuple[int, str]]) -> bool:
+        """Whether the run's storage has one of these saves, so that it is the same run."""
+        steps = {*steps_in(self.run)}
+        return any(step in steps and _has_save(self.run, step, save) for step, save in sorted(saves, reverse=True))
+
+    def _write_run_id(self, identity: str) -> None:
+        """Writes the id to the run's storage, unless another process has written one."""
+        self.run.make_dir(INDEX)
+        is_written = self.run.replace(_RUN_ID, identity.encode(), None) is not None
+        self._run_id = identity if is_written else read_run_id(self.run)
 
     def known_id(self) -> tuple[str, bool]:
         """The id in the record, and whether the run has it, too; ('', False) without a record."""
         return ('', False) if self._record is None else (self._record.id, self._record.is_shared)
 
-    def agreed_id(self, known: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
-        """The id of a job of several processes, from :meth:`known_id` of each; in process 0.
+    def agreed_id(self, known: Sequence[tuple[str, bool]], saves: Iterable[tuple[int, str]]) -> tuple[str, bool]:
+        """The id of a job of several processes, from :meth:`known_id` and :meth:`saves` of each; in process 0.
 
         Returns:
           The id, and whether the run has it.
@@ -205,11 +235,14 @@ class LocalDir:
         Raises:
           LocalDirError: the directories are of an earlier run at the same URL.
         """
+        ids = sorted({each for each, _ in known if each})
         try:
-            found = self._read_run_id()
+            found = read_run_id(self.run)
+            if found == '' and any(is_shared for _, is_shared in known) and self._has_save_of(saves):
+                self._write_run_id(ids[0])
+                found = self._run_id
         except StorageError:
             found = None
-        ids = sorted({each for each, _ in known if each})
         if found == '' and any(is_shared for _, is_shared in known):
             raise LocalDirError(
                 f'the local directories have the checkpoints of another run at {self.run.url()}, and the run there has no id, '
@@ -242,7 +275,7 @@ class LocalDir:
                 return
             if self._run_id is None:
                 try:
-                    self._run_id = self._read_run_id()
+                    self._run_id = read_run_id(self.run)
                 except StorageError:
                     # A run that cannot be reached gets the id later.
                     self._run_id = ''
@@ -252,19 +285,21 @@ class LocalDir:
             self._run_id = self._run_id or None
 
     def share_id(self) -> None:
-        """Writes the id to the run's storage, if it has none; before the first upload of a process.
+        """Writes the id to the run's storage, if it has none; before each upload.
+
+        A storage may lose the id, for instance by a rule that deletes objects of an age. Before the first upload of a process, it
+        is written again only if the storage has a save of this directory.
 
         Raises:
           LocalDirError: it has another one.
         """
         record = self._record
-        if record is None or (record.is_shared and self._run_id == record.id):
+        if record is None:
             return
-        self._run_id = self._read_run_id()
-        if not self._run_id and not record.is_shared:
-            self.run.make_dir(INDEX)
-            is_written = self.run.replace(_RUN_ID, record.id.encode(), None) is not None
-            self._run_id = record.id if is_written else self._read_run_id()
+        is_known = self._run_id == record.id
+        self._run_id = read_run_id(self.run)
+        if not self._run_id and (is_known or not record.is_shared):
+            self._write_run_id(record.id)
         self.check_id()
         self.note_shared()
 
@@ -296,6 +331,27 @@ class LocalDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def read_run_id(run: Storage) -> str:
+    """The id of a run; '' if its storage has none.
+
+    Raises:
+      StorageError: the storage does not answer.
+    """
+    try:
+        return run.read(_RUN_ID).decode().strip()
+    except CheckpointNotFoundError:
+        return ''
+
+
+def _has_save(run: Storage, step: int, save: str) -> bool:
+    """Whether a run has this save of a step. A step that cannot be read has none."""
+    try:
+        sidecar = read_raw(locate_step(run, step)).sidecar
+    except (FormatError, CheckpointNotFoundError):
+        return False
+    return sidecar is not None and digest(sidecar) == save
 
 
 def _locked(local: Storage) -> Lock | None:

@@ -111,7 +111,11 @@ class Tiers(StepTiers):
                     f'{self._catalog.run.url()}.'
                 )
             self._open(create=True)
-            vote = {'id': self._dir.known_id(), 'waiting': self._uploads.waiting_parts()}
+            vote = {
+                'id': self._dir.known_id(),
+                'saves': self._dir.saves(),
+                'waiting': self._uploads.waiting_parts(),
+            }
         decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
         with at.together(Phase.COMMIT):
             self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
@@ -129,7 +133,8 @@ class Tiers(StepTiers):
         The job may have had another number of processes. For the newest step, one disk may be lost, whose files may be on
         those of replicas.
         """
-        agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes])
+        saves = {(step, save) for vote in votes for step, save in vote['saves']}
+        agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes], saves)
         disks = [dict(DiskStep.of(each) for each in vote['waiting']) for vote in votes]
         own = {step: part.save for step, part in disks[0].items()}
         found = [each for each in candidates(disks) if each.save]
@@ -159,6 +164,7 @@ class Tiers(StepTiers):
         self._uploads.check_not_refused()
         if self._is_single:
             self._open(create=True)
+            self._dir.check_id_once()
         else:
             self._end_prefetch()
             self._join(self._coordinator)

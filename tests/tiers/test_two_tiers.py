@@ -711,9 +711,22 @@ def test_an_earlier_run_at_the_same_url_is_refused(bucket, local):
         checkpointer(run, local).restore()
     with pytest.raises(LocalDirError, match='another run at'):
         t5ckpt.restore_or_init(checkpointer(run, local), lambda: state(0))
-    # A save alone learns it when it uploads.
-    ck = checkpointer(run, local)
+    for action in (lambda ck: ck.save(state(2)), lambda ck: ck.all_steps(), lambda ck: ck.best_step('loss', 'min')):
+        with checkpointer(run, local) as ck, pytest.raises(LocalDirError, match='another run at'):
+            action(ck)
+    assert (steps_in(run), steps_in(local)) == ([1], [1])
+
+
+def test_the_directory_of_an_earlier_run_while_the_bucket_is_away(gs, local):
+    """A save alone succeeds, and learns it when it uploads."""
+    run = gs.url()
+    with checkpointer(run, local) as ck:
+        ck.save(state(1))
+    gs.put(f'{run}/.t5ckpt/run_id', b'0123456789abcdef')
+    ck = checkpointer(run, local, storage_options=AWAY)
+    fails_from_now_on(gs)
     ck.save(state(2))
+    works_again(gs)
     with pytest.raises(LocalDirError, match='another run at'):
         ck.wait_until_persisted()
     with pytest.raises(LocalDirError, match='another run at'):

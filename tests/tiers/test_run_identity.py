@@ -1,0 +1,82 @@
+"""The id that a run and its local directories share: what happens if the run's storage loses it, or has another one."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from support import forked
+
+import t5ckpt
+from t5ckpt.errors import LocalDirError
+
+
+def state(step):
+    return {'w': np.full((16, 16), step, np.float32), 'step': np.int32(step)}
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / 'local'
+
+
+def checkpointer(run, local, **options):
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local_dir=local, **options)
+
+
+def id_of(local):
+    return json.loads((local / '.t5ckpt' / 'tier.json').read_text())['id']
+
+
+@pytest.mark.parametrize('what', ['the id', 'the whole directory'])
+def test_an_id_that_is_lost_during_the_run_is_written_by_the_next_upload(run_dir, local, what):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        if what == 'the id':
+            (run_dir / '.t5ckpt' / 'run_id').unlink()
+        else:
+            # Another directory is mounted in its place.
+            os.rename(run_dir, run_dir.with_name('before'))
+        ck.save(state(2))
+        ck.wait_until_persisted(2)
+        assert (run_dir / '.t5ckpt' / 'run_id').read_text() == id_of(local)
+    with checkpointer(run_dir, local) as ck:
+        assert ck.restore()['step'] == 2
+
+
+def test_an_id_that_is_lost_between_two_starts_is_written_by_the_next_one(bucket, local):
+    """The run has a save of the local directory, so it is the same run."""
+    run = bucket.url()
+    with checkpointer(run, local, persist_policy=t5ckpt.SaveAt({1})) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    t5ckpt.storage.open_storage(run).delete_file('.t5ckpt/run_id')
+    with checkpointer(run, local, read_only=True) as ck:
+        assert ck.restore()['step'] == 2
+    assert not t5ckpt.storage.open_storage(run).is_file('.t5ckpt/run_id'), 'a reader writes nothing'
+    with checkpointer(run, local) as ck:
+        assert ck.restore()['step'] == 2
+    assert bucket.raw(f'{run}/.t5ckpt/run_id').decode() == id_of(local)
+
+
+@pytest.mark.parametrize('what', ['deleted', 'of other saves'])
+def test_a_run_without_an_id_and_without_a_save_of_the_directory_is_refused(run_dir, local, what):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    shutil.rmtree(run_dir)
+    if what != 'deleted':
+        t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir).save(state(1))
+    for action in (lambda ck: ck.restore(), lambda ck: ck.save(state(2)), lambda ck: ck.all_steps()):
+        with checkpointer(run_dir, local) as ck, pytest.raises(LocalDirError, match='as if it was deleted'):
+            action(ck)
+
+
+def test_ls_says_that_the_local_steps_are_of_an_earlier_run(run_dir, local, tmp_path):
+    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
+        ck.save(state(1))
+    with checkpointer(run_dir, tmp_path / 'other') as ck:
+        ck.save(state(2))
+    text = forked.run(None, 'ls', local).stderr
+    assert f'the local steps are of another run: their run has the id {id_of(local)}' in text

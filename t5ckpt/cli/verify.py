@@ -6,11 +6,20 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.output import fields_of, follow_links_option, json_option, print_json, progress, step_option
+from t5ckpt.cli.output import (
+    fields_of,
+    follow_links_option,
+    json_option,
+    print_json,
+    print_line,
+    progress,
+    step_option,
+)
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
-from t5ckpt.cli.verb import Verb
+from t5ckpt.cli.verb import Exit, Verb, code_of
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.integrity.verify import verify
 
@@ -25,7 +34,10 @@ from t5ckpt.integrity.verify import verify
 def command(path: str, step: int | None, full: bool, follow_links: bool, as_json: bool, tier: str | None) -> int:
     """Checks that every file of a checkpoint exists and has its size; with --full, that every byte is what was written.
 
-    If a checkpoint has no checksums (T5X, Orbax), --full decodes every chunk. Exits with 1 if anything is damaged.
+    If a checkpoint has no checksums (T5X, Orbax), --full decodes every chunk. With --tier all, a tier that does not have the
+    step is named, and the other one is verified.
+
+    Exit codes: 0 intact; 1 anything is damaged; 3 no tier has the step; 4 a tier does not answer.
 
     \b
     Examples:
@@ -34,20 +46,32 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
       t5ckpt verify run --full --json | jq '.damages[].file'
     """
     found: dict[str | None, VerifyReport] = {}
+    lacking: dict[str | None, T5CkptError] = {}
     for name, location in tier_paths(path, tier).items():
-        with progress('verifying') as report:
-            found[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
+        try:
+            with progress('verifying') as report:
+                found[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
+        except (CheckpointNotFoundError, StorageError) as error:
+            if tier != BOTH:
+                raise
+            lacking[name] = error
+    if not found:
+        raise next(iter(lacking.values()))
     is_ok = all(each.ok for each in found.values())
     if as_json and tier != BOTH:
         (one,) = found.values()
         print_json(_fields(one))
     elif as_json:
         tiers = [{'tier': name, **_fields(each)} for name, each in found.items()]
-        print_json({'ok': is_ok, 'tiers': tiers})
+        unverified = [{'tier': name, 'error': str(error)} for name, error in lacking.items()]
+        print_json({'ok': is_ok, 'tiers': tiers, 'unverified': unverified})
     else:
         for each in found.values():
             click.echo(in_shell_terms(str(each), click.get_current_context().command))
-    return 0 if is_ok else 1
+    for name, error in lacking.items():
+        print_line(f'tier {name} is not verified: {error}', err=True)
+    away = [error for error in lacking.values() if isinstance(error, StorageError)]
+    return Exit.NO if not is_ok else code_of(away[0]) if away else Exit.DONE
 
 
 def _fields(report: VerifyReport) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missi
 from t5ckpt.save.encoding import CodecSelection, compression_for
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
-from t5ckpt.save.request import Reuse, SaveRequest
+from t5ckpt.save.request import Reuse, SaveContext, SaveRequest
 from t5ckpt.save.schedule import LocalSignals, SaveSchedule
 from t5ckpt.save.stage import StagingMode
 from t5ckpt.save.stream_writer import StreamRequest
@@ -172,7 +172,7 @@ class Checkpointer:
     ):
         warn_of_gda(use_gda)
         check_no_directory(train_state=train_state, partitioner=partitioner)
-        self._staging = StagingMode.parse(staging)
+        staging_mode = StagingMode.parse(staging)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
@@ -206,19 +206,16 @@ class Checkpointer:
         self._is_read_only = read_only
         self._notices = Notices()
         self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
-        target = self._tiers.local
-        self._options = SaveOptions(cast, compression_for(compression, target), chunk_bytes, inline_bytes)
+        save_options = SaveOptions(cast, compression_for(compression, self._tiers.local), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._reuse = Reuse() if reuse_unchanged and (target.links or target.copies) else None
-        self._codec_selection = CodecSelection(target)
+        self._save_context = self._context_of(save_options, staging_mode, progress, reuses=reuse_unchanged)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
-        self._progress = progress
         self._monitored = monitored_metrics(policy, save_policy)
         self._template_check = TemplateCheck(self._axes, self._default_restore, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
@@ -259,6 +256,23 @@ class Checkpointer:
         require_directory(self._storage)
         return Tiers(
             options, self._storage, self._retention, self._clock, self._coordinator, read_only=self._is_read_only
+        )
+
+    def _context_of(
+        self, options: SaveOptions, staging: StagingMode, progress: Progress | None, *, reuses: bool
+    ) -> SaveContext:
+        storage = self._tiers.local
+        return SaveContext(
+            storage=storage,
+            options=options,
+            retention=self._tiers.retention,
+            staging=staging,
+            reuse=Reuse() if reuses and (storage.links or storage.copies) else None,
+            codec_selection=CodecSelection(storage),
+            dataset=self._dataset,
+            progress=progress,
+            clock=self._clock,
+            notices=self._notices,
         )
 
     @property
@@ -426,23 +440,9 @@ class Checkpointer:
             self.check_for_errors()
             table = flatten_state(state).table
             self._tiers.begin_save()
+            step, policy = step_to_save(state, table, call.step), self._retention.policy
             request = SaveRequest(
-                storage=self._tiers.local,
-                step=step_to_save(state, table, call.step),
-                call=call,
-                options=self._options,
-                retention=self._tiers.retention,
-                staging=self._staging,
-                in_background=in_background,
-                reuse=self._reuse,
-                codec_selection=self._codec_selection,
-                dataset=self._dataset,
-                progress=self._progress,
-                clock=self._clock,
-                notices=self._notices,
-                round=save_round,
-                site=CallSite.here(),
-                keep=self._retention.policy,
+                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here()
             )
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
@@ -585,7 +585,7 @@ class Checkpointer:
             storage_options=self._storage_options,
             round=at,
             cast=self._restore_cast(),
-            progress=self._progress,
+            progress=self._save_context.progress,
             reading=self._reading,
             notices=self._notices,
         )
@@ -673,8 +673,8 @@ class Checkpointer:
         from t5ckpt.convert.tf.model import convert_tf_to_model
 
         require_directory(self._storage)
-        budget = bytes_of_gb(concurrent_gb)
-        request = StreamRequest(self._storage, 0, self._options, budget, progress=self._progress, clock=self._clock)
+        save, budget = self._save_context, bytes_of_gb(concurrent_gb)
+        request = StreamRequest(self._storage, 0, save.options, budget, progress=save.progress, clock=save.clock)
         committed: CommittedCheckpoint | None = None
 
         def convert(_: Sequence[Any]) -> None:

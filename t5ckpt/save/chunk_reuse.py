@@ -122,22 +122,28 @@ class ReusedChunks:
     """The chunks that one save takes over from the previous checkpoint. Safe from any thread.
 
     Attributes:
+      storage, directory: of the new checkpoint.
+      previous: the checkpoint to take chunks from, in the same storage; None takes none.
       files: the files that were linked or copied, with their size and checksum.
       values: of the chunks that may be found by their values, see ``PreviousCheckpoint``.
       versions: of the files in an object store.
     """
 
     def __init__(self, storage: Storage, directory: str, previous: PreviousCheckpoint | None):
-        """Takes the checkpoint to take chunks from, and the directory of the new one in the same storage."""
+        """Links nothing yet."""
         self.files: dict[str, FileEntry] = {}
         self.values: dict[str, str] = {}
         self.versions: dict[str, Any] = {}
-        self._storage, self._directory, self._previous = storage, directory, previous
+        self.storage, self.directory, self.previous = storage, directory, previous
+
+    def last_codec(self, location: str) -> Any:
+        """The codec that the previous checkpoint has for the array in a directory; None without one."""
+        return None if self.previous is None else self.previous.codec(self.storage, location)
 
     def link(self, key: str, entry: FileEntry) -> bool:
         """Links or copies a file with this size and checksum; returns whether it is done."""
-        previous = self._previous
-        version = None if previous is None else previous.link(self._storage, key, entry, join(self._directory, key))
+        previous = self.previous
+        version = None if previous is None else previous.link(self.storage, key, entry, join(self.directory, key))
         if previous is None or version is None:
             return False
         self.files[key], self.versions[key] = entry, version
@@ -147,21 +153,21 @@ class ReusedChunks:
 
     def link_same(self, key: str) -> bool:
         """Links or copies the file of this name, whatever its size and checksum."""
-        entry = None if self._previous is None else self._previous.checksums.get(key)
+        entry = None if self.previous is None else self.previous.checksums.get(key)
         return entry is not None and self.link(key, entry)
 
     def link_equal(self, key: str, entry: FileEntry) -> bool:
         """Links or copies the file of this name if it has this size and checksum."""
-        return self._previous is not None and self._previous.checksums.get(key) == entry and self.link(key, entry)
+        return self.previous is not None and self.previous.checksums.get(key) == entry and self.link(key, entry)
 
     def link_values(self, location: str, key: str, data: np.ndarray, codec: Any) -> bool:
         """Links or copies the file of a chunk of the array at a location, if it has these values and this codec."""
         self.values[key] = digest(data)
-        previous = self._previous
+        previous = self.previous
         entry = None if previous is None else previous.checksums.get(key)
         if previous is None or entry is None or previous.values.get(key) != self.values[key]:
             return False
-        return previous.codec(self._storage, location) == codec and self.link(key, entry)
+        return previous.codec(self.storage, location) == codec and self.link(key, entry)
 
 
 def _layout_text(write: ArrayWrite) -> str:

@@ -70,14 +70,15 @@ class CodecSelection:
     """Chooses codecs for the saves of one run, and measures its storage. Safe from any thread.
 
     Attributes:
-      agreed: in process 0 of several, the codec by array directory, which all processes use until the checkpointer is closed.
+      agreed: in a job of several processes, the codecs by array directory that process 0 has chosen from its data. All processes
+        use them until the checkpointer is closed. None in a single process, which chooses from each array.
     """
 
     def __init__(self, storage: Storage, rate: float | None = None):
         """Takes the run's storage; ``rate``, in bytes per second, is used instead of a measured one."""
         self._given = rate
         self._typical = _TYPICAL_DISK if storage.is_file_system else _TYPICAL_BUCKET
-        self.agreed: dict[str, Any] = {}
+        self.agreed: dict[str, Any] | None = None
         self._guard = threading.Lock()
         self._bytes = 0
         self._seconds = 0.0
@@ -102,10 +103,11 @@ class CodecSelection:
 
         A leaf is sampled once in the life of a checkpointer: each sample is a computation on the device and takes memory there.
         """
+        agreed = self.agreed or {}
         chosen = [
             write
             for write in writes
-            if write.array.metadata['compressor'] == AUTO and write.array.location not in self.agreed
+            if write.array.metadata['compressor'] == AUTO and write.array.location not in agreed
         ]
         samples: dict[str, Any] = {}
         for write in chosen:
@@ -114,6 +116,14 @@ class CodecSelection:
             if data is not None and not isinstance(data, LazyArray):
                 samples[write.array.location] = beginning_of(data, _SAMPLES_BYTES // len(chosen)), write.dtype
         return samples
+
+    def agree(self, codecs: dict[str, Any]) -> None:
+        """Sets ``agreed``; every process of a job calls it with the codecs of process 0."""
+        self.agreed = codecs
+
+    def codec(self, location: str, values: np.ndarray, last: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The codec of the array in a directory: the agreed one, or else that of :meth:`choose`."""
+        return self.choose(values, last) if self.agreed is None else self.agreed.get(location)
 
     def choose(self, values: np.ndarray, last: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """The codec for an array.

@@ -30,7 +30,7 @@ from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.save.write import WriteReport, write_arrays
 from t5ckpt.storage import requests_between
 
 _log = logging.getLogger('t5ckpt')
@@ -74,9 +74,9 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
                 Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
             )
     except BaseException:
-        if request.reuse is not None and not request.round.is_single_process:
+        if request.context.reuse is not None and not request.round.is_single_process:
             # The next save must not fail for the same reason.
-            request.reuse.previous = None
+            request.context.reuse.previous = None
         raise
     if done.get('skip'):
         return None
@@ -95,6 +95,7 @@ class _Leader:
     def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
         """Decides whether to save, and where. Nothing is written before all plans agree."""
         prepared, request = self._prepared, self._prepared.request
+        clock = request.context.clock
         different = [index for index, vote in enumerate(votes) if vote != votes[0]]
         if different:
             return {'different': different}
@@ -104,13 +105,13 @@ class _Leader:
         reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(request.storage))
         codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
-            _, index = collect(request.storage, request.clock)
-            request.retention.note_index(index)
+            _, index = collect(request.storage, clock)
+            request.context.retention.note_index(index)
             other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
             if other is not None and not request.decide_to_replace(other):
                 return {'skip': True}
             options = TransactionOptions(may_replace=request.may_replace, index=index)
-            work = open_transaction(request.storage, request.step, request.clock, options)
+            work = open_transaction(request.storage, request.step, clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)
@@ -131,16 +132,20 @@ class _Leader:
                 work.commit(manifest, encoded, directories)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
-        request.retention.note_saved(request.step, sidecar)
+        request.context.retention.note_saved(request.step, sidecar)
         return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
 
 
 def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
     """In process 0, the codecs by array directory that all processes use; chooses those of the arrays that are sampled."""
-    request, codecs = prepared.request, prepared.request.codec_selection.agreed
+    storage, selection = prepared.request.storage, prepared.request.context.codec_selection
+    codecs = dict(selection.agreed or {})
     for location, (sample, dtype) in prepared.samples.items():
-        last = None if previous is None else previous.codec(request.storage, location)
-        codecs[location] = request.codec_selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+        last = None if previous is None else previous.codec(storage, location)
+        codecs[location] = selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
+    if prepared.samples:
+        # Also of a save that fails: a leaf is sampled once.
+        selection.agree(codecs)
     return codecs
 
 
@@ -177,18 +182,14 @@ def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteRep
     Returns:
       The report, relative to the directory of the arrays, and the size and checksum of the file with the chunks' checksums.
     """
-    request, generation = prepared.request, started['generation']
+    request, context, generation = prepared.request, prepared.request.context, started['generation']
     directory = join(started['directory'], generation)
-    job = WriteJob(
-        request.storage,
-        directory,
-        prepared.previous if started['reuse'] else None,
-        request.progress,
-        request.round.is_leader,
-        None if request.round.is_single_process else started['codecs'],
-        request.codec_selection,
+    if not request.round.is_single_process:
+        context.codec_selection.agree(started['codecs'])
+    previous = prepared.previous if started['reuse'] else None
+    written = write_arrays(
+        context.storage, directory, prepared.staging, previous, context.progress, context.codec_selection
     )
-    written = write_arrays(job, prepared.staging)
     files = written.below(generation).checksums | write_positions(prepared, started['directory'], prepared.dataset)
     return written, write_checksums(request.storage, directory, request.round.processes.index, files)
 
@@ -215,7 +216,7 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
         yield
     except BaseException:
         try:
-            write_lingering(request.storage, request.step, request.clock, may_leave_files=True)
+            write_lingering(request.storage, request.step, request.context.clock, may_leave_files=True)
         except T5CkptError as error:
             where = request.storage.url(step_dir(request.step))
             _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
@@ -250,10 +251,10 @@ def after_commit(
             'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, text
         )
         try:
-            request.retention.carry_out(step)
+            request.context.retention.carry_out(step)
         except Exception:  # noqa: BLE001 - logged with its traceback
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
-    if request.reuse is not None:
-        request.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
+    if request.context.reuse is not None:
+        request.context.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
     return done

@@ -51,7 +51,7 @@ def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
             f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
             f'Save it with save(state), or set the step in it to {request.step}.'
         )
-        request.notices.warn('step', StepMismatchWarning(text), request.site)
+        request.context.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
 def manifest_leaves(

@@ -41,7 +41,7 @@ from t5ckpt.save.execute import after_commit, agreed_codecs, check_agreement, wr
 from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.write import WriteJob, WriteReport, write_arrays
+from t5ckpt.save.write import WriteReport, write_arrays
 
 _log = logging.getLogger('t5ckpt')
 # Larger positions are only on the disk of their own process: gRPC refuses messages above 4 MiB.
@@ -73,11 +73,11 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             )
             sidecar = _commit(prepared, work, done, manifest, _directories(prepared, written))
     except BaseException:
-        if request.reuse is not None:
+        if request.context.reuse is not None:
             # The next save must not fail for the same reason.
-            request.reuse.previous = None
+            request.context.reuse.previous = None
         raise
-    request.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
+    request.context.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
     return after_commit(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
 
 
@@ -95,31 +95,31 @@ def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
 def _opened(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
     request = prepared.request
-    _, index = collect(request.storage, request.clock)
-    request.retention.note_index(index)
+    _, index = collect(request.storage, request.context.clock)
+    request.context.retention.note_index(index)
     if not request.call.overwrite and strategy_of(request.storage).occupant(request.storage, request.step) is not None:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
-        aside = rename_damaged(request.storage, request.step, request.clock)
+        aside = rename_damaged(request.storage, request.step, request.context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
     options = TransactionOptions(may_replace=request.may_replace, index=index, keeps_replaced=True)
-    return open_transaction(request.storage, request.step, request.clock, options)
+    return open_transaction(request.storage, request.step, request.context.clock, options)
 
 
-def _write(prepared: PreparedSave, work: Transaction, codecs: Mapping[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
+def _write(prepared: PreparedSave, work: Transaction, codecs: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
     """Writes the files of this process; returns the report of all of them, and the vote on those that are assigned to it."""
-    request = prepared.request
-    storage, index = request.storage, request.round.processes.index
+    storage, context = prepared.request.storage, prepared.request.context
+    context.codec_selection.agree(codecs)
     can_reuse = prepared.previous is not None and prepared.previous.is_there(storage)
     previous = prepared.previous if can_reuse else None
     written = write_arrays(
-        WriteJob(storage, work.directory, previous, request.progress, True, codecs, request.codec_selection),
-        prepared.staging,
+        storage, work.directory, prepared.staging, previous, context.progress, context.codec_selection
     )
     own = _own(prepared, written)
     positions = write_positions(prepared, work.directory, prepared.dataset)
     copies = {name: written.checksums[name] for name in prepared.files_of_others}
     copies |= write_positions(prepared, work.directory, _positions_of_peer(prepared))
     storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
+    index = prepared.request.round.processes.index
     entry = write_checksums(storage, work.directory, index, own.checksums | positions)
     vote = {'checksums': list(entry), 'bytes': own.file_bytes, 'files': len(own.checksums)}
     return written, vote
@@ -133,7 +133,7 @@ def _own(prepared: PreparedSave, written: WriteReport) -> WriteReport:
 
 def _send_positions(prepared: PreparedSave) -> None:
     """Sends the position of the data iterator to the process half a job away, so that it is on two disks."""
-    if prepared.request.dataset is None:
+    if prepared.request.context.dataset is None:
         return
     is_small = sum(map(len, prepared.dataset.values())) <= _MOST_POSITION_BYTES
     own = {name: base64.b64encode(data).decode() for name, data in prepared.dataset.items()} if is_small else {}
@@ -143,7 +143,7 @@ def _send_positions(prepared: PreparedSave) -> None:
 def _positions_of_peer(prepared: PreparedSave) -> dict[str, bytes]:
     """The position of the data iterator of the process half a job away."""
     request = prepared.request
-    if request.dataset is None:
+    if request.context.dataset is None:
         return {}
     index, count = request.round.processes.index, request.round.processes.count
     found = json.loads(request.round.get_from_peer('positions', (index + count // 2) % count))
@@ -193,16 +193,16 @@ def _commit(
             _take_back(request, work.replaced)
             raise
     if work.replaced is not None:
-        remove_replaced(request.storage, request.step, work.replaced, request.clock)
+        remove_replaced(request.storage, request.step, work.replaced, request.context.clock)
     return sidecar
 
 
 def _take_back(request: SaveRequest, replaced: str | None) -> None:
     """Undoes the commit of this process."""
     if replaced is None:
-        delete_step(request.storage, request.step, request.clock, even_waiting=True)
+        delete_step(request.storage, request.step, request.context.clock, even_waiting=True)
     else:
-        take_back(request.storage, request.step, replaced, request.clock)
+        take_back(request.storage, request.step, replaced, request.context.clock)
 
 
 def _directories(prepared: PreparedSave, written: WriteReport) -> list[str]:

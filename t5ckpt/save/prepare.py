@@ -58,16 +58,17 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
       the background.
     """
     is_single, is_leader, processes = request.round.is_single_process, request.round.is_leader, request.round.processes
+    context = request.context
     if is_single and not request.decide_to_save():
         return None
     # The iterator advances as soon as the caller continues, so its state is taken now; first, because that may fail.
-    dataset = {} if request.dataset is None else request.dataset.snapshot(processes)
+    dataset = {} if context.dataset is None else context.dataset.snapshot(processes)
     given = transformed(table, axes, request.call.transforms)
     with paused():
         assignment = WriteAssignment(processes.index, processes.count, with_copies=request.in_parts)
         leaves = leaves_to_save(given.leaves, is_storable)
         devices = most_devices(table.values())
-        plan = plan_save(leaves, given.infos, request.options, assignment, given.t5x_inlines)
+        plan = plan_save(leaves, given.infos, context.options, assignment, given.t5x_inlines)
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())
@@ -75,31 +76,39 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     )
     previous = _previous(request)
-    unchanged = _unchanged(plan.writes, request, previous)
-    known = leaves_of_writes(plan.writes)
+    leaves_to_link = leaves_of_writes(plan.writes)
+    writes_metadata = is_leader or request.in_parts
     staging = Staging(
-        plan, request.staging, request.call.budget_bytes, in_background=request.in_background, unchanged=unchanged
+        plan,
+        context.staging,
+        request.call.budget_bytes,
+        in_background=request.in_background,
+        writes_metadata=writes_metadata,
+        unchanged=_unchanged(plan.writes, request, previous, with_metadata=writes_metadata),
     )
-    samples = request.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
+    samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
-    return PreparedSave(request, plan.facts, staging, previous, known, dataset, text, samples, devices, files_of_others)
+    return PreparedSave(
+        request, plan.facts, staging, previous, leaves_to_link, dataset, text, samples, devices, files_of_others
+    )
 
 
-def _unchanged(writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None) -> list[Path]:
+def _unchanged(
+    writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None, *, with_metadata: bool
+) -> list[Path]:
     """The leaves that are not staged, because all of their files are linked."""
     # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
     # inside an object store may fail after the caller has donated the array, so the array is staged.
-    has_one_codec = request.round.is_single_process or request.options.codec != 'auto'
+    has_one_codec = request.round.is_single_process or request.context.options.codec != 'auto'
     if previous is None or not request.storage.links or not has_one_codec:
         return []
-    with_metadata = request.round.is_leader or request.in_parts
     return [write.path for write in writes if previous.is_same(write, with_metadata=with_metadata)]
 
 
 def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:
     """Whether a process other than 0 writes the manifest, too: in a save ``in_parts``, if it has a device of every leaf in it."""
-    return request.in_parts and all(not is_jax_array(each.value) or each.value.addressable_shards for each in inline)
+    return request.in_parts and all(not is_jax_array(write.value) or write.value.addressable_shards for write in inline)
 
 
 def _files_of_others(writes: Sequence[ArrayWrite], *, with_metadata: bool) -> frozenset[str]:
@@ -112,14 +121,13 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
 
     With several processes it is the last one that this job committed, which all of them know without reading storage.
     """
-    if request.reuse is None:
+    reuse = request.context.reuse
+    if reuse is None:
         return None
-    if request.round.is_single_process:
-        return request.reuse.find(request.storage)
-    return request.reuse.previous
+    return reuse.find(request.storage) if request.round.is_single_process else reuse.previous
 
 
 def _header(request: SaveRequest) -> list[str]:
-    """The first lines of the plan's text: what the processes must agree on besides the leaves."""
+    """The first lines of the plan's text: the step, the directory and the options, which are equal in all processes."""
     where = [] if request.in_parts else [f'directory: {request.storage.url()}']
-    return [f'step: {request.step}', *where, f'options: {request.options}']
+    return [f'step: {request.step}', *where, f'options: {request.context.options}']

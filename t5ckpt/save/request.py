@@ -32,23 +32,43 @@ _log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """A save without its state; every stage of the save has it.
+class SaveContext:
+    """What a checkpointer has for all of its saves.
 
     Attributes:
       storage: the run, or the local directory of a checkpointer with ``local_dir``.
-      step: as which the state is saved.
-      call: the arguments of the call.
-      options: of the plan, such as the codec and the size of chunks.
-      retention: of ``storage``, carried out after the commit.
+      options: of the plans, such as the codec and the size of chunks.
+      retention: of ``storage``, carried out after a commit.
       staging: how jax.Arrays are staged.
-      in_background: whether the caller continues during the save, and may write to its host arrays.
       reuse: the checkpoint from which chunks are linked; None links none.
       codec_selection: chooses the codecs that depend on the data.
       dataset: the data iterator whose position is saved.
       progress: called with (bytes done, bytes in all).
       clock: unix seconds.
       notices: the warnings that the checkpointer gives once.
+    """
+
+    storage: Storage
+    options: SaveOptions
+    retention: Retention
+    staging: StagingMode
+    reuse: Reuse | None
+    codec_selection: CodecSelection
+    dataset: DatasetState | None
+    progress: Progress | None
+    clock: Clock
+    notices: Notices
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRequest:
+    """A save without its state; every stage of the save has it.
+
+    Attributes:
+      context: of all saves of the checkpointer.
+      step: as which the state is saved.
+      call: the arguments of the call.
+      in_background: whether the caller continues during the save, and may write to its host arrays.
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.
@@ -60,19 +80,10 @@ class SaveRequest:
       started: when the save was asked for, by ``time.monotonic``.
     """
 
-    storage: Storage
+    context: SaveContext
     step: int
     call: SaveCall
-    options: SaveOptions
-    retention: Retention
-    staging: StagingMode
     in_background: bool
-    reuse: Reuse | None
-    codec_selection: CodecSelection
-    dataset: DatasetState | None
-    progress: Progress | None
-    clock: Clock
-    notices: Notices
     round: CoordinationRound
     site: CallSite
     keep: KeepPolicy
@@ -82,9 +93,14 @@ class SaveRequest:
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
+    @property
+    def storage(self) -> Storage:
+        """The storage that the save writes to."""
+        return self.context.storage
+
     def decide_to_save(self) -> bool:
         """Returns whether to save: no complete step exists, or :meth:`decide_to_replace` returns True."""
-        if self.retention.is_surely_new(self.step):
+        if self.context.retention.is_surely_new(self.step):
             return True
         found = strategy_of(self.storage).occupant(self.storage, self.step)
         return found is None or self.frees_step() or self.decide_to_replace(found)
@@ -119,12 +135,12 @@ class SaveRequest:
         storage, directory = self.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
             return False
-        kept = kept_by(storage, self.step, self.clock, pinned=is_pinned(storage, directory))
+        kept = kept_by(storage, self.step, self.context.clock, pinned=is_pinned(storage, directory))
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
         try:
             strategy_of(storage).transaction.check_replaceable(
-                storage, self.step, has_positions=self.dataset is not None
+                storage, self.step, has_positions=self.context.dataset is not None
             )
         except CheckpointNotFoundError:
             # Another process has deleted it meanwhile.

@@ -119,7 +119,8 @@ class Staging:
     Attributes:
       inline: the inline leaves, staged, for ``save/manifest_and_sidecar.py``.
       unchanged: the leaves that are not staged, because the previous checkpoint holds them.
-      total_bytes, chunk_count, array_count: of all leaves to write.
+      writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
+      total_bytes, file_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.
       limit: the bytes that staged copies may take, half of the save's budget; the other half is for the writer.
     """
@@ -131,14 +132,16 @@ class Staging:
         budget_bytes: int,
         *,
         in_background: bool = False,
+        writes_metadata: bool = True,
         unchanged: Collection[Path] = (),
     ):
         """Splits the plan into waves; nothing is copied yet."""
         linked = frozenset(unchanged)
         self.unchanged = [write for write in plan.writes if write.path in linked]
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
-        self.chunk_count = sum(len(write.chunks) for write in plan.writes)
-        self.array_count = len(plan.writes)
+        chunk_count = sum(len(write.chunks) for write in plan.writes)
+        self.file_count = chunk_count + (len(plan.writes) if writes_metadata else 0)
+        self.writes_metadata = writes_metadata
         self.is_staged = InterruptSafeEvent()
         self.in_background = in_background
         self.limit = max(1, budget_bytes // 2)

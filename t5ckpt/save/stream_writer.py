@@ -41,7 +41,7 @@ from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_sa
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.manifest_and_sidecar import manifest_leaves
 from t5ckpt.save.stage import Staging, StagingMode
-from t5ckpt.save.write import WriteJob, write_arrays
+from t5ckpt.save.write import write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import leaves_to_save
@@ -150,8 +150,8 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     rest = tuple(write for write in plan.writes if write.path not in taken.writes)
     staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
     staging.start()
-    job = WriteJob(storage, directory, progress=_progress_after(request.progress, taken.array_bytes))
-    report = write_arrays(job, staging)
+    progress = _progress_after(request.progress, taken.array_bytes)
+    report = write_arrays(storage, directory, staging, progress=progress)
     report = dataclasses.replace(
         report,
         arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},

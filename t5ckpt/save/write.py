@@ -24,7 +24,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -91,32 +91,26 @@ class WriteReport:
         return dataclasses.replace(self, arrays=arrays, checksums=checksums)
 
 
-@dataclasses.dataclass(frozen=True)
-class WriteJob:
-    """Where and how to write.
+def write_arrays(
+    storage: Storage,
+    directory: str,
+    staging: Staging,
+    previous: PreviousCheckpoint | None = None,
+    progress: Progress | None = None,
+    codec_selection: CodecSelection | None = None,
+) -> WriteReport:
+    """Writes every stored leaf: first those that can be linked, then wave by wave as they are staged.
 
-    Attributes:
+    Args:
       storage: the run's.
       directory: the checkpoint's (temporary) directory.
+      staging: the leaves.
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
       progress: called with (bytes done, bytes in all).
-      is_leader: whether this is process 0, which writes the metadata of every array, also of those that others write.
-      codecs: by array directory, the codecs that process 0 chose from the data and broadcast.
-      codec_selection: chooses the codecs if there is one process, and learns the rate of the storage.
+      codec_selection: has the codecs that depend on the data, and measures the rate of the storage.
     """
-
-    storage: Storage
-    directory: str
-    previous: PreviousCheckpoint | None = None
-    progress: Progress | None = None
-    is_leader: bool = True
-    codecs: Mapping[str, Any] | None = None
-    codec_selection: CodecSelection | None = None
-
-
-def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
-    """Writes every stored leaf: first those that can be linked, then wave by wave as they are staged."""
-    writer = _Writer(job, staging)
+    selection = CodecSelection(storage) if codec_selection is None else codec_selection
+    writer = _Writer(staging, ReusedChunks(storage, directory, previous), progress, selection)
     try:
         writer.link_arrays(staging.unchanged)
         with contextlib.closing(staging.waves()) as waves:
@@ -128,13 +122,14 @@ def write_arrays(job: WriteJob, staging: Staging) -> WriteReport:
         writer.check_interrupt()
         writer.measure()
     except BaseException:
-        writer.abandon()
+        writer.cancel()
         raise
     finally:
         writer.close()
-    expected = staging.chunk_count + (staging.array_count if job.is_leader else 0)
-    if len(writer.checksums) != expected:
-        raise SaveFailedError(f'{len(writer.checksums)} files were written, {expected} planned; nothing is committed.')
+    if len(writer.checksums) != staging.file_count:
+        raise SaveFailedError(
+            f'{len(writer.checksums)} files were written, {staging.file_count} planned; nothing is committed.'
+        )
     return WriteReport(
         writer.arrays, writer.checksums, writer.total, writer.linked, writer.file_versions(), writer.reused.values
     )
@@ -153,20 +148,22 @@ class _InFlight:
 class _Writer:
     """Writes the chunks of one process: starts each write, bounds the bytes in flight, and records the checksums."""
 
-    def __init__(self, job: WriteJob, staging: Staging):
-        self._job = job
+    def __init__(
+        self, staging: Staging, reused: ReusedChunks, progress: Progress | None, codec_selection: CodecSelection
+    ):
         self._staging = staging
-        self._storage = job.storage
-        self._where = job.storage.url(job.directory)
-        self._kvstore = job.storage.open_kvstore(job.directory)
-        direct_bytes = job.storage.direct_bytes(in_background=staging.in_background)
+        self.reused = reused
+        self._progress = progress
+        self._codec_selection = codec_selection
+        self._storage, self._directory = storage, directory = reused.storage, reused.directory
+        self._where = storage.url(directory)
+        self._kvstore = storage.open_kvstore(directory)
+        direct_bytes = storage.direct_bytes(in_background=staging.in_background)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
         self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
-        self.reused = ReusedChunks(job.storage, job.directory, job.previous)
-        self._copies_inside = job.storage.copies
-        copiers = _COPIERS if self._copies_inside and job.previous is not None else 0
+        self._copies_inside = storage.copies
+        copiers = _COPIERS if self._copies_inside and reused.previous is not None else 0
         self._encoders = Pool(max(os.cpu_count() or 1, copiers), 't5ckpt-encode')
-        self._selection = CodecSelection(job.storage) if job.codec_selection is None else job.codec_selection
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
         self._copy_budget = ByteBudget(_COPIED_BYTES)
@@ -197,14 +194,14 @@ class _Writer:
         Raises:
           StorageError: a file cannot be linked, and the array has been donated in the meantime.
         """
-        files = [write.files(with_metadata=self._job.is_leader) for write in writes]
+        files = [write.files(with_metadata=self._staging.writes_metadata) for write in writes]
         link = self._encoders.map if self._copies_inside else map
         linked = link(self.reused.link_same, itertools.chain.from_iterable(files))
         for write, keys in zip(writes, files, strict=True):
             found = [*itertools.islice(linked, len(keys))]
             if all(found):
-                if self._job.is_leader:
-                    self.arrays[write.path] = _with_codec(write.array, self._last_codec(write))
+                if self._staging.writes_metadata:
+                    self.arrays[write.path] = _with_codec(write.array, self.reused.last_codec(write.array.location))
                 self._count(write.chunk_bytes * len(write.chunks), linked=True)
             elif write.value.is_deleted():
                 where = join(self._where, keys[found.index(False)])
@@ -275,22 +272,17 @@ class _Writer:
 
     def _write_direct(self, key: str, data: np.ndarray) -> Future[None]:
         words = data.reshape(-1).view(np.uint8)
-        return self._direct_writers.submit(self._storage.write_direct, join(self._job.directory, key), words)
+        return self._direct_writers.submit(self._storage.write_direct, join(self._directory, key), words)
 
     def _begin_array(self, write: ArrayWrite, sample: np.ndarray) -> None:
         """Chooses the codec, if the plan leaves the choice to the data, and writes the metadata."""
         array = write.array
         if array.metadata['compressor'] == AUTO:
-            codecs, last = self._job.codecs, self._last_codec(write)
-            codec = self._selection.choose(sample, last) if codecs is None else codecs.get(array.location)
+            codec = self._codec_selection.codec(array.location, sample, self.reused.last_codec(array.location))
             array = _with_codec(array, codec if takes(codec, write.chunk_bytes) else None)
-        if self._job.is_leader:
+        if self._staging.writes_metadata:
             self._write_metadata(array, write.name)
         self.arrays[write.path] = array
-
-    def _last_codec(self, write: ArrayWrite) -> Any:
-        previous = self._job.previous
-        return None if previous is None else previous.codec(self._storage, write.array.location)
 
     def _write_metadata(self, array: StoredArray, name: str) -> None:
         data = zarray_bytes(array)
@@ -301,7 +293,7 @@ class _Writer:
     def _open(self, array: StoredArray, name: str) -> Any:
         spec = {
             'driver': 'zarr',
-            'kvstore': self._storage.array_kvstore(join(self._job.directory, array.location)),
+            'kvstore': self._storage.array_kvstore(join(self._directory, array.location)),
             'metadata': zarray_of(array),
             'store_data_equal_to_fill_value': True,
         }
@@ -352,8 +344,8 @@ class _Writer:
     def _count(self, size: int, *, linked: bool = False) -> None:
         self._done += size
         self.linked += size if linked else 0
-        if self._job.progress is not None and size:
-            self._job.progress(self._done, self.total)
+        if self._progress is not None and size:
+            self._progress(self._done, self.total)
 
     def check_interrupt(self) -> None:
         """Raises if the save was cancelled."""
@@ -366,22 +358,22 @@ class _Writer:
             self._finish_next()
 
     def measure(self) -> None:
-        """Tells the selection of codecs how fast the storage was."""
+        """Adds the bytes and the seconds of this save to the measured rate of the storage, by which codecs are chosen."""
         written = sum(size for size, _ in self._written.values())
-        self._selection.measured(written, time.monotonic() - self._started)
+        self._codec_selection.measured(written, time.monotonic() - self._started)
 
     def file_versions(self) -> dict[str, Any]:
         """The versions of all files. Detects a file whose rename was lost without an error."""
         if self._copies_inside:
             return self.reused.versions
-        versions = {key: self._storage.stamp(join(self._job.directory, key)) for key in self.checksums}
+        versions = {key: self._storage.stamp(join(self._directory, key)) for key in self.checksums}
         for key in [key for key, version in versions.items() if version is None]:
-            if self._storage.known_size(join(self._job.directory, key)) is None:
-                where = self._storage.url(join(self._job.directory, key))
+            if self._storage.known_size(join(self._directory, key)) is None:
+                where = self._storage.url(join(self._directory, key))
                 raise StorageError(errno.EIO, f'{where}: was written without an error, but does not exist. Save again.')
         return versions
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Waits for all started writes, so that none ends after the caller has removed the files."""
         self._encoders.shutdown(cancel_futures=True)
         self._direct_writers.shutdown(wait=False, cancel_futures=True)

@@ -26,7 +26,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ import tensorstore as ts
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD, encode, is_native
-from t5ckpt.format.dtypes import name_of, zarr_typestr
+from t5ckpt.format.dtypes import name_of, to_stored, zarr_typestr
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
@@ -98,7 +98,7 @@ class CodecSelection:
                 self._bytes = self._bytes // 2 + nbytes
                 self._seconds = self._seconds / 2 + seconds
 
-    def samples(self, writes: Sequence[ArrayWrite]) -> dict[str, Any]:
+    def samples(self, writes: Sequence[ArrayWrite]) -> dict[str, tuple[Any, np.dtype]]:
         """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background.
 
         A leaf is sampled once in the life of a checkpointer: each sample is a computation on the device and takes memory there.
@@ -109,13 +109,31 @@ class CodecSelection:
             for write in writes
             if write.array.metadata['compressor'] == AUTO and write.array.location not in agreed
         ]
-        samples: dict[str, Any] = {}
+        samples: dict[str, tuple[Any, np.dtype]] = {}
         for write in chosen:
             shards = write.value.addressable_shards if is_jax_array(write.value) else None
             data = write.value if shards is None else shards[0].data if shards else None
             if data is not None and not isinstance(data, LazyArray):
                 samples[write.array.location] = beginning_of(data, _SAMPLES_BYTES // len(chosen)), write.dtype
         return samples
+
+    def choose_from_samples(
+        self, samples: Mapping[str, tuple[Any, np.dtype]], last_codec: Callable[[str], Any]
+    ) -> dict[str, Any]:
+        """In process 0, the codecs by array directory for :meth:`agree`: those of before, and those of the sampled arrays.
+
+        Args:
+          samples: from :meth:`samples`.
+          last_codec: returns the codec that an array has in the previous checkpoint; None without one.
+        """
+        codecs = dict(self.agreed or {})
+        for location, (sample, dtype) in samples.items():
+            values = to_stored(np.asarray(sample).astype(dtype))
+            codecs[location] = self.choose(values, last_codec(location))
+        if samples:
+            # Also for the next save if this one fails: a leaf is sampled once.
+            self.agree(codecs)
+        return codecs
 
     def agree(self, codecs: dict[str, Any]) -> None:
         """Sets ``agreed``; every process of a job calls it with the codecs of process 0."""

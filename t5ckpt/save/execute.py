@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.step_lease import StepTakenError
@@ -21,7 +19,6 @@ from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.dtypes import to_stored
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.names import step_dir
 from t5ckpt.format.sidecar import encode_sidecar
@@ -47,8 +44,8 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
     Returns:
       The checkpoint; None if the step exists already.
     """
-    request = prepared.request
-    before = request.storage.requests()
+    request, context = prepared.request, prepared.request.context
+    before = context.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             leader = _Leader(prepared, stack)
@@ -74,9 +71,9 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
                 Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
             )
     except BaseException:
-        if request.context.reuse is not None and not request.round.is_single_process:
+        if context.reuse is not None and not request.round.is_single_process:
             # The next save must not fail for the same reason.
-            request.context.reuse.previous = None
+            context.reuse.previous = None
         raise
     if done.get('skip'):
         return None
@@ -94,24 +91,23 @@ class _Leader:
 
     def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
         """Decides whether to save, and where. Nothing is written before all plans agree."""
-        prepared, request = self._prepared, self._prepared.request
-        clock = request.context.clock
+        prepared, request, context = self._prepared, self._prepared.request, self._prepared.request.context
         different = [index for index, vote in enumerate(votes) if vote != votes[0]]
         if different:
             return {'different': different}
         is_single = request.round.is_single_process
         if not is_single and not request.decide_to_save():
             return {'skip': True}
-        reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(request.storage))
+        reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(context.storage))
         codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
-            _, index = collect(request.storage, clock)
-            request.context.retention.note_index(index)
-            other = None if index is None else listed_elsewhere(request.storage, request.step, index.others)
+            _, index = collect(context.storage, context.clock)
+            context.retention.note_index(index)
+            other = None if index is None else listed_elsewhere(context.storage, request.step, index.others)
             if other is not None and not request.decide_to_replace(other):
                 return {'skip': True}
             options = TransactionOptions(may_replace=request.may_replace, index=index)
-            work = open_transaction(request.storage, request.step, clock, options)
+            work = open_transaction(context.storage, request.step, context.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)
@@ -137,23 +133,20 @@ class _Leader:
 
 
 def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
-    """In process 0, the codecs by array directory that all processes use; chooses those of the arrays that are sampled."""
-    storage, selection = prepared.request.storage, prepared.request.context.codec_selection
-    codecs = dict(selection.agreed or {})
-    for location, (sample, dtype) in prepared.samples.items():
-        last = None if previous is None else previous.codec(storage, location)
-        codecs[location] = selection.choose(to_stored(np.asarray(sample).astype(dtype)), last)
-    if prepared.samples:
-        # Also of a save that fails: a leaf is sampled once.
-        selection.agree(codecs)
-    return codecs
+    """In process 0, the codecs by array directory that all processes use."""
+    context = prepared.request.context
+
+    def last_codec(location: str) -> Any:
+        return None if previous is None else previous.codec(context.storage, location)
+
+    return context.codec_selection.choose_from_samples(prepared.samples, last_codec)
 
 
 def _previous_of(
     prepared: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str
 ) -> PreviousCheckpoint:
     """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
-    storage, versions = prepared.request.storage, written.file_versions
+    storage, versions = prepared.request.context.storage, written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
@@ -166,13 +159,13 @@ def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
     """Raises with the difference between the plan of process 0 and the first plan that differs; the same on all processes."""
     if not different:
         return
-    other = different[0]
-    if prepared.request.round.is_leader:
-        prepared.request.round.put_for_peer('plan', prepared.text.encode())
-    if prepared.request.round.processes.index != other:
-        raise DisagreementError(prepared.request.round.get_from_peer('difference', other).decode())
-    error = difference(prepared.request.round.get_from_peer('plan', 0).decode(), prepared.text, other)
-    prepared.request.round.put_for_peer('difference', str(error).encode())
+    save_round, process = prepared.request.round, different[0]
+    if save_round.is_leader:
+        save_round.put_for_peer('plan', prepared.text.encode())
+    if save_round.processes.index != process:
+        raise DisagreementError(save_round.get_from_peer('difference', process).decode())
+    error = difference(save_round.get_from_peer('plan', 0).decode(), prepared.text, process)
+    save_round.put_for_peer('difference', str(error).encode())
     raise error
 
 
@@ -191,12 +184,12 @@ def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteRep
         context.storage, directory, prepared.staging, previous, context.progress, context.codec_selection
     )
     files = written.below(generation).checksums | write_positions(prepared, started['directory'], prepared.dataset)
-    return written, write_checksums(request.storage, directory, request.round.processes.index, files)
+    return written, write_checksums(context.storage, directory, request.round.processes.index, files)
 
 
 def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
     """Writes positions of data iterators, where T5X reads them: in the step's directory."""
-    storage = prepared.request.storage
+    storage = prepared.request.context.storage
     for name, data in positions.items():
         key = join(directory, name)
         if '/' in name:
@@ -212,13 +205,14 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
     The leader's transaction does so for those that it waited for. If this process was stopped for an hour, garbage collection
     may have finished with the step before this process wrote its last file.
     """
+    context = request.context
     try:
         yield
     except BaseException:
         try:
-            write_lingering(request.storage, request.step, request.context.clock, may_leave_files=True)
+            write_lingering(context.storage, request.step, context.clock, may_leave_files=True)
         except T5CkptError as error:
-            where = request.storage.url(step_dir(request.step))
+            where = context.storage.url(step_dir(request.step))
             _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
         raise
 
@@ -240,7 +234,8 @@ def after_commit(
 
     ``written`` is relative to ``directory``, that of the arrays. ``requests_before`` were sent before the save.
     """
-    request, storage, step = prepared.request, prepared.request.storage, prepared.request.step
+    request, context, step = prepared.request, prepared.request.context, prepared.request.step
+    storage = context.storage
     done = CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, time.monotonic() - request.started)
     record_duration(WRITE_EVENT, done.seconds)
     if request.round.is_leader or request.in_parts:
@@ -251,10 +246,10 @@ def after_commit(
             'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, text
         )
         try:
-            request.context.retention.carry_out(step)
+            context.retention.carry_out(step)
         except Exception:  # noqa: BLE001 - logged with its traceback
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
-    if request.context.reuse is not None:
-        request.context.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
+    if context.reuse is not None:
+        context.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
     return done

@@ -31,7 +31,7 @@ from t5ckpt.tree.train_state import OWN_STEPS
 
 def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
     """The manifest, with the leaves that it holds."""
-    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.storage.driver)
+    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.context.storage.driver)
     _warn_of_other_step(prepared.request, table)
     with paused():
         return encode_manifest(unflatten(table))

@@ -50,8 +50,8 @@ _MOST_POSITION_BYTES = 2**20
 
 def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits, as :func:`run_save` does; each process in its own storage."""
-    request = prepared.request
-    before = request.storage.requests()
+    request, context = prepared.request, prepared.request.context
+    before = context.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
@@ -73,11 +73,11 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             )
             sidecar = _commit(prepared, work, done, manifest, _directories(prepared, written))
     except BaseException:
-        if request.context.reuse is not None:
+        if context.reuse is not None:
             # The next save must not fail for the same reason.
-            request.context.reuse.previous = None
+            context.reuse.previous = None
         raise
-    request.context.retention.note_saved(request.step, decode_sidecar(sidecar, request.storage.url(work.directory)))
+    context.retention.note_saved(request.step, decode_sidecar(sidecar, context.storage.url(work.directory)))
     return after_commit(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
 
 
@@ -94,20 +94,20 @@ def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
 
 def _opened(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
-    request = prepared.request
-    _, index = collect(request.storage, request.context.clock)
-    request.context.retention.note_index(index)
-    if not request.call.overwrite and strategy_of(request.storage).occupant(request.storage, request.step) is not None:
+    request, context = prepared.request, prepared.request.context
+    _, index = collect(context.storage, context.clock)
+    context.retention.note_index(index)
+    if not request.call.overwrite and strategy_of(context.storage).occupant(context.storage, request.step) is not None:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
-        aside = rename_damaged(request.storage, request.step, request.context.clock)
+        aside = rename_damaged(context.storage, request.step, context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
     options = TransactionOptions(may_replace=request.may_replace, index=index, keeps_replaced=True)
-    return open_transaction(request.storage, request.step, request.context.clock, options)
+    return open_transaction(context.storage, request.step, context.clock, options)
 
 
 def _write(prepared: PreparedSave, work: Transaction, codecs: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
     """Writes the files of this process; returns the report of all of them, and the vote on those that are assigned to it."""
-    storage, context = prepared.request.storage, prepared.request.context
+    context, storage = prepared.request.context, prepared.request.context.storage
     context.codec_selection.agree(codecs)
     can_reuse = prepared.previous is not None and prepared.previous.is_there(storage)
     previous = prepared.previous if can_reuse else None
@@ -171,7 +171,7 @@ def _commit(
     If the commit of a process fails, all of them take the step back: they put back the checkpoint that it replaced, or delete it.
     If a process dies, the others leave it: it may be complete.
     """
-    request = prepared.request
+    request, context = prepared.request, prepared.request.context
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
         sidecar = request.round.receive('sidecar')
         if digest(manifest) != done['manifest']:
@@ -193,16 +193,17 @@ def _commit(
             _take_back(request, work.replaced)
             raise
     if work.replaced is not None:
-        remove_replaced(request.storage, request.step, work.replaced, request.context.clock)
+        remove_replaced(context.storage, request.step, work.replaced, context.clock)
     return sidecar
 
 
 def _take_back(request: SaveRequest, replaced: str | None) -> None:
     """Undoes the commit of this process."""
+    context = request.context
     if replaced is None:
-        delete_step(request.storage, request.step, request.context.clock, even_waiting=True)
+        delete_step(context.storage, request.step, context.clock, even_waiting=True)
     else:
-        take_back(request.storage, request.step, replaced, request.context.clock)
+        take_back(context.storage, request.step, replaced, context.clock)
 
 
 def _directories(prepared: PreparedSave, written: WriteReport) -> list[str]:

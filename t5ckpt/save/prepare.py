@@ -63,12 +63,12 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         return None
     # The iterator advances as soon as the caller continues, so its state is taken now; first, because that may fail.
     dataset = {} if context.dataset is None else context.dataset.snapshot(processes)
-    given = transformed(table, axes, request.call.transforms)
+    state = transformed(table, axes, request.call.transforms)
     with paused():
         assignment = WriteAssignment(processes.index, processes.count, with_copies=request.in_parts)
-        leaves = leaves_to_save(given.leaves, is_storable)
+        leaves = leaves_to_save(state.leaves, is_storable)
         devices = most_devices(table.values())
-        plan = plan_save(leaves, given.infos, context.options, assignment, given.t5x_inlines)
+        plan = plan_save(leaves, state.infos, context.options, assignment, state.t5x_inlines)
         text = '' if is_single else plan_text(plan, _header(request))
     if not is_leader and not _writes_manifest(plan.inline, request):
         plan = dataclasses.replace(plan, inline=())
@@ -76,15 +76,16 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     )
     previous = _previous(request)
-    leaves_to_link = leaves_of_writes(plan.writes)
     writes_metadata = is_leader or request.in_parts
+    unchanged = _unchanged(plan.writes, request, previous, with_metadata=writes_metadata)
+    leaves_to_link = leaves_of_writes(plan.writes)
     staging = Staging(
         plan,
         context.staging,
         request.call.budget_bytes,
         in_background=request.in_background,
         writes_metadata=writes_metadata,
-        unchanged=_unchanged(plan.writes, request, previous, with_metadata=writes_metadata),
+        unchanged=unchanged,
     )
     samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
@@ -101,7 +102,7 @@ def _unchanged(
     # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
     # inside an object store may fail after the caller has donated the array, so the array is staged.
     has_one_codec = request.round.is_single_process or request.context.options.codec != 'auto'
-    if previous is None or not request.storage.links or not has_one_codec:
+    if previous is None or not request.context.storage.links or not has_one_codec:
         return []
     return [write.path for write in writes if previous.is_same(write, with_metadata=with_metadata)]
 
@@ -124,10 +125,10 @@ def _previous(request: SaveRequest) -> PreviousCheckpoint | None:
     reuse = request.context.reuse
     if reuse is None:
         return None
-    return reuse.find(request.storage) if request.round.is_single_process else reuse.previous
+    return reuse.find(request.context.storage) if request.round.is_single_process else reuse.previous
 
 
 def _header(request: SaveRequest) -> list[str]:
     """The first lines of the plan's text: the step, the directory and the options, which are equal in all processes."""
-    where = [] if request.in_parts else [f'directory: {request.storage.url()}']
+    where = [] if request.in_parts else [f'directory: {request.context.storage.url()}']
     return [f'step: {request.step}', *where, f'options: {request.context.options}']

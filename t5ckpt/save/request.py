@@ -93,16 +93,11 @@ class SaveRequest:
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
-    @property
-    def storage(self) -> Storage:
-        """The storage that the save writes to."""
-        return self.context.storage
-
     def decide_to_save(self) -> bool:
         """Returns whether to save: no complete step exists, or :meth:`decide_to_replace` returns True."""
         if self.context.retention.is_surely_new(self.step):
             return True
-        found = strategy_of(self.storage).occupant(self.storage, self.step)
+        found = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
         return found is None or self.frees_step() or self.decide_to_replace(found)
 
     def decide_to_replace(self, found: ListedStep) -> bool:
@@ -115,9 +110,9 @@ class SaveRequest:
         """
         # If another process has deleted a step that is to be replaced, the save writes it anew.
         if found.is_t5x and (self.may_replace() or self.call.overwrite):
-            check_removable(self.storage, found.name)
+            check_removable(self.context.storage, found.name)
             return True
-        where = self.storage.url(found.name)
+        where = self.context.storage.url(found.name)
         if self.call.overwrite and not found.is_t5x:
             cure = 'Remove it with the program that wrote it, or save as another step.'
             raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
@@ -132,7 +127,7 @@ class SaveRequest:
           StepKeptError: it is pinned, or has a read lease.
           CheckpointExistsError: it cannot be replaced by one write, see ``commit/superseded.py``.
         """
-        storage, directory = self.storage, step_dir(self.step)
+        storage, directory = self.context.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
             return False
         kept = kept_by(storage, self.step, self.context.clock, pinned=is_pinned(storage, directory))

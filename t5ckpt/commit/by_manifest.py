@@ -101,9 +101,13 @@ class _ManifestWrite:
     def put(self, manifest: bytes) -> Any:
         """Writes the manifest, unless the step has that of another writer; returns its version.
 
-        What was there may be gone by then: a program has deleted the step that is overwritten, or a writer has removed its
-        manifest again. A manifest whose files were collected counts as gone, since its writer removes it. A server or a proxy
-        may refuse every write.
+        The manifest that the write expects may have been removed: a program has deleted the step, or a writer has removed its
+        manifest again. Then the write is repeated, and expects none. A manifest whose files were collected counts as removed,
+        since its writer removes it.
+
+        Raises:
+          AlreadyCommittedError: the step has the manifest of another writer.
+          StorageError: the manifest could not be written, or a server or proxy refuses every write.
         """
         version = self.version
         for _ in attempts(_REFUSED_SECONDS):
@@ -112,11 +116,11 @@ class _ManifestWrite:
                 return written
             before = version
             try:
-                found, version = self._storage.read_with_version(self._key)
+                current, version = self._storage.read_with_version(self._key)
             except CheckpointNotFoundError:
                 version = None
             else:
-                if version == before or self.overwrites or not is_remnant(self._storage, self._directory, found):
+                if version == before or self.overwrites or not is_remnant(self._storage, self._directory, current):
                     raise self.already_committed('replaced or deleted' if self.overwrites else 'saved')
         raise StorageError(
             errno.EIO,
@@ -218,16 +222,16 @@ class ManifestTransaction(Transaction):
         self._keeps_files = True
 
     def _find_others(self, may_replace: Callable[[], bool]) -> None:
-        """Records what the directory has: a complete checkpoint, or leftovers, whose fixed names are removed."""
+        """Records whether the directory has a complete checkpoint or leftovers. Removes the leftovers with fixed names."""
         storage = self.storage
         # Before the contents are checked, so a manifest that arrives later is not replaced.
         self._write.read_old()
-        found = occupant_in_bucket(storage, self.step)
-        if found is not None and not (found.is_t5x and may_replace()):
-            raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
-        self._has_others, self._write.overwrites = True, found is not None
+        occupant = occupant_in_bucket(storage, self.step)
+        if occupant is not None and not (occupant.is_t5x and may_replace()):
+            raise AlreadyCommittedError(f'{storage.url(occupant.name)} was saved by another writer in the meantime')
+        self._has_others, self._write.overwrites = True, occupant is not None
         self._lease.update(may_leave_files=True)
-        if found is None:
+        if occupant is None:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
     def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
@@ -280,11 +284,11 @@ class ManifestTransaction(Transaction):
           AlreadyCommittedError: another writer has committed an equal manifest.
           BeingWrittenError: the manifest was removed, and the files are gone.
         """
-        others = actions_of_others(self.storage, self.step, self._lease)
-        found = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
-        if found not in (sidecar, None):
+        actions = actions_of_others(self.storage, self.step, self._lease)
+        stored_sidecar = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
+        if stored_sidecar not in (sidecar, None):
             raise self._write.already_committed('saved')
-        is_left = self.generation and found is not None and others <= _WRITERS
+        is_left = self.generation and stored_sidecar is not None and actions <= _WRITERS
         if is_left or self._lease.is_ours():
             return False
         self.storage.delete_unchanged(self._key, version)
@@ -295,10 +299,10 @@ class ManifestTransaction(Transaction):
     def _are_files_left(self) -> bool:
         """Whether the files are there once the processes that remove files of the step have ended."""
         for _ in attempts(_COLLECTOR_SECONDS):
-            others = actions_of_others(self.storage, self.step, self._lease)
+            actions = actions_of_others(self.storage, self.step, self._lease)
             if not (self.generation and self._sidecar and self.storage.is_file(self._sidecar)):
                 break
-            if others <= _WRITERS:
+            if actions <= _WRITERS:
                 return True
         return False
 
@@ -378,7 +382,7 @@ def _check_layout(storage: Storage, step: int, index: Index | None) -> None:
     Raises:
       UnsupportedFormatError: such a step exists.
     """
-    found = listed_elsewhere(storage, step, () if index is None else index.others)
-    if found is not None:
+    elsewhere = listed_elsewhere(storage, step, () if index is None else index.others)
+    if elsewhere is not None:
         cure = 'Move it away, or write to another directory.'
-        raise other_layout(storage.url(found.name), found.layout, 'which is not replaced', cure)
+        raise other_layout(storage.url(elsewhere.name), elsewhere.layout, 'which is not replaced', cure)

@@ -138,13 +138,13 @@ class RenameTransaction(Transaction):
     def _publish(self, final: str) -> str | None:
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
         storage = self.storage
-        standing = storage.kind(final)
-        found = occupant_on_disk(storage, self.step) if standing is not None and not self._may_replace else None
-        if found is not None:
-            raise AlreadyCommittedError(f'{storage.url(found.name)} was saved by another writer in the meantime')
-        if standing == 'file':
+        kind = storage.kind(final)
+        occupant = occupant_on_disk(storage, self.step) if kind is not None and not self._may_replace else None
+        if occupant is not None:
+            raise AlreadyCommittedError(f'{storage.url(occupant.name)} was saved by another writer in the meantime')
+        if kind == 'file':
             move_aside(storage, final, self.step, self._clock(), ())
-        elif standing == 'dir':
+        elif kind == 'dir':
             self.directory = rename_aside(storage, self.directory, self.step, 'replaced', self._clock())
             try:
                 return put_in_place(

@@ -58,8 +58,8 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
     """Removes the files, under the write lease of the step.
 
     Raises:
-      StepKeptError: a reader holds the step, or it was pinned in the meantime.
-      StepTakenError: another process writes the step, or is at its deletion.
+      StepKeptError: the step has a read lease, or it was pinned in the meantime.
+      StepTakenError: another process is writing or deleting the step.
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
@@ -76,7 +76,7 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
             remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
             remove(key)
     except StorageError:
-        # The request may still arrive, and leave a file in a step that is deleted by then.
+        # The request may arrive after the step is deleted, and leave a file in it.
         lease.linger()
         raise
     finally:

@@ -49,13 +49,13 @@ def decide_deletion(
       UnsupportedFormatError: the step is in another layout, or of a newer program.
     """
     directory = step_dir(step)
-    found = inspect_name(storage, directory)
-    if not (found.is_t5x if found is not None else storage.is_file(join(directory, MANIFEST))):
-        steps = [found] if found is not None else listing(storage).steps
-        for each in steps:
-            if each.step == step and not each.is_t5x:
+    occupant = inspect_name(storage, directory)
+    if not (occupant.is_t5x if occupant is not None else storage.is_file(join(directory, MANIFEST))):
+        steps = [occupant] if occupant is not None else listing(storage).steps
+        for listed in steps:
+            if listed.step == step and not listed.is_t5x:
                 cure = 'Remove it with the program that wrote it.'
-                raise other_layout(storage.url(each.name), each.layout, 'which t5ckpt does not delete', cure)
+                raise other_layout(storage.url(listed.name), listed.layout, 'which t5ckpt does not delete', cure)
         raise no_step(storage, step, steps, 'Pass one of them.')
     check_known(storage, directory)
     if not even_pinned and is_pinned(storage, directory):
@@ -71,9 +71,9 @@ def check_deletable(
     storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> None:
     """Raises the error that :func:`delete_step` would raise before it changes anything."""
-    found = decide_deletion(storage, step, clock, even_pinned=even_pinned, even_waiting=even_waiting)
-    if found.keep:
-        raise kept_error(storage, step, found.reason, 'deleted')
+    decision = decide_deletion(storage, step, clock, even_pinned=even_pinned, even_waiting=even_waiting)
+    if decision.keep:
+        raise kept_error(storage, step, decision.reason, 'deleted')
 
 
 def delete_step(
@@ -90,15 +90,15 @@ def delete_step(
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
     flags = {'even_pinned': even_pinned, 'even_waiting': even_waiting}
-    found = decide_deletion(storage, step, clock, **flags)
+    decided = decide_deletion(storage, step, clock, **flags)
     hidden = None
-    if not found.keep:
+    if not decided.keep:
         hidden = strategy_of(storage).hide(storage, step, clock, **flags)
     if hidden is None:
-        if not found.keep:
+        if not decided.keep:
             # It was pinned or leased since the decision.
-            found = decide_deletion(storage, step, clock, **flags)
-        raise kept_error(storage, step, found.reason if found.keep else HELD, 'deleted')
+            decided = decide_deletion(storage, step, clock, **flags)
+        raise kept_error(storage, step, decided.reason if decided.keep else HELD, 'deleted')
     try:
         if even_waiting and step in waiting_steps(storage):
             storage.delete_file(to_persist_file(step))
@@ -115,7 +115,7 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
       The new name, under which its files stay.
 
     Raises:
-      StepKeptError: it is pinned, a reader holds it, or the storage cannot rename.
+      StepKeptError: it is pinned or has a read lease, or the storage cannot rename.
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be renamed.
     """

@@ -33,27 +33,27 @@ def occupant_on_disk(storage: Storage, step: int) -> ListedStep | None:
     """
     names = [name for name in (step_dir(step), str(step)) if storage.kind(name) is not None]
     for name in names:
-        found = inspect_name(storage, name)
-        if found is not None and _decodes(storage, found):
-            return found
-    other = catalog_of(storage).with_other_name(step)
-    if other is not None:
-        return other
+        occupant = inspect_name(storage, name)
+        if occupant is not None and _decodes(storage, occupant):
+            return occupant
+    elsewhere = catalog_of(storage).with_other_name(step)
+    if elsewhere is not None:
+        return elsewhere
     directory = step_dir(step)
     if directory in names and storage.is_file(join(directory, PINNED)):
         raise _pinned(storage, directory)
     return None
 
 
-def _decodes(storage: Storage, found: ListedStep) -> bool:
+def _decodes(storage: Storage, listed: ListedStep) -> bool:
     """Whether the manifest of a listed step decodes; False if another process has deleted it.
 
     Raises:
       UnsupportedFormatError: it is of a newer version.
     """
-    if not found.is_t5x:
+    if not listed.is_t5x:
         return True
-    key = join(found.name, MANIFEST)
+    key = join(listed.name, MANIFEST)
     try:
         decode_manifest(storage.read(key), storage.url(key))
     except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -66,9 +66,9 @@ def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
     directory = step_dir(step)
     key = join(directory, MANIFEST)
     data = _read_if_there(storage, key)
-    found = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
-    if data is not None and is_whole(data) and _decodes(storage, found) and not is_remnant(storage, directory, data):
-        return found
+    occupant = ListedStep(step, directory, T5X if data is None or not has_placeholder(data) else ORBAX)
+    if data is not None and is_whole(data) and _decodes(storage, occupant) and not is_remnant(storage, directory, data):
+        return occupant
     keys = keys_below(storage, directory)
     if not keys:
         return None
@@ -83,7 +83,7 @@ def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
 
 
 def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
-    """Whether all files but the manifest are gone: its write was on its way for so long that the step was deleted before."""
+    """Whether all files but the manifest are gone. The step was deleted before the write of its manifest arrived."""
     generations = {found.decode() for found in _GENERATION.findall(manifest)}
     if not generations or storage.is_file(join(directory, sidecar_of(digest(manifest)))):
         return False
@@ -106,18 +106,18 @@ def _foreign_text(storage: Storage, directory: str, foreign: list[str]) -> str:
     return f'{storage.url(directory)} contains files that neither T5X nor t5ckpt wrote ({names}). Move it away to save this step.'
 
 
-def listed_elsewhere(storage: Storage, step: int, others: Collection[str]) -> ListedStep | None:
+def listed_elsewhere(storage: Storage, step: int, names: Collection[str]) -> ListedStep | None:
     """On an object store, the step with this number under the name of another layout.
 
     Args:
       storage: the run.
       step: the number.
-      others: the names of steps in other layouts, from the index.
+      names: those of the steps in other layouts, from the index.
     """
-    for name in sorted(others):
-        found = inspect_name(storage, name) if parse_prefixed_step(name) == step else None
-        if found is not None:
-            return found
+    for name in sorted(names):
+        elsewhere = inspect_name(storage, name) if parse_prefixed_step(name) == step else None
+        if elsewhere is not None:
+            return elsewhere
     return None
 
 
@@ -130,9 +130,9 @@ def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) 
       UnsupportedFormatError: the step exists in another layout, which is never replaced.
       AccessDeniedError: the step is to be replaced, and is another user's.
     """
-    found = occupant_on_disk(storage, step)
-    _check_replaced(storage, found, overwrite=overwrite)
-    foreign = [] if found is not None or overwrite else _foreign_at(storage, step_dir(step))
+    occupant = occupant_on_disk(storage, step)
+    _check_replaced(storage, occupant, overwrite=overwrite)
+    foreign = [] if occupant is not None or overwrite else _foreign_at(storage, step_dir(step))
     if foreign:
         raise CheckpointExistsError(
             f'{storage.url(step_dir(step))} contains files that neither T5X nor t5ckpt wrote ({few(foreign)}). Move them away, '
@@ -142,27 +142,27 @@ def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) 
 
 def check_room_in_bucket(storage: Storage, step: int, *, overwrite: bool = False) -> None:
     """As :func:`check_room_on_disk`, on a store that cannot rename."""
-    found = occupant_in_bucket(storage, step)
-    _check_replaced(storage, found, overwrite=overwrite)
-    if found is not None:
-        where = storage.url(found.name)
+    occupant = occupant_in_bucket(storage, step)
+    _check_replaced(storage, occupant, overwrite=overwrite)
+    if occupant is not None:
+        where = storage.url(occupant.name)
         raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
 
 
-def _check_replaced(storage: Storage, found: ListedStep | None, *, overwrite: bool) -> None:
-    if found is None:
+def _check_replaced(storage: Storage, occupant: ListedStep | None, *, overwrite: bool) -> None:
+    if occupant is None:
         return
-    where = storage.url(found.name)
-    if not found.is_t5x:
+    where = storage.url(occupant.name)
+    if not occupant.is_t5x:
         cure = 'Move it away, or write to another directory.'
-        raise other_layout(where, found.layout, 'which is not replaced', cure)
+        raise other_layout(where, occupant.layout, 'which is not replaced', cure)
     if not overwrite:
         raise CheckpointExistsError(
             f'{where} exists already. Write to another directory, or replace it (overwrite=True).'
         )
-    if storage.kind(join(found.name, PINNED)) == 'file':
+    if storage.kind(join(occupant.name, PINNED)) == 'file':
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')
-    check_removable(storage, found.name)
+    check_removable(storage, occupant.name)
 
 
 def _foreign_at(storage: Storage, directory: str) -> list[str]:

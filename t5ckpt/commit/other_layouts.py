@@ -64,16 +64,18 @@ def infos_of_others(
     """
     times = {entry.name: entry.mtime for entry in storage.entries()} if steps else {}
     infos: list[StepInfo] = []
-    for each in steps:
+    for listed in steps:
         try:
-            saved = _saved_facts(storage, each)
+            saved = _saved_facts(storage, listed)
         except T5CkptError as error:
-            _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(each.name), error)
+            _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(listed.name), error)
             saved = NO_SIDECAR
-        created = times.get(each.name) if saved.created_unix is None else saved.created_unix
-        metrics = {name: values[each.step] for name, values in given.items() if each.step in values}
-        pinned = each.layout != FLAX and storage.is_file(join(each.name, PINNED))
-        infos.append(StepInfo(each.step, pinned, each.step in leased, created or None, {**metrics, **saved.metrics}))
+        created = times.get(listed.name) if saved.created_unix is None else saved.created_unix
+        metrics = {name: values[listed.step] for name, values in given.items() if listed.step in values}
+        pinned = listed.layout != FLAX and storage.is_file(join(listed.name, PINNED))
+        infos.append(
+            StepInfo(listed.step, pinned, listed.step in leased, created or None, {**metrics, **saved.metrics})
+        )
     return infos
 
 

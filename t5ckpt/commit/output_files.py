@@ -103,10 +103,10 @@ def _remove_dead(path: str) -> None:
         pid = name.removeprefix(beginning)
         if not name.startswith(beginning) or not pid.isdecimal() or _is_running(int(pid)):
             continue
-        left = os.path.join(os.path.dirname(path), name)
+        leftover = os.path.join(os.path.dirname(path), name)
         with contextlib.suppress(OSError):
-            if time.time() - _last_written(left) > TAKE_OVER_SECONDS:
-                _remove(left)
+            if time.time() - _last_written(leftover) > TAKE_OVER_SECONDS:
+                _remove(leftover)
 
 
 def _is_running(pid: int) -> bool:

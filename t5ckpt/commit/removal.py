@@ -105,18 +105,18 @@ def keys_below(storage: Storage, directory: str) -> list[str]:
 
 
 def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
-    found = foreign_keys(keys)
-    if found:
+    foreign = foreign_keys(keys)
+    if foreign:
         # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
-        known = _listed(storage, directory, keys)
-        found = (
+        recorded = _listed(storage, directory, keys)
+        foreign = (
             []
             if SIDECAR in keys and _is_unfinished_copy(storage, directory)
-            else [key for key in found if key not in known]
+            else [key for key in foreign if key not in recorded]
         )
     if MANIFEST in keys and not any(map(is_sidecar, keys)) and _is_another_manifest(storage, join(directory, MANIFEST)):
-        found.append(MANIFEST)
-    return found
+        foreign.append(MANIFEST)
+    return foreign
 
 
 def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:

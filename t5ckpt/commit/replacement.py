@@ -83,25 +83,25 @@ def put_in_place(
             except T5CkptError as error:
                 _exchange_back(storage, directory, final, error)
                 raise
-            return directory if keeps_old else _set_aside(storage, step, directory, clock())
+            return directory if keeps_old else _rename_for_deletion(storage, step, directory, clock())
         old = rename_aside(storage, final, step, 'replaced' if is_whole else 'deleted', clock())
         try:
             check_pin(old)
             publish_step(storage, directory, step)
         except AlreadyCommittedError:
-            _set_aside(storage, step, old, clock())
+            _rename_for_deletion(storage, step, old, clock())
             raise
         except T5CkptError:
             if is_whole:
                 storage.publish(old, final)
             raise
-        return old if keeps_old else _set_aside(storage, step, old, clock())
+        return old if keeps_old else _rename_for_deletion(storage, step, old, clock())
 
 
 def remove_replaced(storage: Storage, step: int, directory: str, clock: Clock) -> None:
     """Removes the directory of a replaced checkpoint. The new one is committed, so a failure is only logged."""
     try:
-        remove_checkpoint(storage, _set_aside(storage, step, directory, clock()), step, clock())
+        remove_checkpoint(storage, _rename_for_deletion(storage, step, directory, clock()), step, clock())
     except T5CkptError as error:
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(directory), error)
 
@@ -150,8 +150,8 @@ def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptEr
         raise NotPutBackError(second.errno, text) from second
 
 
-def _set_aside(storage: Storage, step: int, name: str, unix: float) -> str:
-    """Renames the old checkpoint to a name that garbage collection removes, even if half of it is deleted."""
+def _rename_for_deletion(storage: Storage, step: int, name: str, unix: float) -> str:
+    """Renames the old checkpoint to a name that garbage collection removes. Returns that name, or the old one after an error."""
     try:
         return rename_aside(storage, name, step, 'deleted', unix)
     except T5CkptError:

@@ -92,9 +92,9 @@ def acquire_lease(
     if index is not None:
         owners = _owners(storage, (each for each in index.write_leases if each.step == step))
         # Only object stores have an index. There ``clock`` is the clock of the leases.
-        found = _first_live(owners, clock, stale_after)
-        if found is not None and found[1].action == SAVE:
-            raise BeingWrittenError(_owned_by_other(storage, step, *found))
+        live = _first_live(owners, clock, stale_after)
+        if live is not None and live[1].action == SAVE:
+            raise BeingWrittenError(_owned_by_other(storage, step, *live))
     times = attempts(0.0 if action == COLLECT else _RIVAL_SECONDS)
     late_attempts = 0
     while True:
@@ -148,22 +148,22 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
     now = lease_clock(storage, clock)
     for has_time in attempts(_GIVE_UP_SECONDS):
         listed = catalog_of(storage).leases()
-        if all(each.key != lease.key for each in listed.of_writers):
+        if all(other.key != lease.key for other in listed.of_writers):
             # This process was stopped for longer than a lease lasts.
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
-        others = [each for each in listed.of_writers if each.step == step and each.key != lease.key]
+        others = [other for other in listed.of_writers if other.step == step and other.key != lease.key]
         owners = _owners(storage, others)
-        found = _first_live(owners, now, stale_after)
-        if found is None:
+        live = _first_live(owners, now, stale_after)
+        if live is None:
             lease.predecessors = tuple(owners.values())
-            if any(each.may_leave_files for each in owners.values()):
+            if any(owner.may_leave_files for owner in owners.values()):
                 lease.update(may_leave_files=True)
-            for each in others:
-                storage.delete_file(each.key)
+            for other in others:
+                storage.delete_file(other.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
             return
-        if found[1].nonce < lease.nonce or not has_time:
-            raise BeingWrittenError(_owned_by_other(storage, step, *found))
+        if live[1].nonce < lease.nonce or not has_time:
+            raise BeingWrittenError(_owned_by_other(storage, step, *live))
 
 
 def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> dict[str, Owner]:

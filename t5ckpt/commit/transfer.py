@@ -223,14 +223,14 @@ class Transfer:
 
     def _there(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
         """The files that an earlier attempt has copied; deletes the other files that it left."""
-        found = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
+        sizes_here = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
         # It and its directories of other saves are left to the commit.
-        others = set[str]() if work.is_temporary else {*foreign_keys(found), *filter(is_of_one_save, found)}
-        for name in found.keys() - {*names, SIDECAR} - others:
+        foreign = set[str]() if work.is_temporary else {*foreign_keys(sizes_here), *filter(is_of_one_save, sizes_here)}
+        for name in sizes_here.keys() - {*names, SIDECAR} - foreign:
             self._to.delete_file(join(work.directory, name))
-        known = {name for name in names if name in found and (self._from.is_file_system or name in checksums)}
-        return {name for name in known if name not in checksums or found[name] in (None, checksums[name][0])}
+        comparable = {name for name in names if name in sizes_here and (self._from.is_file_system or name in checksums)}
+        return {name for name in comparable if name not in checksums or sizes_here[name] in (None, checksums[name][0])}
 
     def _report(self, size: int, total: int) -> None:
         self._done += size

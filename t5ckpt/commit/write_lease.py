@@ -27,10 +27,10 @@ While an owner lives, it ends its lease in one of four ways:
 
 On an object store, a request that a process has given up may arrive later. A record that lingers has no owner, so that another
 process may take the step at once. Garbage collection takes the step when the record is an hour old (it is written as twenty
-minutes old): it removes what has arrived by then, or marks the step if its manifest has. The same holds for requests of dead
-owners. So ``release`` and ``leave`` let the record linger, too, if they took over that of a dead owner and cannot know that
-nothing of it is left: ``release`` if they took it over in the first hour after its last heartbeat, because a request may have
-arrived after the files were listed; ``leave`` always.
+minutes old). It removes the files that have arrived by then, or marks the step if its manifest has arrived.
+
+Requests of dead owners may arrive late as well. So after a takeover, ``leave`` lets the record linger, and ``release`` does so
+if the takeover came within an hour of the last heartbeat. In that hour, a request may arrive after the files were listed.
 
 Where the store compares versions, a heartbeat replaces the version that the one before it wrote. So a record that was removed
 does not come back, and a record that is there shows that no process has taken the step over, however long the heartbeat took.
@@ -68,7 +68,7 @@ from t5ckpt.storage import Storage
 TAKE_OVER_SECONDS = 600.0
 _BEAT_SECONDS = 60.0
 SETTLED_SECONDS = 3600.0
-"""After so long, no request of an owner is on its way to a server. Garbage collection takes a step when its lease is as old."""
+"""The age of a lease at which garbage collection takes its step. Requests that its owner sent have arrived or failed by then."""
 # The age of a record that lingers: dead for another owner of the step, whose clock may be behind, and not for garbage collection.
 _LINGERING_SECONDS = TAKE_OVER_SECONDS + CLOCK_SECONDS
 # Attempts to replace a record; each but the first follows a write of this lease that was applied after its error.

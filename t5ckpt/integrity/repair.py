@@ -226,19 +226,19 @@ class _RepairWriter:
             work.commit(plan.manifest, None, directories)
             return
         counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
-        known = (
+        sidecar = (
             plan.sidecar if plan.sidecar.format else dataclasses.replace(plan.sidecar, format=FORMAT, facts='unknown')
         )
-        known = dataclasses.replace(
-            known,
-            created_unix=self._manifest_time() if known.created_unix is None else known.created_unix,
+        sidecar = dataclasses.replace(
+            sidecar,
+            created_unix=self._manifest_time() if sidecar.created_unix is None else sidecar.created_unix,
             repaired={
                 'unix': round(self._clock(), 3),
                 'rebuilt': list(plan.rebuilt),
                 'dropped': list(plan.dropped),
             },
         )
-        work.commit_with_checksums(plan.manifest, known, counts, files, directories)
+        work.commit_with_checksums(plan.manifest, sidecar, counts, files, directories)
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""

@@ -108,16 +108,16 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
       ValueError: the value is not a dict of JSON types, or would not survive the round trip, such as an integer key.
     """
     check_kind(name, value, Mapping, "{'git': 'a1b2c3'}")
-    given = {} if value is None else dict(value)
+    plain = {} if value is None else dict(value)
     try:
-        copy = json.loads(json.dumps(given, allow_nan=False))
+        copy = json.loads(json.dumps(plain, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f'{name} must hold JSON types only: strings, numbers, booleans, None, lists and dicts ({error}).'
         ) from error
-    if copy != _with_lists(given):
+    if copy != _with_lists(plain):
         raise ValueError(
-            f'{name} would come back changed: the keys of its dicts must be strings, got {shown(given, 200)}.'
+            f'{name} would come back changed: the keys of its dicts must be strings, got {shown(plain, 200)}.'
         )
     return copy
 

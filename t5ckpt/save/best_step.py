@@ -84,9 +84,9 @@ def _infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
 
 def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:
     """The pairs (metric, mode) that agree with the caller's arguments and the policies; one if these determine both."""
-    found = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
-    names = sorted({pair[0] for pair in found}) if metric is None else [metric]
-    modes = sorted({pair[1] for pair in found}) if mode is None else [mode]
+    pairs = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
+    names = sorted({pair[0] for pair in pairs}) if metric is None else [metric]
+    modes = sorted({pair[1] for pair in pairs}) if mode is None else [mode]
     return [(name, best) for name in names for best in modes]
 
 

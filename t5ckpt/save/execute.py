@@ -103,8 +103,8 @@ class _Leader:
         try:
             _, index = collect(context.storage, context.clock)
             context.retention.note_index(index)
-            other = None if index is None else listed_elsewhere(context.storage, request.step, index.others)
-            if other is not None and not request.decide_to_replace(other):
+            elsewhere = None if index is None else listed_elsewhere(context.storage, request.step, index.others)
+            if elsewhere is not None and not request.decide_to_replace(elsewhere):
                 return {'skip': True}
             options = TransactionOptions(may_replace=request.may_replace, index=index)
             work = open_transaction(context.storage, request.step, context.clock, options)

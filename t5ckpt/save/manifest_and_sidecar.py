@@ -95,11 +95,11 @@ def sidecar_of_save(
         raise SaveFailedError(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
-    known = Sidecar(
+    sidecar = Sidecar(
         prepared.facts.below(work.generation),
         devices=prepared.devices if prepared.devices > 1 else None,
         custom_metadata=prepared.request.call.custom_metadata,
         metrics=prepared.request.call.metrics,
         keep=fields_of(prepared.request.keep) or {},
     )
-    return work.sidecar(known, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
+    return work.sidecar(sidecar, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())

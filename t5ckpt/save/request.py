@@ -97,10 +97,10 @@ class SaveRequest:
         """Returns whether to save: no complete step exists, or :meth:`decide_to_replace` returns True."""
         if self.context.retention.is_surely_new(self.step):
             return True
-        found = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
-        return found is None or self.frees_step() or self.decide_to_replace(found)
+        occupant = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
+        return occupant is None or self.frees_step() or self.decide_to_replace(occupant)
 
-    def decide_to_replace(self, found: ListedStep) -> bool:
+    def decide_to_replace(self, occupant: ListedStep) -> bool:
         """Returns whether the save replaces a complete step. Logs a save that is skipped.
 
         Raises:
@@ -109,14 +109,14 @@ class SaveRequest:
           StepKeptError, CheckpointExistsError: as :meth:`may_replace`.
         """
         # If another process has deleted a step that is to be replaced, the save writes it anew.
-        if found.is_t5x and (self.may_replace() or self.call.overwrite):
-            check_removable(self.context.storage, found.name)
+        if occupant.is_t5x and (self.may_replace() or self.call.overwrite):
+            check_removable(self.context.storage, occupant.name)
             return True
-        where = self.context.storage.url(found.name)
-        if self.call.overwrite and not found.is_t5x:
+        where = self.context.storage.url(occupant.name)
+        if self.call.overwrite and not occupant.is_t5x:
             cure = 'Remove it with the program that wrote it, or save as another step.'
-            raise other_layout(where, found.layout, 'which t5ckpt does not replace', cure)
-        written = '' if found.is_t5x else f', in the layout of {found.layout}'
+            raise other_layout(where, occupant.layout, 'which t5ckpt does not replace', cure)
+        written = '' if occupant.is_t5x else f', in the layout of {occupant.layout}'
         _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', self.step, where, written)
         return False
 

@@ -161,9 +161,9 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
-    known = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
+    sidecar = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
     locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
-    return work.commit_with_checksums(manifest, known, counts, checksums, locations)
+    return work.commit_with_checksums(manifest, sidecar, counts, checksums, locations)
 
 
 def _write_files(request: StreamRequest, work: Transaction) -> None:

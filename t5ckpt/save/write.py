@@ -198,13 +198,13 @@ class _Writer:
         link = self._encoders.map if self._copies_inside else map
         linked = link(self.reused.link_same, itertools.chain.from_iterable(files))
         for write, keys in zip(writes, files, strict=True):
-            found = [*itertools.islice(linked, len(keys))]
-            if all(found):
+            are_linked = [*itertools.islice(linked, len(keys))]
+            if all(are_linked):
                 if self._staging.writes_metadata:
                     self.arrays[write.path] = _with_codec(write.array, self.reused.last_codec(write.array.location))
                 self._count(write.chunk_bytes * len(write.chunks), linked=True)
             elif write.value.is_deleted():
-                where = join(self._where, keys[found.index(False)])
+                where = join(self._where, keys[are_linked.index(False)])
                 text = f'{write.name}: {where} cannot be linked, and the array was donated. Save again.'
                 raise StorageError(errno.ENOENT, text)
             else:

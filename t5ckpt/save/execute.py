@@ -57,8 +57,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
             if not request.round.is_leader:
                 stack.enter_context(_listing_files_of_failure(request))
             with request.round.failing_together(Phase.WRITE):
-                written, entry = _write(prepared, started)
-                report = written.below(started['generation'])
+                written, report, entry = _write(prepared, started)
                 manifest = manifest_bytes(prepared, report) if request.round.is_leader else b''
                 check_not_interrupted()
             vote = {
@@ -169,11 +168,12 @@ def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
     raise error
 
 
-def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, FileEntry]:
+def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, WriteReport, FileEntry]:
     """Writes the chunks of this process.
 
     Returns:
-      The report, relative to the directory of the arrays, and the size and checksum of the file with the chunks' checksums.
+      The report, relative to the directory of the arrays and to that of the step, and the size and checksum of the file with the
+      chunks' checksums.
     """
     request, context, generation = prepared.request, prepared.request.context, started['generation']
     directory = join(started['directory'], generation)
@@ -183,8 +183,9 @@ def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteRep
     written = write_arrays(
         context.storage, directory, prepared.staging, previous, context.progress, context.codec_selection
     )
-    files = written.below(generation).checksums | write_positions(prepared, started['directory'], prepared.dataset)
-    return written, write_checksums(context.storage, directory, request.round.processes.index, files)
+    report = written.below(generation)
+    files = report.checksums | write_positions(prepared, started['directory'], prepared.dataset)
+    return written, report, write_checksums(context.storage, directory, request.round.processes.index, files)
 
 
 def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:

@@ -79,6 +79,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     writes_metadata = is_leader or request.in_parts
     unchanged = _unchanged(plan.writes, request, previous, with_metadata=writes_metadata)
     leaves_to_link = leaves_of_writes(plan.writes)
+    samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     staging = Staging(
         plan,
         context.staging,
@@ -87,7 +88,6 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         writes_metadata=writes_metadata,
         unchanged=unchanged,
     )
-    samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     with paused():
         staging.start()
     return PreparedSave(

@@ -20,7 +20,7 @@ from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
-from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.planning.leaf_reads import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.reading.read_options import ReadOptions

@@ -17,7 +17,8 @@ from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.format.names import MANIFEST, SIDECAR, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
-from t5ckpt.reading.contents import is_sidecar_of, listed_files, read_raw
+from t5ckpt.reading.contents import listed_files
+from t5ckpt.reading.raw_files import is_sidecar_of, read_raw
 from t5ckpt.storage import Storage
 
 

@@ -19,8 +19,9 @@ from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import kind
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
-from t5ckpt.reading.contents import read_contents, read_raw
+from t5ckpt.reading.contents import decode_contents
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import read_raw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
       CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
     """
     located = locate(path, step)
-    contents = read_contents(located, read_raw(located, checksums=True))
+    contents = decode_contents(located, read_raw(located, checksums=True))
     # Checksums are verified, so that an export of damaged files fails.
     reader = ArrayReader(located, True, checksums=contents.checksums)
     arrays: dict[str, Source] = {}

@@ -53,8 +53,9 @@ from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import Contents, RawFiles, find_sidecar, read_contents
+from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import RawFiles, find_sidecar
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
 _OWN = {SIDECAR, MANIFEST, COPIES, PINNED, DATASET_REMOVED}
@@ -299,12 +300,12 @@ class _Check:
 
     def _contents(self) -> Contents:
         try:
-            return read_contents(self.located, self.raw, logs_items=False)
+            return decode_contents(self.located, self.raw, logs_items=False)
         except CorruptCheckpointError:
             if self.raw.sidecar is None:
                 raise
             # The damage of the sidecar is recorded already, and the manifest alone locates the arrays.
-            return read_contents(self.located, RawFiles(self.raw.manifest, None))
+            return decode_contents(self.located, RawFiles(self.raw.manifest, None))
 
     # --- presence and sizes -------------------------------------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class _Check:
         """Compares presence and size of every file, with one listing per directory."""
         expected = set(self.checksums) - self.read
         parents = {name.rpartition('/')[0] for name in expected}
-        found: dict[str, int] = {}
+        listed_sizes: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
             if isinstance(entries, T5CkptError):
                 raise entries
@@ -321,16 +322,16 @@ class _Check:
                 if not entry.is_dir:
                     # A listing without sizes; a full verification compares them.
                     recorded = self.checksums.get(name, (0,))[0]
-                    found[name] = recorded if entry.size is None else entry.size
-        removed = {name for name in expected if self._is_removed(name, found)}
+                    listed_sizes[name] = recorded if entry.size is None else entry.size
+        removed = {name for name in expected if self._is_removed(name, listed_sizes)}
         for name in sorted(expected - removed):
             size = self.checksums[name][0]
-            if name not in found:
+            if name not in listed_sizes:
                 self.findings.add('missing', name, f'{size:,} bytes are recorded')
             else:
-                self.sizes[name] = found[name]
-                if found[name] != size:
-                    self.findings.size_differs(name, found[name], size)
+                self.sizes[name] = listed_sizes[name]
+                if listed_sizes[name] != size:
+                    self.findings.size_differs(name, listed_sizes[name], size)
         if removed:
             self.notes.append(
                 f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
@@ -339,12 +340,15 @@ class _Check:
         for array in self.unlisted:
             self.sizes |= array.sizes
             self.findings.damages += array.damages
-        known = {*expected, *self.sizes, *_OWN}
+        expected_files = {*expected, *self.sizes, *_OWN}
         used = {name.partition('/')[0] for name in (*self.checksums, *self.findings.leaves)}
-        unknown = [*(name for name in found if name not in known), *(f'{name}/' for name in self.dirs - used)]
-        if unknown and self.checksums:
+        unknown_files = [
+            *(name for name in listed_sizes if name not in expected_files),
+            *(f'{name}/' for name in self.dirs - used),
+        ]
+        if unknown_files and self.checksums:
             self.notes.append(
-                f'{counted(len(unknown), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown), 5)}'
+                f'{counted(len(unknown_files), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown_files), 5)}'
             )
 
     def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:

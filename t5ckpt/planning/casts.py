@@ -38,21 +38,21 @@ def _floating_dtype(dtype: Any, option: str) -> np.dtype | None:
     if dtype is None:
         return None
     try:
-        wanted = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(
             f"{option}: {shown(dtype)} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
             f'{did_you_mean(dtype, _USUAL) if isinstance(dtype, str) else ""}'
         ) from error
-    if kind(wanted) != 'float':
+    if kind(parsed) != 'float':
         raise ValueError(
-            f'{option} must be a floating dtype such as jnp.bfloat16, got {wanted.name}: only floating leaves are cast.'
+            f'{option} must be a floating dtype such as jnp.bfloat16, got {parsed.name}: only floating leaves are cast.'
         )
-    if not is_storable(wanted):
+    if not is_storable(parsed):
         raise ValueError(
-            f'{option}: neither JAX nor a checkpoint has the dtype {wanted.name}. Pass one that they have, such as float64.'
+            f'{option}: neither JAX nor a checkpoint has the dtype {parsed.name}. Pass one that they have, such as float64.'
         )
-    return wanted
+    return parsed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,15 +43,14 @@ class ShardingCheck:
 
     def __init__(self) -> None:
         # A sharding lives as long as the template that holds it.
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
+        self._problems: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
 
     def problem(self, template: LeafTemplate) -> tuple[str, str]:
         """The kind and the description of the problem; both are empty if there is none."""
         key = (id(template.sharding), template.shape)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = _problem(template.sharding, template.shape)
-        return found
+        if key not in self._problems:
+            self._problems[key] = _problem(template.sharding, template.shape)
+        return self._problems[key]
 
 
 def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:

@@ -74,12 +74,13 @@ def check_new_state(fresh: LeafTable, template: LeafTable, needed: Sequence[Path
     Raises:
       ValueError: with every leaf that is missing, too many, or of another shape.
     """
-    problems = [f'{leaf_name(path)}: in the template, not in the new state' for path in needed if path not in fresh]
-    problems += [f'{leaf_name(path)}: in the new state, not in the template' for path in fresh if path not in template]
+    problems = [(path, 'in the template, not in the new state') for path in needed if path not in fresh]
+    problems += [(path, 'in the new state, not in the template') for path in fresh if path not in template]
     for path in needed:
         shapes = [getattr(table.get(path), 'shape', None) for table in (fresh, template)]
         if None not in shapes and shapes[0] != shapes[1]:
-            problems.append(f'{leaf_name(path)}: shape {shapes[0]} in the new state, {shapes[1]} in the template')
+            problems.append((path, f'shape {shapes[0]} in the new state, {shapes[1]} in the template'))
     if problems:
+        texts = [f'{leaf_name(path)}: {text}' for path, text in problems]
         cure = 'Let init_fn return a state of the tree that Checkpointer was given.'
-        raise ValueError(lines("init_fn: its state is not one of the checkpointer's template.", *problems, cure))
+        raise ValueError(lines("init_fn: its state is not one of the checkpointer's template.", *texts, cure))

@@ -16,7 +16,6 @@ Rules that T5X leaves open, or that differ from T5X:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,11 +26,11 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredLeaf
-from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
-from t5ckpt.planning.device_boxes import ShardingCheck, boxes_wanted, uses_host_buffer
+from t5ckpt.planning.device_boxes import ShardingCheck
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
+from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
@@ -52,59 +51,6 @@ def strictness(strict: str | None, *, is_t5x: bool) -> str:
         return 'contains' if is_t5x else 'up_to_dtype'
     check_word('strict', strict, _STRICTNESS)
     return strict
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredRead:
-    """One array to read, with its ``dtype`` after the cast. The template's shape differs from the leaf's if it is resized."""
-
-    path: Path
-    name: str
-    leaf: StoredLeaf
-    template: LeafTemplate
-    dtype: np.dtype
-
-    @functools.cached_property
-    def boxes(self) -> list[Box]:
-        """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.template, self.template.shape)
-
-    @functools.cached_property
-    def uses_host_buffer(self) -> bool:
-        """Whether the restored leaf can use a host buffer in place."""
-        return uses_host_buffer(self.template)
-
-    @property
-    def resizes(self) -> bool:
-        """Whether the values are padded or truncated."""
-        return self.template.shape != self.leaf.shape
-
-    @property
-    def changes_bits(self) -> bool:
-        """Whether the bits in memory differ from those on disk."""
-        array = self.leaf.array
-        stored = array.dtype if array.bits_of is None else array.bits_of
-        return self.dtype != self.leaf.dtype or self.leaf.dtype != stored
-
-
-@dataclasses.dataclass(frozen=True)
-class InlineRead:
-    """One leaf that the manifest holds, or an array that a restore transform returned.
-
-    ``resizes`` allows a value whose shape differs from the template's.
-    """
-
-    path: Path
-    name: str
-    value: Any
-    template: LeafTemplate
-    dtype: np.dtype
-    resizes: bool = False
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.template, self.template.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,12 +142,12 @@ def plan_restore(
 
 
 class _Pair(NamedTuple):
-    """A leaf of the template, and the leaf of the checkpoint, or of another ``source``, at its path."""
+    """A leaf of the template, and the leaf of the checkpoint at its path, or of ``fallback_state`` with its ``label``."""
 
     path: Path
     name: str
     template: LeafTemplate
-    found: Any
+    leaf: Any
     label: str = ''
 
 
@@ -212,8 +158,9 @@ class _Matcher:
         self._leaves = leaves
         self._templates = templates
         self._fallback = options.fallback
-        # Names that the template lacks, possibly misspelt.
-        self._strays = [leaf_name(path) for path in options.fallback if path not in templates]
+        self._names = {path: leaf_name(path) for path in {**templates, **leaves, **options.fallback}}
+        # Possibly misspelt.
+        self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
         self._cast = options.cast
         self._keys = options.keys
         self._lenient_keys = options.lenient_keys
@@ -231,34 +178,34 @@ class _Matcher:
         self.problems: list[LeafProblem] = []
 
     def match(self, path: Path, template: LeafTemplate) -> None:
-        pair = _Pair(path, leaf_name(path), template, as_leaf(path, self._leaves.get(path)))
+        pair = _Pair(path, self._names[path], template, as_leaf(path, self._leaves.get(path)))
         if template.sharding is not None and self._shardings is not None:
             cause, wrong = self._shardings.problem(template)
             if wrong:
                 self.problems.append(LeafProblem(pair.name, cause, '', wrong))
-        found = pair.found
+        leaf = pair.leaf
         if template.kind in ('none', *_LEFT_OUT):
             self.kept[path] = None if template.kind == 'none' else ...
         elif template.kind in ('empty', 'text'):
             self._keep(pair)
-        elif found is None or isinstance(found, (Empty, str)):
+        elif leaf is None or isinstance(leaf, (Empty, str)):
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
-            if isinstance(found, StoredLeaf):
-                self.stored.append(StoredRead(path, pair.name, found, template, dtype))
+            if isinstance(leaf, StoredLeaf):
+                self.stored.append(StoredRead(path, pair.name, leaf, template, dtype))
             else:
-                resizes = tuple(found.shape) != template.shape
-                self.inline.append(InlineRead(path, pair.name, found, template, dtype, resizes))
+                resizes = tuple(leaf.shape) != template.shape
+                self.inline.append(InlineRead(path, pair.name, leaf, template, dtype, resizes))
 
     def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""
-        template, found = pair.template, pair.found
-        if hasattr(found, 'dtype') and template.kind == 'text':
-            self.problems.append(LeafProblem(pair.name, 'unexpected', leaf_text(found), 'text'))
-        elif template.kind == 'text' and not isinstance(found, str):
+        template, leaf = pair.template, pair.leaf
+        if hasattr(leaf, 'dtype') and template.kind == 'text':
+            self.problems.append(LeafProblem(pair.name, 'unexpected', leaf_text(leaf), 'text'))
+        elif template.kind == 'text' and not isinstance(leaf, str):
             self.notes.append(f"{pair.name}: no text in the checkpoint, the template's stays")
-        is_text = isinstance(found, str) and template.kind == 'text'
-        self.kept[pair.path] = as_instance(type(template.example), found) if is_text else template.example
+        is_text = isinstance(leaf, str) and template.kind == 'text'
+        self.kept[pair.path] = as_instance(type(template.example), leaf) if is_text else template.example
 
     def _absent(self, pair: _Pair) -> None:
         """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
@@ -266,11 +213,12 @@ class _Matcher:
         if value is not None and not isinstance(value, (Empty, str)):
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
-            hint = f'The checkpoint holds {leaf_text(pair.found)} there.'
+            hint = f'The checkpoint holds {leaf_text(pair.leaf)} there.'
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint))
         else:
-            near = self._close_to((pair.name, pair.template), self._leaves, self._templates)
-            hint = f'fallback_state has {some_of(self._strays, 3)}, which the template lacks.' if self._strays else ''
+            near = self._near_names(pair.path, pair.template, self._leaves, self._templates)
+            unmatched = some_of(self._unmatched_fallback, 3)
+            hint = f'fallback_state has {unmatched}, which the template lacks.' if unmatched else ''
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
@@ -278,68 +226,70 @@ class _Matcher:
         value = value if hasattr(value, 'dtype') else np.asarray(value)
         dtype: Any = value.dtype
         if pair.template.kind != 'key' or isinstance(dtype, np.dtype):
-            dtype = self._dtype_if_it_fits(pair._replace(found=value, label='fallback_state '))
+            dtype = self._dtype_if_it_fits(pair._replace(leaf=value, label='fallback_state '))
         if dtype is not None:
             self.from_fallback.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
 
-    def _close_to(self, named: tuple[str, Any], there: Mapping[Path, Any], here: Mapping[Path, Any]) -> tuple[str, ...]:
+    def _near_names(
+        self, path: Path, leaf: Any, other_side: Mapping[Path, Any], this_side: Mapping[Path, Any]
+    ) -> tuple[str, ...]:
         """Close names of leaves on the other side with the same shape and kind of dtype that match no leaf on this side.
 
         One of them may be the renamed leaf.
         """
         if len(self.problems) >= _HINTED:
             return ()
-        name, leaf = named
+        name = self._names[path]
         # Only leaves can have been renamed, and not to the name of a leaf above or below this one.
-        names = (
-            leaf_name(path)
-            for path, other in there.items()
-            if path not in here
-            and not is_empty(other)
-            and getattr(other, 'kind', '') not in _NO_ARRAY
-            and _values_of(other) == _values_of(leaf)
+        candidates = (
+            self._names[other_path]
+            for other_path, other_leaf in other_side.items()
+            if other_path not in this_side
+            and not is_empty(other_leaf)
+            and getattr(other_leaf, 'kind', '') not in _NO_ARRAY
+            and _values_of(other_leaf) == _values_of(leaf)
         )
         return tuple(
-            near_names(name, (other for other in names if not _is_above(name, other) and not _is_above(other, name)))
+            near_names(name, (each for each in candidates if not _is_above(name, each) and not _is_above(each, name)))
         )
 
     def _dtype_if_it_fits(self, pair: _Pair) -> np.dtype | None:
         """The dtype of the restored leaf, after the cast. None if the leaf does not fit, which is added to the problems."""
-        template, shape, dtype = pair.template, tuple(pair.found.shape), np.dtype(pair.found.dtype)
-        wanted = np.dtype(np.void) if template.dtype is None else template.dtype
+        template, shape, dtype = pair.template, tuple(pair.leaf.shape), np.dtype(pair.leaf.dtype)
+        template_dtype = np.dtype(np.void) if template.dtype is None else template.dtype
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.
         casts = self._cast is not None and (pair.label == '' or self._cast.dtype is None)
-        cast = cast_dtype(pair.path, dtype, self._cast, wanted) if casts else dtype
-        problem = self._problem_of(pair, wanted, cast)
+        cast = cast_dtype(pair.path, dtype, self._cast, template_dtype) if casts else dtype
+        problem = self._problem_of(pair, template_dtype, cast)
         if problem is not None:
             self.problems.append(problem)
             return None
         if shape != template.shape:
             self.resized.append(f'{pair.name}: {shape} to {template.shape}')
-        differs = cast != wanted and template.kind == 'array'
+        differs = cast != template_dtype and template.kind == 'array'
         # A cast that the caller asked for is not worth a note.
-        if differs and cast == dtype and not (template.device and canonical_dtype(cast) == wanted):
-            self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {wanted.name}')
+        if differs and cast == dtype and not (template.device and canonical_dtype(cast) == template_dtype):
+            self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {template_dtype.name}')
         return cast
 
-    def _problem_of(self, pair: _Pair, wanted: np.dtype, cast: np.dtype) -> LeafProblem | None:
+    def _problem_of(self, pair: _Pair, template_dtype: np.dtype, cast: np.dtype) -> LeafProblem | None:
         """Why a leaf does not fit: the first of its keys, its shape, its kind of dtype, and its dtype after the cast."""
-        template, shape, dtype = pair.template, tuple(pair.found.shape), np.dtype(pair.found.dtype)
+        template, shape, dtype = pair.template, tuple(pair.leaf.shape), np.dtype(pair.leaf.dtype)
         problem = self._wrong_keys(pair)
         if problem is not None:
             return problem
         if shape != template.shape and not self._may_resize(pair):
             return LeafProblem(pair.name, 'shape', f'{pair.label}{shape}', str(template.shape))
-        if dtype != wanted and kind(dtype) != kind(wanted) and not both_python_ints(dtype, template):
-            return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', wanted.name)
-        if self._strict == 'exact' and cast != wanted and template.kind == 'array':
+        if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not both_python_ints(dtype, template):
+            return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
+        if self._strict == 'exact' and cast != template_dtype and template.kind == 'array':
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
-            return LeafProblem(pair.name, 'dtype', f'{pair.label}{cast.name}', wanted.name, hint)
+            return LeafProblem(pair.name, 'dtype', f'{pair.label}{cast.name}', template_dtype.name, hint)
         return None
 
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
-        has_axes = pair.template.kind == 'array' and len(pair.found.shape) == len(pair.template.shape)
+        has_axes = pair.template.kind == 'array' and len(pair.leaf.shape) == len(pair.template.shape)
         return pair.label == '' and has_axes and self._resize.covers(pair.name)
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
@@ -350,9 +300,9 @@ class _Matcher:
         template = pair.template
         if written is None or written == template.impl or template.dtype is None:
             return None
-        found = f'PRNG keys of {written}' if written else np.dtype(pair.found.dtype).name
-        wanted = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
-        return LeafProblem(pair.name, 'dtype', found, wanted)
+        in_checkpoint = f'PRNG keys of {written}' if written else np.dtype(pair.leaf.dtype).name
+        in_template = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
+        return LeafProblem(pair.name, 'dtype', in_checkpoint, in_template)
 
     def match_rest(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""
@@ -361,32 +311,36 @@ class _Matcher:
         }
         skips = {path for path, kind in without_array.items() if kind in _LEFT_OUT}
         used = set[Path]()
-        for path, found in self._leaves.items():
-            if (path in self._templates and path not in without_array) or found is None or isinstance(found, Empty):
+        for path, leaf in self._leaves.items():
+            if (path in self._templates and path not in without_array) or leaf is None or isinstance(leaf, Empty):
                 continue
             above = topmost_in(path, skips) if skips else None
             if above is not None:
                 used.add(above)
                 self.skipped.append(path)
-            elif isinstance(found, str):
-                self.notes.append(f'{leaf_name(path)}: text in the checkpoint, not in the template')
+            elif isinstance(leaf, str):
+                self.notes.append(f'{self._names[path]}: text in the checkpoint, not in the template')
             elif self._strict == 'contains':
                 self.ignored.append(path)
             else:
-                self._add_unexpected(path, found, without_array)
+                self._add_unexpected(path, leaf, without_array)
         self.notes += [
-            f'{leaf_name(path)}: ... in the template, and nothing in the checkpoint'
+            f'{self._names[path]}: ... in the template, and nothing in the checkpoint'
             for path in skips - used
             if without_array[path] == 'skip'
         ]
 
-    def _add_unexpected(self, path: Path, found: Any, without_array: Mapping[Path, str]) -> None:
-        name, above = leaf_name(path), topmost_in(path, without_array)
-        near = self._close_to((name, found), self._templates, self._leaves)
-        what = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
-        where = 'there' if above == path or above is None else f'at {leaf_name(above)}'
-        hint = f'The template has {what} {where}: ... leaves it out, its subtree restores it.' if what else ''
-        self.problems.append(LeafProblem(name, 'unexpected', leaf_text(found), what, hint, near))
+    def _add_unexpected(self, path: Path, leaf: Any, without_array: Mapping[Path, str]) -> None:
+        above = topmost_in(path, without_array)
+        near = self._near_names(path, leaf, self._templates, self._leaves)
+        in_template = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
+        where = 'there' if above == path or above is None else f'at {self._names[above]}'
+        hint = (
+            f'The template has {in_template} {where}: ... leaves it out, its subtree restores it.'
+            if in_template
+            else ''
+        )
+        self.problems.append(LeafProblem(self._names[path], 'unexpected', leaf_text(leaf), in_template, hint, near))
 
 
 def _values_of(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -181,13 +181,13 @@ class WriteAssignment:
 
 def _held_shards(array: Any, assignment: WriteAssignment) -> list[HeldShard]:
     sharding, shape = array.sharding, array.shape
-    found: dict[Box, HeldShard] = {}
+    shards: dict[Box, HeldShard] = {}
     for index, shard in enumerate(array.addressable_shards):
         box = Box.from_slices(shard.index, shape)
-        if box not in found:
+        if box not in shards:
             holders = (assignment.index,) if assignment.count == 1 else _holders(sharding, shape, shard, assignment)
-            found[box] = HeldShard(index, box, holders)
-    return [found[box] for box in sorted(found)]
+            shards[box] = HeldShard(index, box, holders)
+    return [shards[box] for box in sorted(shards)]
 
 
 def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, assignment: WriteAssignment) -> tuple[int, ...]:

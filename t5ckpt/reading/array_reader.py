@@ -34,12 +34,13 @@ from t5ckpt.reading.basic_index import basic_index, relative_to_box
 from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
-from t5ckpt.reading.contents import Contents, read_contents, read_raw
+from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.local.direct_reader import DirectReader
 from t5ckpt.reading.local.mmap_reader import ArrayMapper
 from t5ckpt.reading.local.native_chunks import is_read_natively
 from t5ckpt.reading.open_array import OpenArray, RangeArray, TensorStoreArrays
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.storage import Storage
 
@@ -235,10 +236,10 @@ def open_contents(
     *,
     lazy: bool,
 ) -> Contents:
-    """Finds a checkpoint and decodes its manifest and sidecar; raises as ``locate`` and ``read_contents``."""
+    """Finds a checkpoint and decodes its manifest and sidecar; raises as ``locate`` and ``decode_contents``."""
     located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
     checksums = reading.verifies_checksums(located.storage, lazy=lazy)
-    return read_contents(located, read_raw(located, checksums=checksums))
+    return decode_contents(located, read_raw(located, checksums=checksums))
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:

@@ -1,9 +1,6 @@
-"""Reads and decodes the manifest, the sidecar and the file checksums of a located checkpoint, without reading arrays.
+"""Decodes the manifest, the sidecar and the file checksums of a located checkpoint, without reading arrays.
 
-The sidecar is ``t5ckpt.json`` in a directory, and ``t5ckpt.<checksum of the manifest>.json`` on an object store, see
-``commit/by_manifest.py``. Each is read in the other place, too: copies and earlier versions have other names.
-
-Notes: computes one checksum of the manifest, and sends one request per file unless manifest and sidecar do not match.
+Notes: computes one checksum of the manifest. ``reading/raw_files.py`` reads the files.
 """
 
 from __future__ import annotations
@@ -11,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecar_name, sidecars_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.gc_pause import paused
@@ -27,132 +23,31 @@ from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
     StorageError,
-    T5CkptError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
     SIDECAR,
-    is_file_checksums,
-    is_sidecar,
     parse_step_dir,
     part_of,
     part_text,
-    sidecar_of,
 )
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
-from t5ckpt.reading.safetensors import decode_tensors, read_tensors
+from t5ckpt.reading.raw_files import RawFiles, read_raw
+from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 
-# The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
-_OVERWRITES = 3
 _log = logging.getLogger('t5ckpt')
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, remove t5ckpt.json and integrity.*.json.'
-
-
-@dataclasses.dataclass(frozen=True)
-class RawFiles:
-    """The undecoded manifest, sidecar and file checksums; all empty for an Orbax directory.
-
-    Attributes:
-      manifest: the file ``checkpoint``.
-      sidecar: ``t5ckpt.json``, if there is one.
-      checksum_lists: the files with the file checksums by name, if checksums are to be compared.
-      versions: of the manifest and of the sidecar, by name, see ``Storage.version``.
-    """
-
-    manifest: bytes | None = None
-    sidecar: bytes | None = None
-    checksum_lists: Mapping[str, bytes] | None = None
-    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-
-def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
-    """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
-
-    Raises:
-      CheckpointNotFoundError: the checkpoint was deleted since it was located.
-      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
-    """
-    storage, directory = located.storage, located.directory
-    if not located.manifest:
-        return RawFiles()
-    if is_tensor_file(located.manifest):
-        data, found = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
-        return RawFiles(data, versions=found)
-    files = CheckpointFiles.of(located)
-    raw = _read_pair(located, files)
-    for _ in range(_OVERWRITES):
-        if raw.manifest is None or raw.sidecar is None or is_sidecar_of(raw.manifest, raw.sidecar):
-            break
-        before, raw = raw, _read_pair(located, files)
-        if raw == before:
-            # The checkpoint is damaged, which its decoder reports.
-            break
-    return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.sidecar)) if checksums else raw
-
-
-def _read_pair(located: Located, files: CheckpointFiles) -> RawFiles:
-    """The manifest and its sidecar, or another one if there is only that: while a checkpoint is replaced, or if it is damaged."""
-    storage = located.storage
-    manifest, version = files.read_with_version(located.manifest)
-    versions, other = {located.manifest: version}, None
-    own = sidecar_of(digest(manifest))
-    for name in (own, SIDECAR):
-        found = files.read_if_there(name)
-        if found is not None and is_sidecar_of(manifest, found[0]):
-            return RawFiles(manifest, found[0], None, {**versions, name: found[1]})
-        if found is not None:
-            other = name, *found
-    if other is None:
-        # If the manifest is damaged, its sidecar has the checksum that it had.
-        for name in sidecars_in(storage, located.directory):
-            found = files.read_if_there(name)
-            other = None if found is None else (name, *found)
-    return (
-        RawFiles(manifest, None, None, versions)
-        if other is None
-        else RawFiles(manifest, other[1], None, {**versions, other[0]: other[2]})
-    )
-
-
-def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
-    """The files with the file checksums: those in the directory and those that the sidecar records."""
-    names = {entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)}
-    recorded: Collection[str] = ()
-    with contextlib.suppress(CorruptCheckpointError):
-        of_sidecar = NO_SIDECAR if sidecar is None else decode_sidecar(sidecar, SIDECAR)
-        recorded = FileChecksums.recorded_by(of_sidecar, SIDECAR).lists
-    found: dict[str, bytes] = {}
-    for name in [*sorted(names), *(name for name in recorded if name not in names)]:
-        # A list that the sidecar does not record may belong to the replaced checkpoint, and be deleted before it is read.
-        is_sure = name in names and (name in recorded or not recorded)
-        with contextlib.suppress(*(() if is_sure else (CheckpointNotFoundError,))):
-            found[name] = files.read(name)
-    return found
-
-
-def find_sidecar(files: CheckpointFiles, manifest: str, names: Collection[str]) -> str:
-    """As ``sidecar_name``, for a manifest that was not read yet; it is read only if the directory has several sidecars."""
-    has_several = sum(map(is_sidecar, names)) > 1
-    with contextlib.suppress(T5CkptError):
-        return sidecar_name(files.read(manifest) if has_several else b'', names)
-    return SIDECAR
-
-
-def is_sidecar_of(manifest: bytes, sidecar: bytes | None) -> bool:
-    """Whether a sidecar records the checksum of a manifest; the sidecar is not decoded."""
-    return sidecar is not None and digest(manifest).encode() in sidecar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,19 +87,23 @@ class Contents:
         return leaves_of(self, (), {})[0]
 
 
-def read_contents(located: Located, raw: RawFiles | None = None, *, logs_items: bool = True) -> Contents:
+def read_contents(located: Located, *, logs_items: bool = True) -> Contents:
+    """Reads and decodes a checkpoint's manifest and sidecar; otherwise as :func:`decode_contents`."""
+    return decode_contents(located, read_raw(located), logs_items=logs_items)
+
+
+def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True) -> Contents:
     """Decodes the manifest, of any layout, and the sidecar if there is one.
 
     Args:
       located: the checkpoint.
-      raw: its files, if they have been read already.
+      raw: its files, from :func:`read_raw`.
       logs_items: logs the items of Orbax that are not read.
 
     Raises:
       FormatError: the manifest or the sidecar does not decode, or is in another format.
       CheckpointNotFoundError: the checkpoint was deleted since it was located.
     """
-    raw = read_raw(located) if raw is None else raw
     with Identity(located, raw.versions).checked_on_failure():
         return _decoded(located, raw, logs_items)
 

@@ -42,8 +42,8 @@ class Identity:
         storage, names = located.storage, list[str]()
         if located.manifest:
             names = [located.manifest, *catalog_of(storage).sidecars(located.directory)]
-        found = {name: storage.version(join(located.directory, name)) for name in names}
-        return cls(located, {name: version for name, version in found.items() if version is not None})
+        versions = {name: storage.version(join(located.directory, name)) for name in names}
+        return cls(located, {name: version for name, version in versions.items() if version is not None})
 
     @contextlib.contextmanager
     def checked_on_failure(self, doing: str = 'read') -> Generator[None]:
@@ -119,9 +119,9 @@ class Identity:
     def _change(self) -> str | None:
         storage, directory, manifest = self.located.storage, self.located.directory, self.located.manifest
         # Without a version there was no manifest before either, so only the directory can be checked.
-        found = {name: storage.version(join(directory, name)) for name in self.versions}
-        if is_tensor_file(manifest) and None in found.values():
+        versions = {name: storage.version(join(directory, name)) for name in self.versions}
+        if is_tensor_file(manifest) and None in versions.values():
             return 'deleted'
-        if found[manifest] is None if manifest in found else storage.kind(directory) is None:
+        if versions[manifest] is None if manifest in versions else storage.kind(directory) is None:
             return 'deleted'
-        return None if found == self.versions else 'replaced'
+        return None if versions == self.versions else 'replaced'

@@ -110,8 +110,8 @@ def _read_tree(files: CheckpointFiles, item: str) -> dict[str, Any]:
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
-    found = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')))
-    return unflatten({path: found.get(path, table.get(path)) for path, _ in leaves})
+    arrays = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')))
+    return unflatten({path: arrays.get(path, table.get(path)) for path, _ in leaves})
 
 
 def _keys_of(entry: Mapping[str, Any]) -> Path:

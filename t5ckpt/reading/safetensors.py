@@ -82,29 +82,29 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
 
 
 def _chosen(
-    by_tensor: Mapping[str, str], found: Mapping[str, tuple[int, list[Any]]], where: str
+    by_tensor: Mapping[str, str], headers: Mapping[str, tuple[int, list[Any]]], where: str
 ) -> dict[str, tuple[int, list[Any]]]:
     """The tensors of each file for which the index names this file; several files may have the same tensor.
 
     Raises:
       CorruptCheckpointError: a file lacks a tensor that the index assigns to it, or the index lacks a tensor.
     """
-    held: dict[str, list[str]] = {}
-    for file, (_, tensors) in found.items():
+    files_of: dict[str, list[str]] = {}
+    for file, (_, tensors) in headers.items():
         for tensor in tensors:
-            held.setdefault(tensor[0], []).append(file)
+            files_of.setdefault(tensor[0], []).append(file)
     wrong = sorted(
-        tensor for tensor in by_tensor.keys() | held.keys() if by_tensor.get(tensor) not in held.get(tensor, ())
+        tensor for tensor in by_tensor.keys() | files_of.keys() if by_tensor.get(tensor) not in files_of.get(tensor, ())
     )
     if wrong:
         first, more = wrong[0], f', and so are {len(wrong) - 1} more' if wrong[1:] else ''
         raise CorruptCheckpointError(
             f'{where}: {first} is in {by_tensor.get(first, "no file")} by the index, and in '
-            f'{" and ".join(held.get(first, ["no file"]))} by the headers{more}. Copy the directory again.'
+            f'{" and ".join(files_of.get(first, ["no file"]))} by the headers{more}. Copy the directory again.'
         )
     return {
         file: (size, [tensor for tensor in tensors if by_tensor[tensor[0]] == file])
-        for file, (size, tensors) in found.items()
+        for file, (size, tensors) in headers.items()
     }
 
 

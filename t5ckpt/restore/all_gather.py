@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.planning.restore_plan import StoredRead
+from t5ckpt.planning.leaf_reads import StoredRead
 
 # Smaller parts are not worth a collective.
 _MIN_BYTES = 2**20
@@ -67,8 +67,8 @@ def gather(values: Mapping[Path, Any], final_shardings: Mapping[Path, Any]) -> d
     by_mesh: dict[Any, list[Path]] = {}
     for path, sharding in final_shardings.items():
         by_mesh.setdefault(sharding.mesh, []).append(path)
-    found: dict[Path, Any] = {}
+    gathered: dict[Path, Any] = {}
     for paths in by_mesh.values():
         identity = jax.jit(lambda arrays: arrays, out_shardings=[final_shardings[path] for path in paths])
-        found |= zip(paths, identity([values[path] for path in paths]), strict=True)
-    return found
+        gathered |= zip(paths, identity([values[path] for path in paths]), strict=True)
+    return gathered

@@ -13,8 +13,6 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.format.chunk_grid import Box
-from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
 from t5ckpt.reading.contents import Contents, leaves_of
@@ -116,14 +114,7 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
 
 
 def _chunk_files(request: RestoreRequest, plan: RestorePlan) -> list[str]:
-    files: dict[str, None] = {}
-    for read in plan.stored:
-        array = read.leaf.array
-        boxes = [Box.whole(array.shape)] if request.call.lazy else source_boxes(read.boxes, array.shape)
-        files |= dict.fromkeys(
-            f'{array.location}/{array.grid.key(index)}' for box in boxes for index in array.grid.chunks_of(box)
-        )
-    return list(files)
+    return list(dict.fromkeys(file for read in plan.stored for file in read.chunk_files(whole=request.call.lazy)))
 
 
 def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:

@@ -28,8 +28,9 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import from_stored
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.resizing import clipped, resized, source_boxes
-from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
+from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
+from t5ckpt.planning.resizing import clipped, resized
+from t5ckpt.planning.restore_plan import RestorePlan
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
@@ -152,12 +153,12 @@ class _RestoreScheduler:
         opening = collections.deque(self._open(read) for read in reads[:ahead])
         try:
             for number, read in enumerate(reads, ahead):
-                boxes, opened = opening.popleft()
-                opening.extend(self._open(other) for other in reads[number : number + 1])
-                size = _bytes_in_flight(read, boxes)
+                opened = opening.popleft()
+                opening.extend(self._open(upcoming) for upcoming in reads[number : number + 1])
+                size = _bytes_in_flight(read)
                 self._admit(size)
                 try:
-                    self._reading.append(self._start(read, opened(), boxes, size))
+                    self._reading.append(self._start(read, opened(), size))
                 except BaseException:
                     self._budget.release(size)
                     raise
@@ -173,9 +174,8 @@ class _RestoreScheduler:
                 self._budget.release(size)
         return self._values
 
-    def _open(self, read: StoredRead) -> tuple[list[Box], Callable[[], OpenArray]]:
-        boxes = source_boxes(read.boxes, read.leaf.shape)
-        return boxes, self._reader.start_open(read.leaf, read.name, boxes, self._pool)
+    def _open(self, read: StoredRead) -> Callable[[], OpenArray]:
+        return self._reader.start_open(read.leaf, read.name, read.source_boxes, self._pool)
 
     def _admit(self, size: int) -> None:
         while not self._budget.try_acquire(size):
@@ -187,9 +187,9 @@ class _RestoreScheduler:
                 self._budget.acquire(size)
                 return
 
-    def _start(self, read: StoredRead, opened: OpenArray, boxes: Sequence[Box], size: int) -> _LeafInFlight:
+    def _start(self, read: StoredRead, opened: OpenArray, size: int) -> _LeafInFlight:
         dtype = read.dtype if read.changes_bits and opened.can_convert else read.leaf.array.dtype
-        buffers = {box: _buffer(box, dtype) for box in boxes}
+        buffers = {box: _buffer(box, dtype) for box in read.source_boxes}
         return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
     def _make_next_leaf(self) -> None:
@@ -222,11 +222,11 @@ def _bytes_wanted(read: StoredRead) -> int:
 
 def _bytes_read(read: StoredRead) -> int:
     """The boxes of a leaf that this process reads."""
-    return sum(box.size for box in source_boxes(read.boxes, read.leaf.shape)) * read.leaf.array.dtype.itemsize
+    return sum(box.size for box in read.source_boxes) * read.leaf.array.dtype.itemsize
 
 
-def _bytes_in_flight(read: StoredRead, boxes: Sequence[Box]) -> int:
-    size = sum(box.size for box in boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+def _bytes_in_flight(read: StoredRead) -> int:
+    size = sum(box.size for box in read.source_boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
 
 

@@ -12,7 +12,8 @@ from t5ckpt.core.call_site import Notices, warn_caller
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
-from t5ckpt.planning.restore_plan import InlineRead, RestorePlan, StoredRead
+from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
+from t5ckpt.planning.restore_plan import RestorePlan
 from t5ckpt.reading.contents import Contents
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable

@@ -9,15 +9,16 @@ import os
 from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.errors import DisagreementError, RemoteError
-from t5ckpt.reading.contents import Contents, RawFiles, read_contents, read_raw
+from t5ckpt.reading.contents import Contents, decode_contents
+from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 
 
 def _locate(request: RestoreRequest) -> Located:
     path = None if request.call.path is None else os.fspath(request.call.path)
-    found = locate_step(request.storage, request.call.step) if path is None else _locate_path(request, path)
-    return dataclasses.replace(found, follow_links=request.reading.follow_links)
+    located = locate_step(request.storage, request.call.step) if path is None else _locate_path(request, path)
+    return dataclasses.replace(located, follow_links=request.reading.follow_links)
 
 
 def _locate_path(request: RestoreRequest, url: str) -> Located:
@@ -43,7 +44,8 @@ def contents_to_restore(request: RestoreRequest) -> Contents:
       CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``local_part``.
       FormatError: it is damaged, or of a newer version.
     """
-    contents = read_contents(*_located_files(request))
+    located, raw = _located_files(request)
+    contents = decode_contents(located, raw)
     if request.local_part is None:
         contents.check_not_part()
     return contents

@@ -28,7 +28,7 @@ from t5ckpt.catalog.locate import locate_step
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, LocalDirError, StorageError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
-from t5ckpt.reading.contents import read_raw
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.storage.base import Lock
 from t5ckpt.tiers.part import save_of

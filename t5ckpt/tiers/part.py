@@ -17,7 +17,8 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file_checksums_name, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
-from t5ckpt.reading.contents import Contents, RawFiles, read_contents
+from t5ckpt.reading.contents import Contents, decode_contents
+from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep
 
@@ -112,7 +113,7 @@ class Part:
 
     def contents(self) -> Contents:
         """The decoded manifest and sidecar."""
-        return read_contents(self.located, RawFiles(self.manifest, self.sidecar))
+        return decode_contents(self.located, RawFiles(self.manifest, self.sidecar))
 
     def numbers(self) -> ChunkNumbers:
         """The numbers of all chunks of the step."""

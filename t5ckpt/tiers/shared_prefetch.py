@@ -27,7 +27,7 @@ from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import read_raw
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import files_to_read
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
@@ -64,7 +64,7 @@ def fetch_together(
         return
     part = begin_part(catalog.local, found.step, files.pop(MANIFEST), files.pop(SIDECAR), catalog.clock)
     recorded = FileChecksums.recorded_by(decode_sidecar(part.sidecar, SIDECAR), SIDECAR)
-    checksums = recorded.merged(recorded.read_lists(files, lambda name: name))
+    checksums = FileChecksums.union((recorded, *recorded.load_lists(files.get, lambda name: name).values()))
     located = locate_step(catalog.run, found.step)
     names = files_to_read(request, part.contents()) + _positions(located, request, coordinator)
     nbytes = _fetch(part, located, names, checksums, check)

@@ -28,7 +28,7 @@ from t5ckpt.errors import (
     T5CkptError,
 )
 from t5ckpt.format.checksum import digest
-from t5ckpt.reading.contents import read_raw
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog

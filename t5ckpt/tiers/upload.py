@@ -16,8 +16,8 @@ from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, StepKeptError
-from t5ckpt.reading.contents import read_raw
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
 # An upload is not to take all connections, or the processor, from the training.

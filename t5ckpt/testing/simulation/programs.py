@@ -22,8 +22,9 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.reading.array_reader import reader_of
-from t5ckpt.reading.contents import read_contents, read_raw
+from t5ckpt.reading.contents import decode_contents
 from t5ckpt.reading.identity import ChangedMeanwhileError
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.virtual import clock
@@ -115,7 +116,7 @@ def reader(world: World, step: int, seconds: float = 600.0) -> Callable[[], None
 def _read(world: World, step: int) -> None:
     # As ``load_t5x_checkpoint`` reads, which takes a path.
     located = Located(world.storage(), step_dir(step), MANIFEST, step)
-    contents = read_contents(located, read_raw(located, checksums=True))
+    contents = decode_contents(located, read_raw(located, checksums=True))
     leaves = contents.leaves()
     arrays = reader_of(contents, ReadOptions(mmap=False, verify='full'))
     with contents.identity.reading():

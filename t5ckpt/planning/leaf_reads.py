@@ -1,0 +1,81 @@
+"""The leaves that a restore reads: which part of each array this process needs, and in which dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.planning.device_boxes import boxes_wanted, uses_host_buffer
+from t5ckpt.planning.resizing import source_boxes
+from t5ckpt.tree.leaves import LeafTemplate
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRead:
+    """One array to read, with its ``dtype`` after the cast. The template's shape differs from the leaf's if it is resized."""
+
+    path: Path
+    name: str
+    leaf: StoredLeaf
+    template: LeafTemplate
+    dtype: np.dtype
+
+    @functools.cached_property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes of the restored leaf that this process's devices hold."""
+        return boxes_wanted(self.template, self.template.shape)
+
+    @functools.cached_property
+    def source_boxes(self) -> list[Box]:
+        """The boxes of the stored array from which ``boxes`` are filled; they differ for a leaf that is resized."""
+        return source_boxes(self.boxes, self.leaf.shape)
+
+    def chunk_files(self, *, whole: bool) -> Iterator[str]:
+        """Yields the chunk files of ``source_boxes`` or of the whole array, by the manifest; some of them more than once."""
+        array = self.leaf.array
+        for box in [Box.whole(array.shape)] if whole else self.source_boxes:
+            yield from (f'{array.location}/{array.grid.key(index)}' for index in array.grid.chunks_of(box))
+
+    @functools.cached_property
+    def uses_host_buffer(self) -> bool:
+        """Whether the restored leaf can use a host buffer in place."""
+        return uses_host_buffer(self.template)
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the values are padded or truncated."""
+        return self.template.shape != self.leaf.shape
+
+    @property
+    def changes_bits(self) -> bool:
+        """Whether the bits in memory differ from those on disk."""
+        array = self.leaf.array
+        stored = array.dtype if array.bits_of is None else array.bits_of
+        return self.dtype != self.leaf.dtype or self.leaf.dtype != stored
+
+
+@dataclasses.dataclass(frozen=True)
+class InlineRead:
+    """One leaf that the manifest holds, or an array that a restore transform returned.
+
+    ``resizes`` allows a value whose shape differs from the template's.
+    """
+
+    path: Path
+    name: str
+    value: Any
+    template: LeafTemplate
+    dtype: np.dtype
+    resizes: bool = False
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes of the restored leaf that this process's devices hold."""
+        return boxes_wanted(self.template, self.template.shape)

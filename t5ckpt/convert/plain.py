@@ -238,14 +238,14 @@ def _import(
         raise UnsupportedFormatError(f'{path} contains no array, but a checkpoint has at least one.')
     table: LeafTable = {}
     mapped: dict[str, tuple[str, ...]] = {}
-    for there, (name, array) in arrays.items():
-        leaf = path_of(name)
-        if leaf in table:
-            raise UnsupportedLeafError(
-                f'{there}: {mapped[leaf_name(leaf)][0]} has the same name, {leaf_name(leaf)}. Rename one of them.'
-            )
-        table[leaf] = array
-        mapped[leaf_name(leaf)] = (there,)
+    for member, (name, array) in arrays.items():
+        path_of_leaf = path_of(name)
+        # The same path may be spelled in several ways.
+        leaf = leaf_name(path_of_leaf)
+        if leaf in mapped:
+            raise UnsupportedLeafError(f'{member}: {mapped[leaf][0]} has the same name, {leaf}. Rename one of them.')
+        table[path_of_leaf] = array
+        mapped[leaf] = (member,)
     unflatten(table)
     step = _step(table) if options.step is None else options.step
     source = {'format': os.path.splitext(path)[1], 'files': [stamp(path)]}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested
+from t5ckpt.tree.leaf_table import Empty, flatten_nested
 
 _UNLIKE = (
     'All checkpoints of an average need the same parameters. To average only some of the leaves, pass parameters=.'
@@ -69,6 +69,17 @@ class Changes:
                 leaf_pattern(pattern).sub(new, '')
             except (re.error, IndexError) as error:
                 raise ValueError(f'rename: {new!r} does not fit the pattern {pattern!r}: {error}.') from error
+
+
+class _Leaf(NamedTuple):
+    """A leaf of a source."""
+
+    path: Path
+    value: Any
+
+
+_Leaves: TypeAlias = Mapping[str, _Leaf]
+"""The leaves of a source by name."""
 
 
 @checks_kinds
@@ -109,12 +120,12 @@ def rewrite_checkpoint(
         raise ValueError('no checkpoint to copy: pass at least one.')
     contents = [read_contents(locate(source)) for source in several]
     located = contents[-1].located
-    table = _averaged(contents, changes.parameters)
+    leaves = _averaged(contents, changes.parameters)
     if changes.ema is not None:
-        table = _with_ema(table, changes.ema, changes.parameters)
-    of_optimizer = set[Path]() if options.optimizer else optimizer_leaves(table)
-    kept, dropped = _dropped(table, changes.drop, of_optimizer)
-    names = _renamed(kept, changes.rename)
+        leaves = _with_ema(leaves, changes.ema, changes.parameters)
+    of_optimizer = set[Path]() if options.optimizer else optimizer_leaves(leaf.path for leaf in leaves.values())
+    kept = _without_dropped(leaves, changes.drop, of_optimizer)
+    new_paths = _renamed(kept, changes.rename)
     identity = {
         'format': 't5x',
         'paths': [each.located.url for each in contents],
@@ -122,27 +133,27 @@ def rewrite_checkpoint(
         'changes': _recorded(changes),
     }
     found = Found(
-        {names[path]: leaf for path, leaf in kept.items()},
+        {new_paths[name]: leaf.value for name, leaf in kept.items()},
         located.step,
         identity,
-        {leaf_name(old): leaf_name(new) for old, new in names.items()},
-        dropped=tuple(map(leaf_name, dropped)),
+        {name: leaf_name(path) for name, path in new_paths.items()},
+        dropped=tuple(name for name in leaves if name not in kept),
         files=_iterator_files(located),
         sidecar=_copied(contents[-1].sidecar),
-        inline=_inline_of(contents, names),
+        inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
     refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
 
 
-def _inline_of(contents: Sequence[Contents], names: Mapping[Path, Path]) -> set[Path]:
-    """The new names of the inline leaves of the last source; none for Flax's manifests, in which all leaves are inline."""
+def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[str, Path]) -> set[Path]:
+    """The new paths of the inline leaves of the last source; none for Flax's manifests, in which all leaves are inline."""
     last = contents[-1]
     if last.manifest.version == 0:
         return set()
-    held = flatten_nested(last.manifest.state, is_spec)
-    return {new for old, new in names.items() if isinstance(held.get(old), np.ndarray)}
+    in_manifest = flatten_nested(last.manifest.state, is_spec)
+    return {new_paths[name] for name, leaf in kept.items() if isinstance(in_manifest.get(leaf.path), np.ndarray)}
 
 
 def _iterator_files(located: Located) -> dict[str, bytes]:
@@ -164,62 +175,62 @@ def _is_floating(leaf: Any) -> bool:
 # --- several into one ------------------------------------------------------------------------------------------------
 
 
-def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> LeafTable:
-    tables = [linked_leaves(each) for each in contents]
-    last = tables[-1]
+def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> _Leaves:
+    sources = [
+        {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(each).items()} for each in contents
+    ]
+    last = sources[-1]
     problems: list[LeafProblem] = []
-    for each, table in zip(contents[:-1], tables[:-1], strict=True):
-        problems += _differences(table, last, each.located.url, parameters)
+    for each, leaves in zip(contents[:-1], sources[:-1], strict=True):
+        problems += _differences(leaves, last, each.located.url, parameters)
     if problems:
         where = f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
         raise mismatch_error(problems, where, dict.fromkeys({problem.kind for problem in problems}, _UNLIKE))
-    if len(tables) == 1:
+    if len(sources) == 1:
         return last
-    averaged = [path for path, leaf in last.items() if _is_averaged(path, leaf, parameters)]
+    averaged = [name for name, leaf in last.items() if _is_averaged(name, leaf, parameters)]
     if not averaged:
         raise UnmatchedPattern(_no_parameters(last, parameters, 'nothing would be averaged'))
-    mean = {path: _mean([table[path] for table in tables]) for path in averaged}
+    mean = {name: _Leaf(last[name].path, _mean([leaves[name].value for leaves in sources])) for name in averaged}
     return last | mean
 
 
-def _is_averaged(path: Path, leaf: Any, parameters: str | re.Pattern[str] | None) -> bool:
-    named = (
-        path[0] in PARAMETER_ROOTS
-        if parameters is None
-        else leaf_pattern(parameters).fullmatch(leaf_name(path)) is not None
+def _is_averaged(name: str, leaf: _Leaf, parameters: str | re.Pattern[str] | None) -> bool:
+    is_parameter = (
+        leaf.path[0] in PARAMETER_ROOTS if parameters is None else leaf_pattern(parameters).fullmatch(name) is not None
     )
-    return named and _is_floating(leaf)
+    return is_parameter and _is_floating(leaf.value)
 
 
-def _no_parameters(table: LeafTable, parameters: str | re.Pattern[str] | None, what: str) -> str:
-    floating = [path for path, leaf in table.items() if _is_floating(leaf)]
-    roots = ', '.join(root_names(floating)[:8])
+def _no_parameters(leaves: _Leaves, parameters: str | re.Pattern[str] | None, consequence: str) -> str:
+    floating = {name: leaf.path for name, leaf in leaves.items() if _is_floating(leaf.value)}
+    roots = ', '.join(root_names(floating.values())[:8])
     which = "is under 'target' or 'params'" if parameters is None else f'matches parameters={parameters!r}'
     cure = ' Pass a pattern for the whole names of the parameters: parameters=.'
     if parameters is not None:
-        cure = meant_pattern(parameters, map(leaf_name, floating), option='parameters=') or cure
-    return f'{what}: no floating leaf {which}; they are under {roots or "nothing"}.{cure}'
+        cure = meant_pattern(parameters, floating, option='parameters=') or cure
+    return f'{consequence}: no floating leaf {which}; they are under {roots or "nothing"}.{cure}'
 
 
 def _differences(
-    table: LeafTable, last: LeafTable, where: str, parameters: str | re.Pattern[str] | None
+    leaves: _Leaves, last: _Leaves, where: str, parameters: str | re.Pattern[str] | None
 ) -> list[LeafProblem]:
     """The differences between the parameters of two checkpoints to average."""
-    held, wanted = (
+    facts, expected_facts = (
         {
-            leaf_name(path): (leaf.dtype.name, tuple(leaf.shape))
-            for path, leaf in each.items()
-            if _is_averaged(path, leaf, parameters)
+            name: (leaf.value.dtype.name, tuple(leaf.value.shape))
+            for name, leaf in source.items()
+            if _is_averaged(name, leaf, parameters)
         }
-        for each in (table, last)
+        for source in (leaves, last)
     )
     problems: list[LeafProblem] = []
-    for name in sorted(held.keys() | wanted.keys()):
-        one, other = held.get(name), wanted.get(name)
-        if one != other:
-            texts = ['' if facts is None else f'{facts[0]} {facts[1]}' for facts in (one, other)]
-            unlike = 'dtype' if one and other and one[1] == other[1] else 'shape'
-            cause = 'missing' if one is None else 'unexpected' if other is None else unlike
+    for name in sorted(facts.keys() | expected_facts.keys()):
+        found, expected = facts.get(name), expected_facts.get(name)
+        if found != expected:
+            texts = ['' if each is None else f'{each[0]} {each[1]}' for each in (found, expected)]
+            unlike = 'dtype' if found and expected and found[1] == expected[1] else 'shape'
+            cause = 'missing' if found is None else 'unexpected' if expected is None else unlike
             problems.append(LeafProblem(name, cause, texts[0], texts[1], f'({where})'))
     return problems
 
@@ -240,31 +251,34 @@ def _mean(leaves: Sequence[Any]) -> LazyArray:
 # --- one into another ------------------------------------------------------------------------------------------------
 
 
-def _with_ema(table: LeafTable, scope: str, parameters: str | re.Pattern[str] | None) -> LeafTable:
+def _with_ema(leaves: _Leaves, scope: str, parameters: str | re.Pattern[str] | None) -> _Leaves:
     """Replaces the parameters by their moving averages, and removes the moving averages from their old location."""
     pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
-    by_name = {leaf_name(path): path for path in table}
-    taken: dict[Path, Path] = {}
+    sources: dict[str, str] = {}
     missing: list[str] = []
-    for path, leaf in table.items():
-        if not _is_averaged(path, leaf, parameters):
+    for name, leaf in leaves.items():
+        if not _is_averaged(name, leaf, parameters):
             continue
-        source = pattern.replace('{}', leaf_name(path[1:]))
-        found = by_name.get(source)
-        if found is None or tuple(table[found].shape) != tuple(leaf.shape):
-            near = ', '.join(near_names(source, by_name)) if len(missing) < 3 else ''
-            held = 'does not exist' if found is None else f'has the shape {tuple(table[found].shape)}, not {leaf.shape}'
-            missing.append(f'{leaf_name(path)}: {source} {held}. {f"Near: {near}." if near else ""}'.rstrip())
+        source, shape = pattern.replace('{}', leaf_name(leaf.path[1:])), tuple(leaf.value.shape)
+        source_shape = tuple(leaves[source].value.shape) if source in leaves else None
+        if source_shape == shape:
+            sources[name] = source
         else:
-            taken[path] = found
-    if not missing and not taken:
-        raise MissingLeaves(_no_parameters(table, parameters, 'no parameter would be replaced by its moving average'))
+            near = ', '.join(near_names(source, leaves)) if len(missing) < 3 else ''
+            cause = 'does not exist' if source_shape is None else f'has the shape {source_shape}, not {shape}'
+            missing.append(f'{name}: {source} {cause}. {f"Near: {near}." if near else ""}'.rstrip())
+    if not missing and not sources:
+        raise MissingLeaves(_no_parameters(leaves, parameters, 'no parameter would be replaced by its moving average'))
     if missing:
         head = f'parameters without a moving average at {pattern!r}:'
         more = [f'and {len(missing) - 20} more'] if len(missing) > 20 else []
         raise MissingLeaves(lines(head, *missing[:20], *more, between='\n  '))
-    gone = set(taken.values())
-    return {path: table[taken.get(path, path)] for path in table if path not in gone}
+    averages = set(sources.values())
+    return {
+        name: _Leaf(leaf.path, leaves[sources.get(name, name)].value)
+        for name, leaf in leaves.items()
+        if name not in averages
+    }
 
 
 def _recorded(changes: Changes) -> dict[str, Any]:
@@ -281,59 +295,53 @@ def _recorded(changes: Changes) -> dict[str, Any]:
     }
 
 
-def _dropped(
-    table: LeafTable, given: Sequence[str | re.Pattern[str]], of_optimizer: set[Path]
-) -> tuple[LeafTable, list[Path]]:
+def _without_dropped(
+    leaves: _Leaves, given: Sequence[str | re.Pattern[str]], of_optimizer: Collection[Path]
+) -> _Leaves:
     patterns = [leaf_pattern(pattern) for pattern in given]
     unused = set(patterns)
-    dropped: list[Path] = []
-    for path in table:
-        hits = {pattern for pattern in patterns if pattern.fullmatch(leaf_name(path))}
-        unused -= hits
-        if hits or path in of_optimizer:
-            dropped.append(path)
-    _refuse_unused([pattern.pattern for pattern in patterns if pattern in unused], table)
-    gone = set(dropped)
-    kept = {path: leaf for path, leaf in table.items() if path not in gone}
-    if not any(not isinstance(leaf, Empty) for leaf in kept.values()):
+    kept: dict[str, _Leaf] = {}
+    for name, leaf in leaves.items():
+        matching = {pattern for pattern in patterns if pattern.fullmatch(name)}
+        unused -= matching
+        if not matching and leaf.path not in of_optimizer:
+            kept[name] = leaf
+    _refuse_unused([pattern.pattern for pattern in patterns if pattern in unused], leaves)
+    if not any(not isinstance(leaf.value, Empty) for leaf in kept.values()):
         raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
-    return kept, dropped
+    return kept
 
 
-def _renamed(table: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
-    """The new path of each leaf, by its old path."""
+def _renamed(leaves: _Leaves, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[str, Path]:
+    """The new path of each leaf, by its old name."""
     rules = [(leaf_pattern(pattern), new) for pattern, new in given]
     unused = {pattern for pattern, _ in rules}
-    names: dict[Path, Path] = {}
-    owners: dict[Path, Path] = {}
+    old_names: dict[Path, str] = {}
     clashes: list[str] = []
-    for path in table:
-        name = leaf_name(path)
-        found = next(((match, new) for pattern, new in rules if (match := pattern.fullmatch(name))), None)
-        new = path
-        if found is not None:
-            unused.discard(found[0].re)
-            new = tuple(key for key in path_of(found[0].expand(found[1])) if key)
-        if new in owners or not new:
-            other = f'{leaf_name(owners[new])} and ' if new in owners else ''
-            clashes.append(f'{other}{name} would become {leaf_name(new)!r}')
-        names[path], owners[new] = new, path
-    for new, old in owners.items():
-        above = next((owners[new[:length]] for length in range(1, len(new)) if new[:length] in owners), None)
+    new_paths: dict[str, Path] = {}
+    for name, leaf in leaves.items():
+        rule = next(((match, new) for pattern, new in rules if (match := pattern.fullmatch(name))), None)
+        new = leaf.path
+        if rule is not None:
+            unused.discard(rule[0].re)
+            new = tuple(key for key in path_of(rule[0].expand(rule[1])) if key)
+        if new in old_names or not new:
+            first = f'{old_names[new]} and ' if new in old_names else ''
+            clashes.append(f'{first}{name} would become {leaf_name(new)!r}')
+        new_paths[name], old_names[new] = new, name
+    for new, name in old_names.items():
+        above = next((old_names[new[:length]] for length in range(1, len(new)) if new[:length] in old_names), None)
         if above is not None:
-            clashes.append(
-                f'{leaf_name(old)} would become {leaf_name(new)!r}, below the new name of {leaf_name(above)}'
-            )
+            clashes.append(f'{name} would become {leaf_name(new)!r}, below the new name of {above}')
     if clashes:
         raise TreeMismatchError(lines('names clash after the renaming:', *clashes[:20], between='\n  '))
-    _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], table)
-    return names
+    _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], leaves)
+    return new_paths
 
 
-def _refuse_unused(patterns: Sequence[str], table: Iterable[Path]) -> None:
+def _refuse_unused(patterns: Sequence[str], names: Collection[str]) -> None:
     if patterns:
-        names = [leaf_name(path) for path in table]
-        shown = ', '.join(near_names(patterns[0], names) or names[:3])
+        shown = ', '.join(near_names(patterns[0], names) or list(names)[:3])
         raise UnmatchedPattern(
             f'the patterns {list(patterns)} match no leaf; the leaves are {shown}, ... Correct or remove the patterns.'
             f'{meant_pattern(patterns[0], names)}'

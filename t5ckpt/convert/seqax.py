@@ -106,12 +106,13 @@ def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[L
     table: LeafTable = {}
     for name in _array_names(storage, directory):
         array = _stored_array(storage, directory, name)
-        leaf = _path_of(name, storage.url(directory))
-        if leaf in table:
+        leaf_path = _path_of(name, storage.url(directory))
+        leaf = leaf_name(leaf_path)
+        if leaf_path in table:
             raise UnsupportedFormatError(
-                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf_name(leaf)}.'
+                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf}.'
             )
-        table[leaf] = lazy_leaf(reader, StoredLeaf(array, array.dtype), leaf_name(leaf))
+        table[leaf_path] = lazy_leaf(reader, StoredLeaf(array, array.dtype), leaf)
     if not table:
         raise UnsupportedFormatError(f'{storage.url(directory)} holds no arrays.')
     return table, int(directory)
@@ -177,15 +178,15 @@ def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
 def _path_of(name: str, where: str) -> Path:
     """The inverse of ``jax.tree_util.keystr``."""
     path: list[str] = []
-    at = 0
-    while at < len(name):
-        match = _COMPONENT.match(name, at)
+    position = 0
+    while position < len(name):
+        match = _COMPONENT.match(name, position)
         if match is None:
             raise UnsupportedFormatError(
-                f'{where}: the array {name!r:.120} is not named as jax.tree_util.keystr names leaves, at {name[at:]!r:.40}.'
+                f'{where}: the array {name!r:.120} is not named as jax.tree_util.keystr names leaves, at {name[position:]!r:.40}.'
             )
         path.append(str(ast.literal_eval(match['key'])) if match['name'] is None else match['name'])
-        at = match.end()
+        position = match.end()
     return tuple(path)
 
 

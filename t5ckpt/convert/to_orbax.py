@@ -19,7 +19,7 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
-from t5ckpt.convert.trees import optimizer_leaves, stamp_of
+from t5ckpt.convert.trees import select_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
@@ -78,27 +78,26 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
         raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
     contents = read_contents(located)
     check_output(target, options.overwrite, is_orbax_entry)
-    table = linked_leaves(contents)
-    dropped = set[Path]() if options.optimizer else optimizer_leaves(table)
-    kept = {path: leaf for path, leaf in table.items() if path not in dropped}
-    check_cast(options.cast, kept)
-    leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in kept.items()}
-    names = {leaf_name(path): leaf_name(path) for path in leaves}
-    idle = () if options.optimizer or dropped else ('optimizer',)
-    found = (names, (), tuple(sorted(map(leaf_name, dropped))), idle, _left_out(contents, is_step=is_step))
+    selected = select_leaves(linked_leaves(contents), optimizer=options.optimizer)
+    check_cast(options.cast, selected.table)
+    leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
+    left_out = _left_out(contents, is_step=is_step)
     step = contents.located.step or 0
     started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
         with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
-            known = contents.sidecar if is_step else None
-            _save(unflatten(leaves), temporary, Meter(options.progress, total), known)
+            sidecar = contents.sidecar if is_step else None
+            _save(unflatten(leaves), temporary, Meter(options.progress, total), sidecar)
             if is_step:
                 source = json.dumps({**source_of(located), **options.recorded})
                 pathlib.Path(temporary, CONVERTED_FROM).write_text(source, encoding='utf-8')
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
-    return Conversion(step, target, nbytes, time.monotonic() - started, *found)
+    seconds = time.monotonic() - started
+    return Conversion(
+        step, target, nbytes, seconds, selected.mapped, (), selected.dropped, selected.without_effect, left_out
+    )
 
 
 def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:

@@ -104,13 +104,13 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     found = _found(table, located.step, identity, optimizer)
     sidecar = contents.sidecar
     # Orbax and Flax store typed PRNG keys as integers. A restore makes them keys again where the template has keys.
-    known = Sidecar(
+    recorded = Sidecar(
         facts='unknown',
         created_unix=sidecar.created_unix,
         metrics=sidecar.metrics,
         custom_metadata=sidecar.custom_metadata,
     )
-    return dataclasses.replace(found, sidecar=known, left_out=contents.left_out)
+    return dataclasses.replace(found, sidecar=recorded, left_out=contents.left_out)
 
 
 def log_left_out(found: Found, source: str | os.PathLike[str]) -> None:
@@ -132,12 +132,40 @@ def stamp_of(located: Located) -> list[int] | None:
     return None
 
 
-def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """The leaves that a conversion writes under their names.
+
+    Attributes:
+      table: these leaves.
+      mapped, dropped, without_effect: see :class:`Found`.
+    """
+
+    table: LeafTable
+    mapped: Mapping[str, str]
+    dropped: tuple[str, ...]
+    without_effect: tuple[str, ...]
+
+
+def select_leaves(table: LeafTable, *, optimizer: bool) -> Selected:
+    """All leaves, or without ``optimizer`` those that are not of the optimizer's state."""
     dropped = set[Path]() if optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
-    names = {leaf_name(path): leaf_name(path) for path in kept}
     idle = () if optimizer or dropped else ('optimizer',)
-    return Found(kept, step, identity, names, dropped=tuple(sorted(map(leaf_name, dropped))), without_effect=idle)
+    names = list(map(leaf_name, kept))
+    return Selected(kept, dict(zip(names, names, strict=True)), tuple(sorted(map(leaf_name, dropped))), idle)
+
+
+def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
+    selected = select_leaves(table, optimizer=optimizer)
+    return Found(
+        selected.table,
+        step,
+        identity,
+        selected.mapped,
+        dropped=selected.dropped,
+        without_effect=selected.without_effect,
+    )
 
 
 def _open_orbax(source: str) -> Contents:

@@ -58,7 +58,7 @@ def convert_run(
     *,
     steps: Collection[int] | None = None,
 ) -> RunConversion:
-    """Converts the steps of a run, with their metrics, times and custom metadata; skips those that are there already.
+    """Converts the steps of a run, with their metrics, times and custom metadata; skips those that are converted already.
 
     Args:
       kind: 'orbax' or 'flax' write T5X's format; 'to-orbax' reads it and writes a run of Orbax's ``CheckpointManager``, whose
@@ -79,45 +79,47 @@ def convert_run(
     if options.step is not None:
         raise ValueError('ConvertOptions(step=...) is for one checkpoint. Pass steps=[...] to convert_run.')
     run, target = open_run_storage(source), open_run_storage(directory)
-    wanted = _wanted(run, kind, None if steps is None else given_steps(steps))
-    there = [] if options.overwrite else _there(run, target, wanted, kind, options)
-    rest = [each for each in wanted if each.step not in there]
-    done: list[Conversion] = []
+    chosen = _chosen_steps(run, kind, None if steps is None else given_steps(steps))
+    converted = [] if options.overwrite else _converted_before(run, target, chosen, kind, options)
+    remaining = [each for each in chosen if each.step not in converted]
+    conversions: list[Conversion] = []
     gone: list[int] = []
     logged: set[str] = set()
-    for each in rest:
-        part = dataclasses.replace(options, progress=_part(options.progress, len(done) + len(gone), len(rest)))
+    for each in remaining:
+        part = dataclasses.replace(
+            options, progress=_part(options.progress, len(conversions) + len(gone), len(remaining))
+        )
         try:
-            done.append(_convert(kind, run, each, target, part, logged))
+            conversions.append(_convert(kind, run, each, target, part, logged))
         except CheckpointNotFoundError:
             if inspect_step(run, each.step) is not None:
                 raise
             gone.append(each.step)
-    return RunConversion(target.url(), tuple(done), tuple(there), tuple(gone))
+    return RunConversion(target.url(), tuple(conversions), tuple(converted), tuple(gone))
 
 
-def _wanted(run: Storage, kind: str, steps: Collection[int] | None) -> list[ListedStep]:
+def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> list[ListedStep]:
     if run.root_kind() != 'dir':
         raise not_a_run(run)
     listed = listing(run)
     # A step that cannot be inspected is an error and not left out.
     numbers = listed.numbers
-    found = [each for each in listed.steps if each.layout in _LAYOUTS[kind]]
-    missing = sorted(set(steps or ()) - {each.step for each in found})
-    if missing or not found:
+    of_layout = [each for each in listed.steps if each.layout in _LAYOUTS[kind]]
+    missing = sorted(set(steps or ()) - {each.step for each in of_layout})
+    if missing or not of_layout:
         asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
-        others = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
-        count = counted(len(numbers) - len(found), 'step')
-        of_others = f' In other layouts ({", ".join(others)}) the run has {count}.' if others else ''
-        there = some_of([str(each.step) for each in found], 10) if found else 'none'
+        other_layouts = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
+        count = counted(len(numbers) - len(of_layout), 'step')
+        of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''
+        existing = some_of([str(each.step) for each in of_layout], 10) if of_layout else 'none'
         raise CheckpointNotFoundError(
-            f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {there}.{of_others}'
+            f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
         )
-    return [each for each in found if steps is None or each.step in steps]
+    return [each for each in of_layout if steps is None or each.step in steps]
 
 
-def _there(
-    run: Storage, target: Storage, wanted: Sequence[ListedStep], kind: str, options: ConvertOptions
+def _converted_before(
+    run: Storage, target: Storage, chosen: Sequence[ListedStep], kind: str, options: ConvertOptions
 ) -> list[int]:
     """The steps that an earlier call has converted.
 
@@ -126,29 +128,29 @@ def _there(
     """
     layout = ORBAX if kind == TO_ORBAX else T5X
     existing = {each.step: each for each in listing(target).steps} if target.root_kind() == 'dir' else {}
-    there: list[int] = []
-    for each in wanted:
-        found = existing.get(each.step)
-        if found is None:
+    converted: list[int] = []
+    for each in chosen:
+        existing_step = existing.get(each.step)
+        if existing_step is None:
             continue
-        recorded, source = _recorded(target, found, kind), _source(kind, run.url(each.name))
-        if found.layout != layout or {**recorded, 'options': None} != {**source, 'options': None}:
+        recorded, source = _recorded(target, existing_step, kind), _source(kind, run.url(each.name))
+        if existing_step.layout != layout or {**recorded, 'options': None} != {**source, 'options': None}:
             raise CheckpointExistsError(
-                f'{target.url(found.name)} exists and was not converted from {run.url(each.name)} as it is now. {_CURE}'
+                f'{target.url(existing_step.name)} exists and was not converted from {run.url(each.name)} as it is now. {_CURE}'
             )
         if recorded != {**source, **options.recorded}:
             was, now = recorded.get('options', {}), options.recorded.get('options', {})
             differing = ', '.join(sorted(name for name in {*was, *now} if was.get(name) != now.get(name)))
             raise CheckpointExistsError(
-                f'{target.url(found.name)} exists and was converted with other options ({differing}). {_CURE}'
+                f'{target.url(existing_step.name)} exists and was converted with other options ({differing}). {_CURE}'
             )
-        there.append(each.step)
-    return there
+        converted.append(each.step)
+    return converted
 
 
-def _recorded(target: Storage, found: ListedStep, kind: str) -> Mapping[str, Any]:
+def _recorded(target: Storage, step: ListedStep, kind: str) -> Mapping[str, Any]:
     """The source that a converted step records, with the options of the conversion."""
-    return recorded_source(target.url(found.name)) if kind == TO_ORBAX else known_sidecar(target, found.name).source
+    return recorded_source(target.url(step.name)) if kind == TO_ORBAX else known_sidecar(target, step.name).source
 
 
 def _source(kind: str, source: str) -> Mapping[str, Any]:

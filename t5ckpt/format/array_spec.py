@@ -378,19 +378,20 @@ def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
 
 def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
     """Parses one spec and determines the dtype after reading."""
-    array = parse_spec(spec, version, leaf_name(path))
+    name = leaf_name(path)
+    array = parse_spec(spec, version, name)
     if array.bits_of is not None:
         return StoredLeaf(array, array.bits_of)
-    name = facts.stored.get(array.location)
-    if name is None:
+    dtype_name = facts.stored.get(array.location)
+    if dtype_name is None:
         return StoredLeaf(array, array.dtype)
     try:
-        dtype = dtype_from_name(name)
+        dtype = dtype_from_name(dtype_name)
     except KeyError:
         dtype = np.dtype(np.void)
     if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
         raise CorruptCheckpointError(
-            f'{leaf_name(path)}: its dtype in the sidecar is {name!r:.40}, which is never stored as {array.dtype.name}. '
+            f'{name}: its dtype in the sidecar is {dtype_name!r:.40}, which is never stored as {array.dtype.name}. '
             'Remove t5ckpt.json to read it as T5X does.'
         )
     return StoredLeaf(array, dtype)

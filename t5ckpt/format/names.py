@@ -334,12 +334,12 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
     Args:
       keys: all files of the directory, relative to it.
     """
-    there = list(keys)
-    is_step = any(key == MANIFEST or is_sidecar(key) for key in there)
-    arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in there if key.endswith(f'/{_ARRAY_METADATA}')}
+    names = list(keys)
+    is_step = any(key == MANIFEST or is_sidecar(key) for key in names)
+    arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in names if key.endswith(f'/{_ARRAY_METADATA}')}
     # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
     arrays = {array for array in arrays if is_step or '/' not in array}
-    return [key for key in there if not _is_own(key, arrays)]
+    return [key for key in names if not _is_own(key, arrays)]
 
 
 def _is_own(key: str, arrays: Collection[str]) -> bool:

@@ -141,13 +141,13 @@ def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[Tensor, ...]
 
 def _check_no_gaps(spans: list[tuple[int, int, str]], size: int) -> None:
     """Checks that each tensor begins where the previous one ends, and that the last one ends at ``size``."""
-    at = 0
+    previous_end = 0
     for start, end, name in spans:
-        if start != at:
-            raise ValueError(f'{name:.80} begins at byte {start:,}, but the tensor before it ends at {at:,}')
-        at = end
-    if at != size:
-        raise ValueError(f'the tensors end at byte {at:,} of {size:,}')
+        if start != previous_end:
+            raise ValueError(f'{name:.80} begins at byte {start:,}, but the tensor before it ends at {previous_end:,}')
+        previous_end = end
+    if previous_end != size:
+        raise ValueError(f'the tensors end at byte {previous_end:,} of {size:,}')
 
 
 def _size(value: Any, name: str) -> int:

@@ -50,10 +50,10 @@ def source_of(located: Located) -> Source:
       CheckpointNotFoundError: the manifest does not exist.
     """
     files = CheckpointFiles.at(located.storage, located.directory)
-    there = {entry.name: entry for entry in located.storage.entries(located.directory)}
-    written = there[located.manifest].mtime if located.manifest in there else 0.0
+    entries = {entry.name: entry for entry in located.storage.entries(located.directory)}
+    written = entries[located.manifest].mtime if located.manifest in entries else 0.0
     manifest = files.read(located.manifest)
-    return manifest, _read(files, sidecar_name(manifest, there)), written
+    return manifest, _read(files, sidecar_name(manifest, entries)), written
 
 
 class RecoveryRecords:
@@ -82,30 +82,30 @@ class RecoveryRecords:
         _refuse(located, [damage for damage in report.damages if _is_unrecoverable(damage, located.manifest)])
         self.source = source_of(located)
         self.manifest: Manifest = decode_manifest(self.source[0], located.url)
-        there = files_of(located)
+        names = files_of(located)
         raw = self.source[1]
         is_wrong = any(map(is_sidecar, wrong))
         self.sidecar = None if is_wrong or not raw else decode_sidecar(raw, SIDECAR)
-        lists = {name for name in (*there, *wrong) if is_file_checksums(name)}
+        lists = {name for name in (*names, *wrong) if is_file_checksums(name)}
         if self.sidecar is not None:
-            lists -= superseded(there, FileChecksums.recorded_by(self.sidecar, SIDECAR))
+            lists -= superseded(names, FileChecksums.recorded_by(self.sidecar, SIDECAR))
         self.had_checksums = bool(lists) or is_wrong or self.sidecar is not None
         self.unusable_lists = lists & wrong
         is_lost = self.had_checksums and self.sidecar is None
         self.rebuilt = self.unusable_lists | ({SIDECAR} if is_lost else set[str]())
-        self.intact = FileChecksums()
-        for name in sorted(lists - self.unusable_lists):
-            self.intact = self.intact.merged(FileChecksums.decode(self._files.read(name), name))
+        self.intact = FileChecksums.union(
+            FileChecksums.decode(self._files.read(name), name) for name in sorted(lists - self.unusable_lists)
+        )
         self.checksums = self.intact
 
     def zarrays(self, leaves: Mapping[str, StoredLeaf], damages: Sequence[Damage]) -> dict[str, bytes]:
         """The damaged ``.zarray`` files that can be rebuilt from the manifest: their new bytes, by name."""
-        found: dict[str, bytes] = {}
+        new_bytes: dict[str, bytes] = {}
         for damage in damages:
             rebuilt = self._zarray(leaves[damage.leaf].array) if damage.leaf in leaves else None
             if rebuilt is not None and damage.file in {rebuilt[0], rebuilt[0].removesuffix(f'/{ZARRAY}')}:
-                found[rebuilt[0]] = rebuilt[1]
-        return found
+                new_bytes[rebuilt[0]] = rebuilt[1]
+        return new_bytes
 
     def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
         metadata = array.metadata
@@ -130,7 +130,7 @@ class RecoveryRecords:
         if len(self.unusable_lists) != 1 or not self.unusable_lists <= recorded.keys():
             return False
         names = [name for name in files_of(self._located) if name not in self.checksums and not is_own(name)]
-        found: dict[str, FileEntry] = {
+        entries: dict[str, FileEntry] = {
             name: entry_of(data) for name, data in zarrays.items() if name not in self.checksums
         }
         for name, entry in in_threads([name for name in names if name not in zarrays], self._files.digest):
@@ -138,8 +138,8 @@ class RecoveryRecords:
                 raise entry
             if isinstance(entry, T5CkptError):
                 return False
-            found[name] = entry
-        rebuilt = FileChecksums(found)
+            entries[name] = entry
+        rebuilt = FileChecksums(entries)
         (name,) = self.unusable_lists
         if not recorded.matches(name, entry_of(rebuilt.encode())):
             return False

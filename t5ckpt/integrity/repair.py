@@ -101,9 +101,9 @@ def repair(
     number = _step_of(located)
     report = verify_located(located, full=True, progress=progress)
     plan = plan_repair(located, options, report)
-    wanted = bool(plan.rebuilt or plan.dropped)
+    has_changes = bool(plan.rebuilt or plan.dropped)
     where, files = located.storage.url(located.directory), 0
-    if wanted:
+    if has_changes:
         target = located.storage if output is None else open_run_storage(output, options.target_options)
         where = target.url(step_dir(number))
         if in_place:
@@ -115,7 +115,7 @@ def repair(
         if not options.dry_run:
             files = _RepairWriter(located, plan, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started
-    return RepairReport(where, number, plan.rebuilt, plan.dropped, plan.notes, wanted, files, seconds)
+    return RepairReport(where, number, plan.rebuilt, plan.dropped, plan.notes, has_changes, files, seconds)
 
 
 def _step_of(located: Located) -> int:
@@ -188,10 +188,10 @@ class _RepairWriter:
 
     def _fill(self, work: Transaction) -> FileChecksums:
         """Writes all files except the manifest and the sidecar; returns their checksums."""
-        there = files_of(self._located)
+        source_files = files_of(self._located)
         # Without the files in a directory that has the name of a rebuilt file.
-        gone = below(there, {*self._plan.left_out, *self._plan.zarrays})
-        names = [name for name in there if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
+        gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
+        names = [name for name in source_files if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
         for parent in parents_of((*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
@@ -242,8 +242,8 @@ class _RepairWriter:
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""
-        found = self._located.storage.modified(join(self._located.directory, self._located.manifest))
-        return round(found or self._clock(), 3)
+        written = self._located.storage.modified(join(self._located.directory, self._located.manifest))
+        return round(written or self._clock(), 3)
 
     def _check(self, work: Transaction) -> None:
         """Decodes the arrays of the copy that have no file checksums.
@@ -256,9 +256,9 @@ class _RepairWriter:
         chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
         for name, leaf in self._plan.leaves.items():
             if not self._plan.checksums.has_array(leaf.array):
-                found = implied.files(name, leaf)
-                damages += found.damages
-                chunks += [(found, chunk_index) for chunk_index in found.chunks]
+                files = implied.files(name, leaf)
+                damages += files.damages
+                chunks += [(files, chunk_index) for chunk_index in files.chunks]
         for (array, chunk_index), error in in_threads(chunks, lambda item: implied.decode(*item)):
             if isinstance(error, T5CkptError):
                 damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.name, chunk_index))

@@ -17,7 +17,7 @@ from typing import Any
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_patterns
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Clock, leaf_pattern
 from t5ckpt.core.text import CURE_OF_DAMAGE, lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
@@ -183,8 +183,8 @@ def _foreign(
 ) -> frozenset[str]:
     """The files that do not belong to the checkpoint. All files in the directory of an array without checksums belong to it."""
     unlisted = {leaf.array.location for leaf in leaves.values() if not checksums.has_array(leaf.array)}
-    others = {name for name in files_of(located) if name not in known and not is_own(name)}
-    return frozenset(others - below(others, unlisted))
+    unknown = {name for name in files_of(located) if name not in known and not is_own(name)}
+    return frozenset(unknown - below(unknown, unlisted))
 
 
 def _is_repaired(
@@ -255,15 +255,16 @@ def _without(
         raise UnsupportedFormatError(
             f'{located.url} is of version {manifest.version}, and is rewritten by a copy only: t5ckpt cp --drop.'
         )
+    gone = set(map(path_of, dropped))
     table = flatten_nested(manifest.state, is_spec)
-    kept = {path: leaf for path, leaf in table.items() if leaf_name(path) not in dropped}
+    kept = {path: leaf for path, leaf in table.items() if path not in gone}
     if not any(hasattr(leaf, 'dtype') or is_spec(leaf) for leaf in kept.values()):
         raise CorruptCheckpointError(
             f'{located.url}: nothing would be left. Restore an older step. Nothing was written.'
         )
 
-    def others(known: Any) -> dict[Path, str]:
-        return {path: value for path, value in known.items() if leaf_name(path) not in dropped}
+    def of_kept(by_path: Mapping[Path, str]) -> dict[Path, str]:
+        return {path: value for path, value in by_path.items() if path not in gone}
 
-    facts = dataclasses.replace(facts, python=others(facts.python), keys=others(facts.keys), text=others(facts.text))
+    facts = dataclasses.replace(facts, python=of_kept(facts.python), keys=of_kept(facts.keys), text=of_kept(facts.text))
     return encode_manifest(unflatten(kept)), facts

@@ -221,11 +221,11 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
 
 def _message(data: bytes) -> dict[int, list[Any]]:
     """The fields of a protocol buffer by number: integers and bytes."""
-    found: dict[int, list[Any]] = {}
+    values_by_number: dict[int, list[Any]] = {}
     for number, kind, value in protobuf.fields(data):
-        known = found.setdefault(number, [])
-        known.append(int.from_bytes(value, 'little') if isinstance(value, bytes) and kind != protobuf.BYTES else value)
-    return found
+        values = values_by_number.setdefault(number, [])
+        values.append(int.from_bytes(value, 'little') if isinstance(value, bytes) and kind != protobuf.BYTES else value)
+    return values_by_number
 
 
 def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:

@@ -125,17 +125,17 @@ class Pair:
 
     def _order(self) -> list[int]:
         """The permutation from the axes of the array, without ``stack``, to those of a tensor."""
-        held = [axis for axis in self.axes if axis != self.stack]
-        return [held.index(axis) for axis in self._wanted(held)]
+        array_axes = [axis for axis in self.axes if axis != self.stack]
+        return [array_axes.index(axis) for axis in self._split_axes(array_axes)]
 
-    def _wanted(self, held: Sequence[str]) -> list[str]:
+    def _split_axes(self, array_axes: Sequence[str]) -> list[str]:
         """The tensor's axes; merged ones are split if the array has them split."""
-        return [part for axis in self.tensor_axes for part in ([axis] if axis in held else list(axis))]
+        return [part for axis in self.tensor_axes for part in ([axis] if axis in array_axes else list(axis))]
 
     def _unstacked(self, tensor: np.ndarray) -> np.ndarray:
-        held = [axis for axis in self.axes if axis != self.stack]
-        wanted = self._wanted(held)
-        return tensor.reshape(self._shape(wanted)).transpose([wanted.index(axis) for axis in held])
+        array_axes = [axis for axis in self.axes if axis != self.stack]
+        split_axes = self._split_axes(array_axes)
+        return tensor.reshape(self._shape(split_axes)).transpose([split_axes.index(axis) for axis in array_axes])
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -114,21 +114,23 @@ def _prefix(path: str) -> str:
 
 def _latest_in(directory: str) -> str:
     """The prefix of the checkpoint that the state file names, or of the only one in the directory."""
-    found = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
+    prefixes = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
     state = os.path.join(directory, _STATE_FILE)
     if os.path.exists(state) and not os.path.isdir(state):
         with foreign_errors(state):
             text = read_source(state, _STATE_BYTES).decode(errors='replace')
         match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
         # Only the base name counts, since the directory may have been copied.
-        if match is not None and os.path.basename(match[1]) in found:
+        if match is not None and os.path.basename(match[1]) in prefixes:
             return os.path.join(directory, os.path.basename(match[1]))
-    if not found:
+    if not prefixes:
         _refuse_readable(directory)
-    if len(found) != 1:
-        held = f'several TensorFlow checkpoints: {", ".join(found[:10])}. Pass one' if found else 'no file *.index'
-        raise CheckpointNotFoundError(f'{directory} has {held}.')
-    return os.path.join(directory, found[0])
+    if len(prefixes) != 1:
+        contents = (
+            f'several TensorFlow checkpoints: {", ".join(prefixes[:10])}. Pass one' if prefixes else 'no file *.index'
+        )
+        raise CheckpointNotFoundError(f'{directory} has {contents}.')
+    return os.path.join(directory, prefixes[0])
 
 
 def _refuse_readable(directory: str) -> None:
@@ -138,12 +140,12 @@ def _refuse_readable(directory: str) -> None:
         read_contents(located)
     except T5CkptError:
         return
-    what = (
+    description = (
         "in T5X's format already and needs no conversion"
         if located.manifest == MANIFEST
         else 'in the layout of Orbax or Flax. Convert it from that format'
     )
-    raise UnsupportedFormatError(f'{directory} has no file *.index: it is {what}.')
+    raise UnsupportedFormatError(f'{directory} has no file *.index: it is {description}.')
 
 
 def _open_with_tensorflow(path: str) -> TfCheckpoint:

@@ -44,7 +44,6 @@ from t5ckpt.format.names import (
     part_text,
     superseded,
 )
-from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage, foreign_errors
@@ -185,8 +184,7 @@ class Transfer:
                     'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
                 )
             return FileChecksums()
-        where = self._from.url(join(self._base, SIDECAR))
-        recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where), where)
+        recorded = FileChecksums.recorded_in(sidecar, self._from.url(join(self._base, SIDECAR)))
         lists = recorded.load_lists(
             lambda name: self._files.read(name) if name in sizes else None,
             lambda name: self._from.url(join(self._base, name)),

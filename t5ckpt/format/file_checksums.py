@@ -23,7 +23,7 @@ from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.names import is_file_checksums
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 
 FileEntry = tuple[int, str]
 """A file's bytes and the xxh3-64 of its contents, in hex."""
@@ -86,6 +86,11 @@ class FileChecksums(Mapping[str, FileEntry]):
           CorruptCheckpointError: as :meth:`from_json`.
         """
         return cls.from_json(sidecar.recorded('digests'), where)
+
+    @classmethod
+    def recorded_in(cls, sidecar: bytes, where: str) -> FileChecksums:
+        """As :meth:`recorded_by`, of an undecoded sidecar; raises also as ``decode_sidecar``."""
+        return cls.recorded_by(decode_sidecar(sidecar, where), where)
 
     @classmethod
     def from_json(cls, files: Any, where: str) -> FileChecksums:

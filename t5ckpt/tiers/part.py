@@ -16,7 +16,6 @@ from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage
@@ -65,7 +64,7 @@ class Part:
             return storage.url(join(directory, name))
 
         manifest, sidecar = (storage.read(join(directory, name)) for name in (MANIFEST, SIDECAR))
-        recorded = FileChecksums.recorded_by(decode_sidecar(sidecar, where(SIDECAR)), where(SIDECAR))
+        recorded = FileChecksums.recorded_in(sidecar, where(SIDECAR))
         recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
         copies = FileChecksums()

@@ -67,6 +67,9 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
     if value is None:
         return None
+    if write.value is None and type(value) is np.ndarray and value.dtype == write.dtype and value.flags.c_contiguous:
+        # First, because most leaves are arrays that are not cast.
+        return value
     if isinstance(value, LazyArray):
         value = values_of(value, write.name)
     elif is_jax_array(value):

@@ -197,7 +197,7 @@ class Staging:
 
 
 def _is_array(leaf: Any) -> bool:
-    return is_jax_array(leaf) or isinstance(leaf, np.ndarray)
+    return isinstance(leaf, np.ndarray) or is_jax_array(leaf)
 
 
 # --- stored leaves ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def _pinned_copies(arrays: list[Any]) -> list[Any]:
 
 def _without_inline_array(write: InlineWrite) -> InlineWrite:
     """The write without the caller's array, which is not kept alive."""
-    return write._replace(value=None) if _is_array(write.value) else write
+    return InlineWrite(write.path, write.name, None, write.dtype) if _is_array(write.value) else write
 
 
 def _inline_source(value: Any, in_background: bool) -> Any:

@@ -278,8 +278,10 @@ def _leaf_to_save(path: Path, leaf: Any) -> LeafToSave:
       UnsupportedLeafError: the leaf has no values, or is not an array or a number.
     """
     name = leaf_name(path)
+    # First, because most leaves are arrays, and a state may have ten thousand of them.
+    if type(leaf) is np.ndarray:
+        return LeafToSave(path, name, leaf, 'array', leaf.shape, native_dtype(leaf.dtype))
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
-        # First, because most leaves are jax.Arrays.
         check_has_values(path, leaf)
         return LeafToSave(path, name, leaf, 'array', leaf.shape, leaf.dtype)
     if isinstance(leaf, Empty):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
@@ -40,26 +41,45 @@ class DirectoryCatalog(RunCatalog):
         return None
 
     def listing(self) -> Listing:
-        found: list[ListedStep] = []
-        unreadable: dict[str, T5CkptError] = {}
-        for entry in self._storage.entries():
-            if parse_prefixed_step(entry.name) is None:
-                continue
-            try:
-                step = inspect_name(self._storage, entry.name)
-            except T5CkptError as error:
-                unreadable[entry.name] = error
-                continue
-            found += [] if step is None else [step]
-        return Listing(tuple(one_a_step(found)), unreadable | self._broken())
-
-    def _broken(self) -> dict[str, T5CkptError]:
-        """Steps that are links to nothing. Without them the run would seem shorter than it is, or new."""
-        links = self._storage.broken_links()
-        return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
+        return self._inspected(self._names())
 
     def newest(self) -> ListedStep | None:
-        return self.listing().newest
+        # The largest number first, because the manifest of each inspected step is read.
+        names = sorted(self._names().items(), key=_number, reverse=True)
+        for _, same in itertools.groupby(names, _number):
+            found = self._inspected(dict(same)).newest
+            if found is not None:
+                return found
+        return None
+
+    def _names(self) -> dict[str, T5CkptError | None]:
+        """The names that may be steps, each with its error if it is a link to nothing.
+
+        Without these links the run would seem shorter than it is, or new.
+        """
+        names = [entry.name for entry in self._storage.entries() if parse_prefixed_step(entry.name) is not None]
+        return {**dict.fromkeys(names), **self._broken()}
+
+    def _inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
+        """The complete steps among some names."""
+        found: list[ListedStep] = []
+        unreadable: dict[str, T5CkptError] = {}
+        for name, broken in names.items():
+            if broken is not None:
+                unreadable[name] = broken
+                continue
+            try:
+                step = inspect_name(self._storage, name)
+            except T5CkptError as error:
+                unreadable[name] = error
+                continue
+            found += [] if step is None else [step]
+        return Listing(tuple(one_a_step(found)), unreadable)
+
+    def _broken(self) -> dict[str, T5CkptError]:
+        """The steps that are links to nothing."""
+        links = self._storage.broken_links()
+        return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
 
     def with_other_name(self, step: int) -> ListedStep | None:
         storage, known = self._storage, (step_dir(step), str(step))
@@ -116,3 +136,8 @@ class DirectoryCatalog(RunCatalog):
             return recorded
         listed = [size or 0 for _, size in self._storage.walk(name)]
         return sum(listed) if listed else sum(item.size or 0 for item in files.values())
+
+
+def _number(named: tuple[str, object]) -> int:
+    """The number of a step, for its name and its error."""
+    return parse_prefixed_step(named[0]) or 0

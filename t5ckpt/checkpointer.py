@@ -299,7 +299,7 @@ class Checkpointer:
         if self._policy_of_keep is None:
             raise ValueError(
                 f'keep cannot be set to {keep!r}: the checkpointer was made with keep_policy={self._retention.policy}, which '
-                'decides what stays. Make a checkpointer with keep= instead.'
+                'selects the steps to keep. Make a checkpointer with keep= instead.'
             )
         self._retention.policy = self._policy_of_keep(keep)
         self._keep = keep

@@ -31,7 +31,7 @@ def _axes(ax: Any, size: tuple[float, float] = (5, 3)) -> Any:
             "plots need matplotlib: pip install matplotlib, or pip install 't5ckpt[notebook]'"
         ) from error
     made = plt.subplots(figsize=size, layout='constrained')[1]
-    # An offset such as +2.22e2 would stand on the title. (rc_context would undo what a notebook sets with its first figure.)
+    # An offset such as +2.22e2 would overlap the title. (rc_context would undo the settings of a notebook's first figure.)
     made.ticklabel_format(useOffset=False)
     return made
 

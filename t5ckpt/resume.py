@@ -234,7 +234,7 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
 
 def _kind(error: T5CkptError, checkpointer: Checkpointer, step: int) -> str:
     """Classifies the error of a failed restore, in one process."""
-    # A step that another program wrote and that t5ckpt does not read is not damaged. An older step would lose what came after it.
+    # A step in a layout that t5ckpt does not read is not damaged. An older step would lose the training after it.
     if isinstance(error, UnsupportedFormatError) and step in _steps_of_others(checkpointer.storage):
         return 'other'
     # A file in place of the directory of an array is damage, too.

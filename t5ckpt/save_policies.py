@@ -244,7 +244,7 @@ class YoungDaly(SavePolicy):
 
     The interval is sqrt(2 * cost of a save * mean time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly, A higher order estimate of the optimum checkpoint interval
-    for restart dumps, FGCS 22(3), 2006, whose further terms vanish if a save is short compared with the time between
+    for restart dumps, FGCS 22(3), 2006. Daly's further terms vanish if a save is short compared with the time between
     failures. The cost is the measured time for which a save blocks the loop. The interval is at least the time of a write.
 
     Attributes:

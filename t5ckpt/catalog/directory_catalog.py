@@ -1,4 +1,4 @@
-"""Finds the steps of a run on a file system: a listing of its directory shows the names, and the files decide."""
+"""Finds the steps of a run on a file system: it lists the directory and checks the files of each step."""
 
 from __future__ import annotations
 

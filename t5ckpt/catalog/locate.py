@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path, or a step of a run, names: ``Located``; or raises an error that describes what is there.
+"""Finds the checkpoint of a path or of a step as a ``Located``, or raises an error that lists the contents of the directory.
 
 ``catalog/listing.py`` lists the steps.
 """
@@ -139,11 +139,11 @@ def open_run_storage(
 
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raises CheckpointNotFoundError if a run's directory is a step's directory or lies in one."""
+    """Raises CheckpointNotFoundError if a run's directory is a step's directory or is inside one."""
     found = step_around(storage, storage_options)
     if found is not None:
         here, (directory, step) = storage.url().rstrip('/'), found
-        what = 'is' if directory == here else f'lies in {directory}, which is'
+        what = 'is' if directory == here else f'is inside {directory}, which is'
         raise CheckpointNotFoundError(
             f'{here} {what} step {step} of a run, not a run. Pass the directory of the run: {directory.rpartition("/")[0]}'
         )
@@ -253,7 +253,7 @@ def refuse_step_path(path: str | os.PathLike[str] | Storage) -> None:
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:
-    """Raises ValueError if the target of a copy is the checkpoint's directory or lies in it."""
+    """Raises ValueError if the target of a copy is the checkpoint's directory or is inside it."""
     inner = None if target is None else target.local_path('')
     outer = located.storage.local_path(located.directory)
     if inner is None or outer is None:

@@ -1,4 +1,4 @@
-"""Reads what a step of Orbax records beside its arrays: metrics, the time of the save, custom metadata.
+"""Reads the metrics, the time of the save and the custom metadata of a step of Orbax.
 
 Notes: reads two small files of a step, and at most two of its run. Does not load TensorStore.
 """

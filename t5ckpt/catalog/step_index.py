@@ -1,15 +1,15 @@
 """The index of steps on object stores: lists the steps of a run without listing the chunks.
 
 A listing of an object store has no directories: finding the names of 100 checkpoints of 10,000 chunks takes a listing of a
-million keys. So a small marker ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<who>`` while a
-step is written or deleted. One listing returns all markers. The manifests decide: each marked step is checked, and it is listed
-if its manifest exists.
+million keys. So a small marker ``.t5ckpt/steps/<step>`` is written after each commit, and ``.t5ckpt/busy/<step>.<writer>``
+while a step is written or deleted. One listing returns all markers. A marker is only a hint: a marked step is listed if its
+manifest exists.
 
     steps/<step>   committed, and not deleted by t5ckpt since
-    busy/<step>.<who>   a write lease of a step that is being written or deleted, see commit/write_lease.py
+    busy/<step>.<writer>   a write lease of a step that is being written or deleted, see commit/write_lease.py
     others/<name>  a step in another layout, see catalog/layouts.py
     complete.<hash of the run's URL>   every step that existed has its marker
-    held_...       read leases, see commit/read_lease.py; here, so that the same listing returns them
+    held_...       read leases, see commit/read_lease.py; they are here so that the same listing returns them
 
 In a run without ``complete.*``, which T5X or a copy has made, all keys are listed until the next save writes the markers. A copy
 of a run to another URL has the hash of the first URL, so it is listed again, too.
@@ -222,7 +222,7 @@ class IndexCatalog(RunCatalog):
         return set()
 
     def incomplete(self) -> list[str]:
-        # Interrupted saves leave files under the name of the step, so files say nothing.
+        # Interrupted saves leave files under the name of the step, so the files do not show whether it is complete.
         return []
 
     def reindex(self) -> list[int]:

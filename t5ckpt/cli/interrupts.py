@@ -2,8 +2,8 @@
 
 Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it releases locks and leases and removes temporary files.
 TensorStore cannot cancel a request, so this may take as long as the server takes. Half a second after the signal, the process
-ends in any case. It then leaves what a killed process leaves: nothing visible, and leases, which expire with the process. The
-next save or the same command continues from there.
+ends in any case. It then leaves the same files as a killed process: no visible step, and leases, which expire with the process.
+The next save removes them, and the same command can continue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``t5ckpt repair``: rebuilds what it can prove."""
+"""``t5ckpt repair``: rebuilds metadata and lists of checksums that the other files determine."""
 
 from __future__ import annotations
 

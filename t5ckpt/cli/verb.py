@@ -97,7 +97,7 @@ class _Seconds(click.FloatRange):
 
 
 class Summarized(click.Command):
-    """A command whose whole first sentence is its summary in a list of commands, where click would cut it."""
+    """A command that is listed with the whole first sentence of its help, which click would cut."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """The first sentence of the help."""

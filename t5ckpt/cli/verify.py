@@ -32,7 +32,7 @@ from t5ckpt.integrity.verify import verify
 @tier_option(both=True)
 @json_option
 def command(path: str, step: int | None, full: bool, follow_links: bool, as_json: bool, tier: str | None) -> int:
-    """Checks that every file of a checkpoint exists and has its size; with --full, that every byte is what was written.
+    """Checks that every file of a checkpoint exists and has its size; with --full, also compares all checksums.
 
     If a checkpoint has no checksums (T5X, Orbax), --full decodes every chunk. With --tier all, a tier that does not have the
     step is named, and the other one is verified.

@@ -1,6 +1,6 @@
 """Checks the kinds of the arguments of public functions and option classes by their annotations, before anything is read.
 
-The annotations are the only list of what each parameter takes, so that no function repeats it. ``Checkpointer`` is an
+The annotations are the only list of the accepted kinds, so that no function repeats it. ``Checkpointer`` is an
 exception: its arguments are checked in ``save/arguments.py`` and with ``core/arguments.py``. A parameter with an annotation
 that a value cannot be compared with, such as a state, a dtype or a protocol, is left to the function.
 """
@@ -53,8 +53,8 @@ _KINDS: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
 def checks_kinds(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function so that an argument of another kind is a ValueError with the parameter, the value and the cure.
 
-    A call costs about 5 us. The wrapper has no ``__signature__`` of its own: inspect and gin follow ``__wrapped__``, and a
-    wrapper around it, as gin makes one, would have a copy of a signature that is not its own.
+    A call costs about 5 us. The wrapper has no ``__signature__``: inspect and gin follow ``__wrapped__``. Gin wraps functions
+    again, and would copy the signature to a function with other parameters.
     """
     parameters = inspect.signature(function).parameters
     kinds: dict[str, tuple[Any, ...]] = {}

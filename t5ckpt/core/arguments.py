@@ -207,7 +207,7 @@ def check_transforms(transforms: Any) -> None:
 def _check_takes_two(fn: Any) -> None:
     """Raises ValueError for a function that cannot be called with two positional arguments."""
     try:
-        # What a wrapper binds, such as that of gin, is not in the signature of what it wraps.
+        # The arguments that a wrapper binds, such as gin's, are not in the signature of the wrapped function.
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
         # A function written in C may have no signature.
@@ -222,7 +222,7 @@ def _check_takes_two(fn: Any) -> None:
             if each.default is each.empty and each.kind is each.KEYWORD_ONLY
         ]
         cure = (
-            f'Bind what else it needs: functools.partial({name}, {", ".join(f"{each}=..." for each in needed)}).'
+            f'Bind its other arguments: functools.partial({name}, {", ".join(f"{each}=..." for each in needed)}).'
             if needed
             else 'Give it two parameters, and defaults to all others.'
         )

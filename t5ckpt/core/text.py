@@ -71,9 +71,9 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """The ``repr`` of a caller's value for an error, cut to about ``limit`` characters; what is cut says its size.
+    """The ``repr`` of a caller's value for an error, cut to about ``limit`` characters; a cut value is shown with its size.
 
-    The text of a large value is never made: of an array or a list with millions of elements it takes seconds.
+    The full text of a large value is never built: for an array or a list with millions of elements this takes seconds.
     """
     shape, dtype = getattr(value, 'shape', None), getattr(value, 'dtype', None)
     if isinstance(shape, tuple) and dtype is not None:
@@ -147,8 +147,8 @@ def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], 
     """A pattern that matches no name, with its misspelt keys replaced by those of the names.
 
     Args:
-      pattern: a name or a pattern, of any syntax in which a word stands for itself.
-      names: of leaves; 10,000 are looked at.
+      pattern: a name or a pattern, of any syntax in which a word matches itself.
+      names: of leaves; the first 10,000 are compared.
       matches: whether a pattern matches a name.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Says what a keyword of another library is called here, where Python would only say that it is unexpected.
+"""Names the argument of t5ckpt for a keyword of another library, in the TypeError for the unexpected keyword.
 
 The signatures stay as they are written, because inspect, gin and editors read them. With a parameter ``**others`` they would
 accept every misspelling.

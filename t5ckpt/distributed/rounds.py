@@ -26,7 +26,7 @@ from t5ckpt.errors import CoordinationError, DisagreementError, ProcessMissingEr
 
 # gRPC refuses messages above 4 MiB unless the limit was raised.
 _MESSAGE_BYTES = 2**20
-# How long the service may take to say who is missing.
+# The time-out of the request that finds the missing processes.
 _ASKING_SECONDS = 2.0
 
 
@@ -39,9 +39,9 @@ class Phase(enum.StrEnum):
     PLAN = 'plan'  # a save: all plans are equal, and process 0 has made the directory
     WRITE = 'write'  # a save: all chunks are written, and process 0 commits
     COMMIT = 'commit'  # a save to local directories: each process has committed its own
-    LOOK = 'look'  # local directories: what each of them has
-    NEED = 'need'  # a restore from local directories: what each process needs and its directory lacks
-    SEND = 'send'  # a restore from local directories: which process sends which files
+    LOOK = 'look'  # local directories: each process has listed its own
+    NEED = 'need'  # a restore from local directories: each process has listed the files that its directory lacks
+    SEND = 'send'  # a restore from local directories: each file to send has a sender
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree
@@ -61,7 +61,7 @@ def _mapped_errors(action: str, phase: str, awaited: tuple[int, ...], seconds: f
 
 
 def coordination_error(action: str, phase: str, status: Status) -> CoordinationError:
-    """Returns the error of a call that failed with a status; ``action`` and ``phase`` say what the processes did."""
+    """Returns the error of a call that failed with a status; ``action`` and ``phase`` name the operation of the processes."""
     text = status.text[:300]
     if status.has_dead:
         names = f'process {", ".join(map(str, status.died))}' if status.died else 'a process'
@@ -239,7 +239,7 @@ class CoordinationRound:
                 self._old = ()
 
     def _missing(self, prefix: str, phase: Phase) -> ProcessMissingError:
-        """Names the processes whose vote has not arrived; process 0 where its service does not answer."""
+        """Names the processes whose vote has not arrived; process 0 if its service does not answer."""
         with self._mapped(phase.value, (0,)):
             votes = self.processes.get_all(f'{prefix}/vote', min(self._timeout, _ASKING_SECONDS))
             voted = {int(name) for name in votes}

@@ -137,7 +137,7 @@ class Run(Mapping[int, CheckpointView]):
         return best_step_of(retention, monitored_metrics(retention.policy, None), metric, mode)
 
     def _retention(self) -> Retention:
-        """Knows the metrics of the steps, under the keep policy that the latest was saved with."""
+        """The metrics of the steps, under the keep policy of the latest save."""
         source = TensorBoardMetrics(self._storage)
         policy = Retention(self._storage, KeepAll(), time.time, source=source).recorded_policy()
         return Retention(self._storage, policy or KeepAll(), time.time, source=source)
@@ -201,7 +201,7 @@ class Run(Mapping[int, CheckpointView]):
         """Writes one HTML page on the run, which needs no server and no network; see docs/report.md.
 
         The page has all steps with their metrics, the curves of TensorBoard's event files in the run, the leaves of one step with
-        their statistics, and what changed since another.
+        their statistics, and the differences from another step.
 
         Args:
           output: the file, on a local file system.

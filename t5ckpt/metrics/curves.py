@@ -45,7 +45,7 @@ class Curve:
 
 
 def curves(storage: Storage) -> list[Curve]:
-    """The curves of a run on a local file system, by name; none of a run elsewhere, which a log line says."""
+    """The curves of a run by name. For a run that is not on a local file system, logs a line and returns none."""
     root = storage.local_path('')
     if root is None:
         _log.warning(

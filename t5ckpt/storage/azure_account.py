@@ -44,14 +44,14 @@ class AzureAccount:
 
     @property
     def credential(self) -> Any:
-        """What azure-storage-blob takes as the credential; None for anonymous requests."""
+        """The credential for azure-storage-blob; None for anonymous requests."""
         if self.key is not None:
             return {'account_name': self.name, 'account_key': self.key}
         return self.signature if self.tokens is None else self.tokens
 
 
 def azure_account(options: AzureOptions, environ: Mapping[str, str], url: str) -> AzureAccount:
-    """The account of the options or the environment; ``url`` is what the user wrote.
+    """The account of the options or the environment; ``url`` is the user's URL, for errors.
 
     Raises:
       ValueError: neither names an account, the connection string is malformed, or the endpoint has a query.

@@ -34,7 +34,7 @@ _COPY_SECONDS = 0.1
 _EXISTS = 'BlobAlreadyExists'
 _NO_BLOB, _NO_CONTAINER = 'BlobNotFound', 'ContainerNotFound'
 _UNSIGNED = 'Check the key or the shared access signature, and the clock of this machine.'
-# What azure-storage-blob raises for an answer that is not one of Azure's, such as a web page.
+# The errors of azure-storage-blob for an answer that is not one of Azure's, such as a web page.
 _MALFORMED = (AttributeError, KeyError, SyntaxError, TypeError, ValueError)
 _log = logging.getLogger('t5ckpt')
 _Answer = TypeVar('_Answer')

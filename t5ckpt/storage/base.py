@@ -1,4 +1,4 @@
-"""The interface that every backend implements. ``storage/__init__.py`` says what else a new backend needs.
+"""The interface that every backend implements. ``storage/__init__.py`` lists the other parts of a new backend.
 
 Keys are '/'-separated and relative to the storage's root. Every backend guarantees:
 
@@ -175,7 +175,7 @@ class Storage(ABC):
         return None
 
     def modified(self, key: str) -> float | None:
-        """When a file was last written, by the file server's clock; None if there is no file or, as in buckets, no such time."""
+        """The time of the last write to a file, by the file server's clock; None if the file does not exist, and in buckets."""
         del key
 
     def server_time(self, key: str) -> float | None:

@@ -19,7 +19,7 @@ from t5ckpt.storage.server_requests import RefusedError, is_conflict, retried
 
 ABSENT = b'\x02'
 """TensorStore's version of a key that does not exist."""
-# In TensorStore's error, of an answer to a header that the server does not know.
+# Part of TensorStore's error if the server does not support a header.
 _NOT_IMPLEMENTED = "[http_response_code='501']"
 _log = logging.getLogger('t5ckpt')
 
@@ -30,7 +30,7 @@ class ConditionalWrites:
     def __init__(self, connection: Connection):
         """Takes the connection; sends nothing."""
         self._is_ignored = self._is_known = False
-        # Whether the server refuses the condition that an object is unchanged, and knows the one that there is none.
+        # Whether the server supports the condition that an object does not exist, but not that it is unchanged.
         self._refuses_changes = False
         self._connection = connection
 

@@ -1,7 +1,7 @@
 """The lock of a directory: ``flock`` on the directory itself.
 
-The kernel releases it when the process ends, in whatever way, and it leaves no file behind. A forked process closes its copy of
-the open directory, with which it would keep the lock after the end of its parent.
+The kernel releases it when the process ends, even by SIGKILL, and there is no lock file to remove. A forked process closes its
+copy of the open directory, with which it would keep the lock after the end of its parent.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _LAST_ATTEMPT = re.compile(rf'{_RETRIED}: (?:Unknown ?)?(.*)', re.DOTALL)
 # The HTTP codes that describe the key. All others do not depend on its contents.
 _OF_THE_KEY = {'404', '416'}
 _HTTP_CODE = re.compile(r" ?\[(?:http_response_code='|HTTP code )(\d+)'?\]")
-# The query of Azure's signed URLs, which gives access to whoever reads the error.
+# The query of Azure's signed URLs. It must not be in an error, because it gives access to all readers of it.
 _SIGNATURE = re.compile(r'\?[^\s"\'\]]*\bsig=[^\s"\'\]:]*')
 _BUCKET_NAME = re.compile(r'Invalid \w+ bucket name: (".*")')
 _NO_BUCKET = (
@@ -118,7 +118,7 @@ def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5Ckpt
 def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False, action: str = '') -> T5CkptError:
     """The error of t5ckpt for an error of TensorStore in a read or, with ``writing``, a write of ``where``.
 
-    ``action`` is what the credentials must permit, 'reading' or 'writing' by default.
+    ``action`` is the operation that the credentials must permit, 'reading' or 'writing' by default.
     """
     text = _SIGNATURE.sub('', _SPEC.sub('', str(error)))
     lowered = text.lower()
@@ -190,7 +190,7 @@ def _shown_cause(error: Exception) -> Exception | None:
 
 @contextlib.contextmanager
 def bucket_errors(where: str, action: str = 'reading') -> Generator[None]:
-    """Maps the errors of TensorStore inside the block, for requests to a bucket; ``action`` is what they do to a key."""
+    """Maps the errors of TensorStore inside the block, for requests to a bucket; ``action`` is their operation on a key."""
     try:
         yield
     except T5CkptError:

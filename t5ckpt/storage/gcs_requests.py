@@ -30,7 +30,7 @@ class GcsRequests(ServerRequests):
     """The requests to one bucket of Google's storage."""
 
     def __init__(self, bucket: str, endpoint: str, patience: float, token: Callable[[], str], project: str | None):
-        """Takes the bucket, the server, the seconds for retries, a function that returns a token, and who pays."""
+        """Takes the bucket, the server, the seconds for retries, a function that returns a token, and the project that pays."""
         super().__init__(endpoint, f'gs://{bucket}', patience)
         self._bucket, self._token, self._project = bucket, token, project
 

@@ -29,7 +29,7 @@ _CREDENTIALS = {
     'gs': 'set GOOGLE_APPLICATION_CREDENTIALS',
     's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
 }
-# The scheme of Azure, and what Hadoop, adlfs and others call it.
+# The scheme of Azure, and its names in Hadoop, adlfs and other tools.
 _AZURE = ('az', 'abfs', 'abfss', 'azure', 'wasb', 'wasbs')
 _BUCKETS = sorted(_BACKENDS.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
@@ -40,7 +40,7 @@ _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | r
 _MAX_PATH = 4095
 _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 _ANY_URL = re.compile(r'[a-z][a-z0-9+.\-]*:/', re.IGNORECASE)
-# The parameters of a signed URL of Azure, Amazon or Google. The query gives access to whoever reads it.
+# The parameters of a signed URL of Azure, Amazon or Google. Such a query gives access to all who read it.
 _SIGNATURE = re.compile('[?&](sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token))=', re.IGNORECASE)
 # 's3://KEY:SECRET@bucket', as old tools write it.
 _KEYS = re.compile(rf'({"|".join(_CREDENTIALS)})://[^/?]*:.*@', re.DOTALL | re.IGNORECASE)
@@ -240,11 +240,11 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
 
 
 def _azure_spelling(url: str, account: str = '') -> str | None:
-    """What to write for a URL of another tool for a container of Azure's; None for other URLs.
+    """The URL of t5ckpt for another tool's URL of an Azure container; None for other URLs.
 
     Args:
       url: of any scheme.
-      account: what stands for the account if the URL does not name it.
+      account: a placeholder for the account if the URL does not name it.
     """
     scheme, rest = re.split(':/*', url, maxsplit=1)
     bucket, _, path = rest.partition('?')[0].partition('/')

@@ -117,7 +117,7 @@ class S3Requests(ServerRequests):
                 raise
             if error.is_of_object:
                 return False
-            # The server does not know the condition.
+            # The server does not support the condition.
             self._compares = False
             return None
         return True

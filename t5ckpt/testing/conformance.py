@@ -168,8 +168,8 @@ class StorageConformance:
         else:
             raise AssertionError('publish took a name that was taken')
 
-    def test_tensorstore_sees_the_same_place(self, tmp_path: pathlib.Path) -> None:
-        """The storage reads what was written through ``open_kvstore``, and TensorStore what the storage has written."""
+    def test_tensorstore_reads_and_writes_the_same_files(self, tmp_path: pathlib.Path) -> None:
+        """Files written through ``open_kvstore`` can be read from the storage, and the other way round."""
         storage = self.make(tmp_path)
         storage.make_dir('arrays')
         store = storage.open_kvstore('arrays')

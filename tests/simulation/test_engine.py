@@ -173,7 +173,7 @@ def test_a_deadlock_is_found():
         for lock in locks.values():
             lock.release()
         failures.add(run(program, chooser_of(seed, (), 4)).failure)
-    assert failures == {None, 'nobody can go on: one.0 (main), two.0 (main)'}
+    assert failures == {None, 'all tasks wait forever: one.0 (main), two.0 (main)'}
 
 
 def test_a_lost_update_is_found_by_one_decision():

@@ -1,4 +1,4 @@
-"""Writes a report of a step, with what the caller knows of its run."""
+"""Writes a report of a step, with the facts about its run that the caller passes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def step_report(
 
 
 def shared(progress: Progress | None, before: int, after: int) -> Progress | None:
-    """The progress of a part of the work, of which so many bytes were read before and are to be read after it."""
+    """The progress of one part of the work; ``before`` and ``after`` are the bytes of the parts around it."""
     if progress is None:
         return None
     return lambda done, total: progress(before + done, before + total + after)

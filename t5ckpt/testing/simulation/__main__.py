@@ -17,7 +17,9 @@ def main() -> int:
     parser.add_argument('--module', default=OWN_SCENARIOS, help='the module with SCENARIOS')
     parser.add_argument('--schedules', type=int, help='of each scenario; default: 1000, with --switches all')
     parser.add_argument('--first', type=int, default=0, help='the first seed')
-    parser.add_argument('--switches', type=int, help='all schedules with at most so many decisions, instead of seeds')
+    parser.add_argument(
+        '--switches', type=int, help='all schedules with at most this number of decisions, instead of seeds'
+    )
     parser.add_argument('--workers', type=int, default=2, help='processes')
     parser.add_argument(
         '--report', default='', help='a directory with counts, which this run continues; prints its table'

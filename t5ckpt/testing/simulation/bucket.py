@@ -1,7 +1,7 @@
 """A bucket in memory. ``BucketStorage`` runs unchanged over it.
 
 Every request is applied at once, in one order for all processes. A request may fail, be applied without its reply, or be
-reported as failed and be applied later. What a process has asked for and not waited for when it dies is lost.
+reported as failed and be applied later. Requests that a process has sent but not waited for are lost when it dies.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _FAILED = 'UNAVAILABLE: injected: the server does not answer'
 
 
 class Bucket:
-    """The server: objects and their generations.
+    """The server: objects and their versions.
 
     Attributes:
       is_away: whether all requests fail.
-      objects: bytes and generation by key.
+      objects: bytes and version by key.
       changed: called with the keys after each change.
-      generations: the numbers of the next ones.
+      versions: the numbers of the next ones.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, bytes]] = {}
         self.is_away = False
         self.changed: Callable[[tuple[str, ...]], None] = lambda keys: None
-        self.generations = itertools.count(1)
+        self.versions = itertools.count(1)
 
     def files(self) -> dict[str, bytes]:
         """All objects by key."""
         return {key: data for key, (data, _) in self.objects.items()}
 
     def put(self, key: str, data: bytes | None, if_equal: bytes | None = None) -> bytes:
-        """Writes or, for None, deletes an object; returns its generation, or no bytes if it does not have the expected one.
+        """Writes or, for None, deletes an object; returns its version, or no bytes if it does not have the expected one.
 
-        As in TensorStore, the generation ``ABSENT`` expects that there is no object.
+        As in TensorStore, the version ``ABSENT`` means that the object must not exist.
         """
         before = self.objects.get(key)
         if if_equal is not None and if_equal != (ABSENT if before is None else before[1]):
@@ -56,10 +56,10 @@ class Bucket:
                 del self.objects[key]
                 self.changed((key,))
             return ABSENT
-        generation = b'\1%d' % next(self.generations)
-        self.objects[key] = (data, generation)
+        version = b'\1%d' % next(self.versions)
+        self.objects[key] = (data, version)
         self.changed((key,))
-        return generation
+        return version
 
 
 class _Request:
@@ -106,7 +106,7 @@ class _Request:
 
 
 class _Client:
-    """What TensorStore's ``KvStore`` does, for a prefix of the bucket."""
+    """The part of TensorStore's ``KvStore`` that t5ckpt uses, for a prefix of the bucket."""
 
     def __init__(self, bucket: Bucket, prefix: str = ''):
         self._bucket, self._prefix = bucket, prefix
@@ -118,10 +118,10 @@ class _Client:
             found = self._bucket.objects.get(self._prefix + key)
             if found is None:
                 return _read('missing', b'', ABSENT)
-            data, generation = found
-            if if_not_equal == generation:
-                return _read('unspecified', b'', generation)
-            return _read('value', data if byte_range is None else data[byte_range], generation)
+            data, version = found
+            if if_not_equal == version:
+                return _read('unspecified', b'', version)
+            return _read('value', data if byte_range is None else data[byte_range], version)
 
         return _Request(
             self._bucket, f'{"GET" if byte_range is None else "HEAD"} {self._prefix}{key}', apply, changes=False
@@ -154,8 +154,8 @@ class _Client:
         ]
 
 
-def _read(state: str, value: bytes, generation: bytes) -> Any:
-    return types.SimpleNamespace(state=state, value=value, stamp=types.SimpleNamespace(generation=generation))
+def _read(state: str, value: bytes, version: bytes) -> Any:
+    return types.SimpleNamespace(state=state, value=value, stamp=types.SimpleNamespace(generation=version))
 
 
 def _text(keys: Any) -> str:

@@ -27,7 +27,7 @@ class Failure:
       seed: runs the schedule again, unless ``switches`` is set.
       switches: the bound of the exhaustive search that found it; None for a seed.
       schedules: how many schedules of the scenario it took.
-      violation: what is not true.
+      violation: the invariant that does not hold.
       decisions: the shortest schedule that still fails.
       trace: its operations, one a line.
     """
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Campaign:
-    """What was explored.
+    """The results of an exploration.
 
     Attributes:
       schedules, points, states: how many there were; the states are the different sets of keys that a storage had.
@@ -69,7 +69,7 @@ class Campaign:
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
     def merge(self, other: Campaign) -> None:
-        """Adds what was explored of another scenario."""
+        """Adds the results of another scenario."""
         self.schedules += other.schedules
         self.points += other.points
         self.states += other.states
@@ -102,7 +102,7 @@ def simulate(
     Args:
       scenarios: their names in ``module.SCENARIOS``.
       seeds: of the schedules of each.
-      switches: explores all schedules with at most so many decisions instead, at most ``len(seeds)`` of them.
+      switches: explores all schedules with at most this number of decisions instead, at most ``len(seeds)`` of them.
       module: the module of the scenarios.
       workers: the number of processes; each takes a part of the seeds, or of the scenarios with ``switches``.
       path: the directory of the package to test; that of this module by default.
@@ -125,7 +125,7 @@ def explore(
     workers: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[str, Campaign]]:
-    """As :func:`simulate`; yields each scenario and what was explored of it, as soon as it is."""
+    """As :func:`simulate`; yields the name and the results of each scenario as soon as they are known."""
     names = [*dict.fromkeys(scenarios)]
     return _run(_jobs(names, seeds, switches, workers, by_scenario=switches is not None), names, module, '', path)
 
@@ -187,7 +187,7 @@ def _run(
 
 
 def _line(worker: subprocess.Popen[str], errors: IO[str]) -> Mapping[str, Any]:
-    """What a worker prints about the next of its scenarios."""
+    """The line that a worker prints about the next of its scenarios."""
     line = '' if worker.stdout is None else worker.stdout.readline()
     if not line:
         code = worker.wait()

@@ -2,7 +2,7 @@
 
 The server runs in process 0. If that process is dead, calls fail with UNAVAILABLE. If it is stopped, calls wait, at most for the
 heartbeat time-out. The server reports another process as dead when it has not sent heartbeats for that time. A barrier that has
-failed fails for those who come later, too.
+failed also fails for processes that enter it later.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SimulatedProcesses(Processes):
         if self.service.is_down:
             raise self._failed(_error(_GONE))
         if not is_over():
-            # For those who come later, too.
+            # Also for processes that enter it later.
             barrier.error = f'DEADLINE_EXCEEDED: Barrier timed out. Id: {name}'
         if barrier.error.startswith('DEADLINE'):
             raise self._failed(TimeoutError(barrier.error))

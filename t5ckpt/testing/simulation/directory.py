@@ -54,7 +54,7 @@ def open_at(bucket: str, path: str, given: Mapping[str, Any] | None) -> FileStor
 
 
 class _Files:
-    """What a save needs of TensorStore's ``KvStore``: small files, which TensorStore writes as ``write_direct`` does."""
+    """The part of TensorStore's ``KvStore`` that a save uses: small files, which TensorStore writes as ``write_direct`` does."""
 
     def __init__(self, storage: SimulatedDirectory, directory: str):
         self._storage, self._directory = storage, directory

@@ -1,4 +1,4 @@
-"""A POSIX file system in memory, with what a power cut leaves of it.
+"""A POSIX file system in memory, which simulates power cuts.
 
 A file's bytes are durable after ``fsync`` of the file, and its name after ``fsync`` of its directory. A power cut keeps these.
 Of the changes of a directory since its last ``fsync``, any may be there or not, but a rename or an exchange of two names in one
@@ -269,7 +269,7 @@ class Disk:
     # --- power cuts ------------------------------------------------------------------------------------------------------
 
     def cut_power(self, seed: int) -> None:
-        """Leaves what was durable, and by chance some of the rest. All locks are gone."""
+        """Keeps the durable changes and, at random, some of the others. All locks are released."""
         choice = random.Random(seed)
         self.locks.clear()
         # Half of the seeds keep as little as is allowed, or as much.

@@ -15,7 +15,7 @@ from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.world import World
 
 _LEFTOVER_SECONDS = 7200.0
-# What may remain after a save that had no faults: the steps, and the index of a bucket.
+# The files that may remain after a save without faults: the steps, and the index of a bucket.
 _RANDOM = re.compile('[0-9a-f]{16}')
 _OWN = re.compile(
     r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.|(run_id|tier\.json|taken\.json)$)|checkpoint_[0-9]+\.damaged-'
@@ -99,7 +99,7 @@ class Explorer:
     def _error(scheduler: Scheduler, tasks: Sequence[Task]) -> str | None:
         """An error that a program may not have: any without a fault, and with faults one that is not of ``t5ckpt.errors``.
 
-        No fault leaves files that t5ckpt does not know.
+        No fault leaves files with names that t5ckpt does not use.
         """
         has_fault = any(each.action != 'run' for each in scheduler.taken)
         for task in tasks:
@@ -136,7 +136,7 @@ class Explorer:
 
     @staticmethod
     def _left(world: World) -> object:
-        """What the next save depends on where there are no leftovers: the names, without random parts, and the steps' values."""
+        """The state that the next save depends on, without leftovers: the names without random parts, and the steps' values."""
         names = sorted(_RANDOM.sub('', name) for name in world.names())
         return (*names, *sorted(world.observer.visible.items()), *sorted(world.local.visible.items()))
 

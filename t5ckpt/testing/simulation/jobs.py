@@ -19,7 +19,7 @@ from t5ckpt.testing.simulation.scheduler import current_task, wait_until
 from t5ckpt.testing.simulation.tasks import Task
 from t5ckpt.testing.simulation.world import World
 
-# Besides the wait for the others: the operations of a save, and what its own retries take.
+# For the operations of a save and its own retries, in addition to the wait for the others.
 _OWN_SECONDS = 60.0
 # How many steps a process dispatches before it waits for the slowest one.
 _STEPS_AHEAD = 2
@@ -36,7 +36,7 @@ class _Device:
 
 
 class _Sharding:
-    """What a save asks of the sharding of a jax.Array whose elements lie on one device each."""
+    """The part of a sharding that a save uses, for a jax.Array with one element on each device."""
 
     def __init__(self, count: int):
         self.devices = [_Device(index) for index in range(count)]
@@ -51,7 +51,7 @@ class _Sharding:
 
 
 class _Vector:
-    """What a save asks of a jax.Array of one element a process."""
+    """The part of a jax.Array that a save uses, with one element for each process."""
 
     is_fully_addressable = is_fully_replicated = False
     dtype = np.dtype(np.float32)

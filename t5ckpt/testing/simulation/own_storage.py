@@ -25,7 +25,7 @@ def point(operation: str) -> None:
     """One more point of the schedule, within a method that writes or deletes. It does nothing outside of a simulation.
 
     Args:
-      operation: what the trace says.
+      operation: its text in the trace.
 
     Raises:
       StorageError: the schedule lets the method fail here.
@@ -87,7 +87,7 @@ class _Lock(Lock):
 
 
 def _pointed(name: str, convert: Callable[[Any], Any] = lambda found: found) -> Any:
-    """A method of a storage, with a point before it; ``convert`` is applied to what it returns."""
+    """A method of a storage, with a point before it; ``convert`` is applied to its result."""
 
     def call(self: OwnStorage, *args: Any, **options: Any) -> Any:
         scheduler = active()
@@ -168,7 +168,7 @@ class OwnStorage(FaultyStorage):
 
 
 class _Files:
-    """What a save needs of TensorStore's ``KvStore``."""
+    """The part of TensorStore's ``KvStore`` that a save uses."""
 
     def __init__(self, storage: OwnStorage, directory: str):
         self._storage, self._directory = storage, directory

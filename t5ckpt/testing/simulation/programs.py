@@ -1,4 +1,4 @@
-"""Programs that processes run: the public interface of t5ckpt, with what the observer has to know."""
+"""Programs that processes run: they call the public interface of t5ckpt, and report their results to the observer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def saver(
             )[1]
         with Checkpointer(state_of(value), checkpoints_dir=storage, **given) as ck:
             for step in steps:
-                # A step that somebody reads or has pinned is not replaced.
+                # A step that is pinned or has a read lease is not replaced.
                 with contextlib.suppress(StepKeptError):
                     save(ck, step)
 
@@ -123,7 +123,7 @@ def _read(world: World, step: int) -> None:
         read = arrays.read(leaves['w',], 'w')
     value = int(np.asarray(leaves['n',]))
     if any(each != value for each in read):
-        world.scheduler.fail(f'a reader of step {step} got {read} beside {value}')
+        world.scheduler.fail(f'a reader of step {step} got w={read} and n={value}')
 
 
 def viewer(world: World, step: int) -> Callable[[], None]:
@@ -158,7 +158,7 @@ def remover(world: World, step: int, *, has_rivals: bool = True) -> Callable[[],
             if not has_rivals:
                 world.scheduler.fail(f'step {step} could not be deleted: {error}')
             if _failed_requests(world) > 1:
-                # What undoes the first failure may have failed as well.
+                # The operation that undoes the first failure may have failed as well.
                 raise
             world.observer.ended.add((current_task().process.name, step))
             raise
@@ -191,7 +191,7 @@ def lister(world: World, times: int = 2) -> Callable[[], None]:
 
 
 def finisher(world: World, step: int = 99) -> Callable[[], None]:
-    """A save after everything else, and a listing."""
+    """A save after all other programs, and a listing."""
 
     def run() -> None:
         saver(world, step, [step])()

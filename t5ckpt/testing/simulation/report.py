@@ -1,4 +1,4 @@
-"""A directory with what was explored so far, which later runs continue: a file of counts and one of states by scenario."""
+"""A directory with the results so far, which later runs continue: a file of counts and one of states for each scenario."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _VARIANT = re.compile('^disk-|-faults$')
 
 @dataclasses.dataclass
 class Explored:
-    """What was explored of one scenario.
+    """The results of one scenario.
 
     Attributes:
       first: the first seed.
       following: the first seed that was not explored.
-      points: how many operations there were.
-      states: how many different sets of keys the storage had.
-      faults: how many of each, and 'run' for switches.
+      points: the number of operations.
+      states: the number of different sets of keys that the storage had.
+      faults: the number of each, and 'run' for switches.
     """
 
     first: int = 0
@@ -35,12 +35,12 @@ class Explored:
 
     @property
     def schedules(self) -> int:
-        """How many there were."""
+        """The number of explored schedules."""
         return self.following - self.first
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str], name: str, first: int = 0) -> Explored:
-        """What a directory has; ``first``: the first seed where it has nothing."""
+        """Reads the results in a directory; ``first`` is the first seed if it has none."""
         path = Path(directory, f'{name}.json')
         if not path.exists():
             return cls(first, first)

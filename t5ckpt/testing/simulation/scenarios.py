@@ -1,4 +1,4 @@
-"""The scenarios: who uses one run at the same time, and what may go wrong."""
+"""The scenarios: the programs that use one run at the same time, and their faults."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Scenario:
 
     Attributes:
       start: starts the processes whose schedule is explored.
-      prepare: starts the processes that run before, without faults; each schedule begins with what they have left.
-      finish: the program that runs last, without faults, two hours later: a save of a new step. After it, nothing is left over.
-      check: what else must be true at the end, in a schedule without faults; returns a violation.
-      checked_after: faults after which it must be true as well, unless a program was told of an error.
+      prepare: starts the processes that run before, without faults; each schedule begins with the storage as they leave it.
+      finish: the program that runs last, without faults, two hours later: a save of a new step. After it, there are no leftovers.
+      check: checks further invariants at the end of a schedule without faults; returns a violation.
+      checked_after: faults after which ``check`` must hold as well, unless a program got an error.
       kind: that of ``World``.
       faults: the actions of ``Decision`` that may happen, except for 'run'.
     """
@@ -123,7 +123,7 @@ def _prune(world: World) -> Sequence[Task]:
 
 
 def _remove(world: World) -> Sequence[Task]:
-    """Somebody deletes a step, another pins it, a third reads it."""
+    """One program deletes a step, another pins it, a third reads it."""
     return [
         world.start('rm', remover(world, 1), machine='a', may_delete=_is_one),
         world.start('pin', pinner(world, 1), machine='b'),
@@ -168,7 +168,7 @@ def _keep(world: World) -> Sequence[Task]:
 
 
 def _link(world: World) -> Sequence[Task]:
-    """A trainer links unchanged chunks from the step that somebody deletes; both follow a restart on the same machine."""
+    """A trainer links unchanged chunks from a step that another program deletes; both follow a restart on the same machine."""
     return [
         world.start('trainer', saver(world, 1, [3, 4], reuse_unchanged=True)),
         world.start('rm', in_turn(remover(world, 1), remover(world, 3)), may_delete=lambda step: step in (1, 3)),
@@ -210,7 +210,7 @@ def _damaged(world: World) -> Sequence[Task]:
 
 
 def _repair(world: World) -> Sequence[Task]:
-    """A damaged step is repaired twice, on disks in place; somebody deletes it, a trainer saves, and one starts."""
+    """A damaged step is repaired twice, on disks in place; another program deletes it, a trainer saves, and one starts."""
     source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
     return [
         world.start('repair', repairer(world, step, source=source), machine='a'),
@@ -221,7 +221,7 @@ def _repair(world: World) -> Sequence[Task]:
 
 
 def _repair_beside_a_start(world: World) -> Sequence[Task]:
-    """The latest step is damaged; while it is repaired, a trainer starts, which may put it aside."""
+    """The latest step is damaged; while it is repaired, a trainer starts, which may rename it."""
     source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
     return [
         world.start('repair', repairer(world, step, source=source), machine='a'),
@@ -231,7 +231,7 @@ def _repair_beside_a_start(world: World) -> Sequence[Task]:
 
 
 def _verbs(world: World) -> Sequence[Task]:
-    """Somebody prunes a run, somebody else deletes a step, and a trainer starts with ``restore_or_init`` and one saves."""
+    """One program prunes a run, another deletes a step, and a trainer starts with ``restore_or_init`` and one saves."""
     return [
         world.start('prune', pruner(world, 1), machine='a', may_delete=lambda step: step < 3),
         world.start('rm', remover(world, 1), machine='b', may_delete=_is_one),
@@ -271,7 +271,7 @@ def _overwrite_upload(world: World) -> Sequence[Task]:
 
 
 def _again(world: World) -> Sequence[Task]:
-    """A program deletes a step and saves it again, while somebody pins it."""
+    """A program deletes a step and saves it again, while another pins it."""
     again = in_turn(remover(world, 1), saver(world, 1, [1]))
     return [
         world.start('again', again, machine='a', may_delete=_is_one),
@@ -299,7 +299,7 @@ def _with_positions(world: World) -> Sequence[Task]:
 
 
 def _strip(world: World) -> Sequence[Task]:
-    """Positions of data iterators are removed from a step that a program reads, and somebody deletes."""
+    """Positions of data iterators are removed from a step that a program reads and another deletes."""
     return [
         world.start('strip', stripper(world), machine='a'),
         world.start('reader', holder(world, 1), machine='b'),
@@ -318,7 +318,7 @@ def _view(world: World) -> Sequence[Task]:
 
 
 def _slow(world: World) -> Sequence[Task]:
-    """A trainer renews its lease while it saves a step. Somebody deletes the step later, when nothing holds it."""
+    """A trainer renews its lease while it saves a step. Another program deletes the step later, when it has no lease."""
     is_saved: list[bool] = []
     train = in_turn(saver(world, 1, [7], how='slow'), lambda: is_saved.append(True), after(20_000.0, is_saved.clear))
     rm = in_turn(lambda: _wait_for(is_saved), after(9000.0, remover(world, 7, has_rivals=False)))

@@ -38,12 +38,12 @@ class Killed(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What happens at one point of one task.
+    """The action at one point of one task.
 
     Attributes:
       task: its name.
-      index: which point of the task it is, from 1.
-      action: 'run' another task, 'crash', 'power' (a cut), 'pause' the process, 'delay' the task, or what happens to
+      index: the number of the point in the task, from 1.
+      action: 'run' another task, 'crash', 'power' (a cut), 'pause' the process, 'delay' the task, or the fault of
         the operation: 'error', 'lost' (it is done, and reported as an error), 'late' (reported as an error, and done later).
       value: the task to run, or seconds.
     """
@@ -268,7 +268,7 @@ class Scheduler:
         else:
             self._hand_over(following)
 
-    # --- who is next -----------------------------------------------------------------------------------------------------
+    # --- the next task ---------------------------------------------------------------------------------------------------
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -307,7 +307,7 @@ class Scheduler:
             wakes = min((each.wakes() for each in self._tasks), default=math.inf)
             if math.isinf(wakes) or wakes - EPOCH > MAX_SECONDS:
                 waiting = ', '.join(f'{each.name} ({each.label})' for each in self._tasks)
-                self.failure = self.failure or f'nobody can go on: {waiting}'
+                self.failure = self.failure or f'all tasks wait forever: {waiting}'
                 self._abort()
             else:
                 self.now = max(self.now, wakes)
@@ -330,7 +330,7 @@ class Scheduler:
             task.carrier = _Carrier.take(self, task)
         task.carrier.gate.release()
 
-    # --- what differs between processes and seeds ------------------------------------------------------------------------
+    # --- values by process and seed -------------------------------------------------------------------------------------
 
     def token(self, nbytes: int) -> str:
         """Hexadecimal digits that depend on the seed, the process, and how many it has had."""
@@ -346,7 +346,7 @@ def _text(operation: str | Callable[[], str]) -> str:
 
 
 def active() -> Scheduler | None:
-    """The scheduler whose task calls; None outside a simulation."""
+    """The scheduler of the calling task; None outside a simulation."""
     return _active[-1] if _active and _active[-1].current is not None else None
 
 
@@ -359,7 +359,7 @@ def current_task() -> Task:
 
 
 def wait_until(is_wanted: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Waits, in a simulation or outside of one, where nobody else could end the wait."""
+    """Waits in a simulation. Outside of one, only the time-out can end the wait."""
     scheduler = active()
     if scheduler is None:
         if is_wanted():

@@ -49,7 +49,7 @@ def _wait_for(world: World, ck: Checkpointer, step: int, value: float) -> None:
     try:
         ck.wait_until_persisted(step)
     except NotPersistedError:
-        # The bucket is away, or somebody has deleted the step.
+        # The bucket is away, or another program has deleted the step.
         return
     world.observer.is_saved(step, value)
 
@@ -65,7 +65,7 @@ def tier_remover(step: int) -> Callable[[], None]:
 
 
 def may_delete_local(world: World, newest: int) -> Callable[[int], bool]:
-    """What the retention of the local directory may delete: steps before the newest that do not wait for their upload."""
+    """The steps that retention may delete from the local directory: those before the newest that do not wait for their upload."""
     return lambda step: step < newest and world.read_local(to_persist_file(step)) is None
 
 
@@ -83,7 +83,7 @@ def outage(world: World, seconds: float) -> Callable[[], None]:
 
 
 def tier_finisher(world: World, step: int = 99) -> Callable[[], None]:
-    """A restart on the same machine. It restores the newest step, uploads what waits, and saves."""
+    """A restart on the same machine. It restores the newest step, uploads the waiting steps, and saves."""
     world.local.may_delete['finish'] = may_delete_local(world, step)
 
     def run() -> None:
@@ -125,7 +125,7 @@ def tiers_before(world: World) -> Sequence[Task]:
 
 
 def tiers(world: World) -> Sequence[Task]:
-    """A trainer uploads two steps, somebody deletes steps of either tier, and a second trainer has the same local directory."""
+    """A trainer uploads two steps, steps of either tier are deleted, and a second trainer has the same local directory."""
     trainer = world.start('trainer', tier_saver(world, 1, [2, 3], waits=True), machine='a')
     second = world.start('second', after(0.5, tier_saver(world, 2, [3, 4])), machine='a')
     for name in ('trainer', 'second'):

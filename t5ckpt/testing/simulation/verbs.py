@@ -32,7 +32,7 @@ from t5ckpt.testing.simulation.scheduler import current_task
 from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
-# What the verbs answer where another program has changed the step meanwhile.
+# The errors of the verbs if another program has changed the step in the meantime.
 _OVERTAKEN = (CheckpointExistsError, CheckpointNotFoundError, ChangedMeanwhileError, StepKeptError)
 
 
@@ -85,7 +85,7 @@ def pruner(world: World, keep: int) -> Callable[[], None]:
 
 
 def put_aside(world: World, step: int) -> Callable[[], None]:
-    """What ``restore_or_init`` does with a step that is damaged."""
+    """Renames a damaged step, as ``restore_or_init`` does."""
 
     def run() -> None:
         with contextlib.suppress(*_OVERTAKEN):
@@ -95,7 +95,7 @@ def put_aside(world: World, step: int) -> Callable[[], None]:
 
 
 def stripper(world: World) -> Callable[[], None]:
-    """What a trainer with ``keep_dataset_checkpoints=1`` does after a save."""
+    """Removes data-iterator files, as a trainer with ``keep_dataset_checkpoints=1`` does after a save."""
 
     def run() -> None:
         remove_old_datasets(world.storage(), steps_in(world.storage()), 1, None, clock)
@@ -142,8 +142,8 @@ def restarter(world: World) -> Callable[[], None]:
                 return
         value = int(np.asarray(state['n']))
         if any(each != value for each in np.asarray(state['w'])):
-            world.scheduler.fail(f'restore_or_init returned {state["w"]} beside {value}')
+            world.scheduler.fail(f'restore_or_init returned w={state["w"]} and n={value}')
         if value == -1 and before - observer.disappeared:
-            world.scheduler.fail(f'restore_or_init began anew, and steps {sorted(before)} were there')
+            world.scheduler.fail(f'restore_or_init made a new state, although steps {sorted(before)} exist')
 
     return run

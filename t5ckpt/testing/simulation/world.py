@@ -34,7 +34,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-    """What a manifest names: the value, and the files with the bytes that they must have (None for any)."""
+    """The contents of a manifest: the value, and the files with the bytes that they must have (None for any)."""
 
     value: float
     files: tuple[tuple[str, bytes | None], ...]
@@ -59,7 +59,7 @@ def _contents(manifest: bytes) -> _Contents:
 
 
 class Observer:
-    """Knows what must be true, and fails the schedule at the first change after which it is not.
+    """Checks the invariants of a run, and fails the schedule at the first change that violates one.
 
     Attributes:
       visible: the value of each step that is listed.
@@ -97,7 +97,7 @@ class Observer:
         other.damaged = dict(self.damaged)
         return other
 
-    # --- what processes say -----------------------------------------------------------------------------------------------
+    # --- reports of processes ---------------------------------------------------------------------------------------------
 
     def is_saved(self, step: int, value: float) -> None:
         """A save of this process has returned a checkpoint."""
@@ -112,7 +112,7 @@ class Observer:
         """A reader may read a step until some time."""
         self.leases[process, step] = until
         if step not in self.visible:
-            self._scheduler.fail(f'{process} has a read lease of step {step}, which is not there')
+            self._scheduler.fail(f'{process} has a read lease of step {step}, which does not exist')
 
     def is_returned(self, process: str, step: int) -> None:
         """The reader has ended its lease."""
@@ -122,7 +122,7 @@ class Observer:
         """Whether a process is meant to delete or replace a step."""
         return any(may(step) for may in self.may_delete.values())
 
-    # --- what the storage shows -------------------------------------------------------------------------------------------
+    # --- changes of the storage -----------------------------------------------------------------------------------------
 
     def changed(self, keys: Collection[str]) -> None:
         """Checks the steps of some keys, relative to the run."""
@@ -135,7 +135,7 @@ class Observer:
                 self._check(int(match.group(1)))
 
     def check_all(self, steps: Collection[int]) -> None:
-        """Checks some steps after a power cut: what has not been promised may be gone."""
+        """Checks some steps after a power cut: a step whose save has not returned may be gone."""
         for step in sorted({*steps, *self.visible, *self.saved}):
             if self._read(f'checkpoint_{step}/{MANIFEST}') is not None:
                 self._check(step)
@@ -233,15 +233,15 @@ class World:
     """A run on a simulated storage, and the processes that use it.
 
     Attributes:
-      kind: 'bucket', 'disk', 'tiers' for a bucket and a local directory on a disk, or what makes an empty storage of one's own.
+      kind: 'bucket', 'disk', 'tiers' for a bucket and a local directory on a disk, or a function that makes an empty storage.
       scheduler: runs the processes.
       observer: checks the invariants of the run.
       disk: the one of the local directory, and
-      local: the observer of that directory; it knows nothing where there are no tiers.
+      local: the observer of that directory; without tiers it has no steps.
     """
 
     def __init__(self, kind: str | Callable[[], Storage], scheduler: Scheduler, before: World | None = None):
-        """Makes an empty world, or one with what is on the storage of another."""
+        """Makes an empty world, or one with the files of another."""
         self.kind, self.scheduler = kind, scheduler
         network = scheduler.process('network')
         network.is_daemon = True
@@ -258,7 +258,7 @@ class World:
             mount(self.server)
             if before is not None and isinstance(before.server, Bucket):
                 self.server.objects.update(before.server.objects)
-                self.server.generations = copy.copy(before.server.generations)
+                self.server.versions = copy.copy(before.server.versions)
         else:
             previous = None if before is None else before.server
             self.server = previous.copied(now) if isinstance(previous, Disk) else Disk(now)
@@ -362,7 +362,7 @@ class World:
         return self.scheduler.start(process, program)
 
     def cut_power(self, seed: int) -> None:
-        """Ends all processes, and leaves on the disk what a power cut leaves."""
+        """Ends all processes, and cuts the power of the disks."""
         for process in self.scheduler.processes.values():
             self.scheduler.kill(process)
         if isinstance(self.server, Disk):

@@ -318,8 +318,8 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
         cure = f'Give the path of the file: {storage.url(model)}'
     elif runs:
         cure = f'Give the path of one: {storage.url(runs[0])}'
-    held = f'it contains {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
-    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {held}. {cure}')
+    contents = f'it contains {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
+    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {contents}. {cure}')
 
 
 def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:

@@ -54,9 +54,9 @@ def _undefined(
         cure = cure or 'Pass --mode max or --mode min.'
         return f'the keep policy of the run does not define whether high or low values of {metric} are best. {cure}'
     there = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
-    held = ', '.join(f'{name} ({best})' for name, best in known) or 'no metric'
+    compared = ', '.join(f'{name} ({best})' for name, best in known) or 'no metric'
     cure = cure or 'Pass METRIC and --mode max or --mode min.'
-    return f'the keep policy of the run compares {held}; the metrics of the steps are: {there}. {cure}'
+    return f'the keep policy of the run compares {compared}; the metrics of the steps are: {there}. {cure}'
 
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:

@@ -8,20 +8,18 @@ from collections.abc import Collection
 _SUFFIX = '/value'
 
 
-def value_rule(template: Collection[str], held: Collection[str]) -> tuple[str, str] | None:
+def value_rule(lacking: Collection[str], excess: Collection[str]) -> tuple[str, str] | None:
     """One rule of an assignment map for all leaves that differ only in the suffix; None if there are none.
 
     Args:
-      template: names that the template has and the checkpoint lacks.
-      held: names that the checkpoint has and the template lacks.
+      lacking: names that the template has and the checkpoint lacks.
+      excess: names that the checkpoint has and the template lacks.
     """
-    there = set(held)
-    lack = [name for name in template if name + _SUFFIX in there]
+    there = set(excess)
+    lack = [name for name in lacking if name + _SUFFIX in there]
     if lack:
         return rf'({_scopes(lack)})', rf'\1{_SUFFIX}'
-    have = [
-        name.removesuffix(_SUFFIX) for name in template if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there
-    ]
+    have = [name.removesuffix(_SUFFIX) for name in lacking if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there]
     return (rf'({_scopes(have)}){_SUFFIX}', r'\1') if have else None
 
 

@@ -96,24 +96,24 @@ class DatasetState:
           DatasetStateError: the checkpoint has the state of another number of shards, or of another pipeline.
         """
         prefix = self._shard(processes).prefix
-        held = _held(storage, directory)
-        if not held:
-            held, directory = _held_by_orbax(storage, directory, processes)
-        if not held and isinstance(self.iterator, StateIterator):
-            key = _held_by_grain(storage, directory, processes)
+        files = _state_files(storage, directory)
+        if not files:
+            files, directory = _files_of_orbax(storage, directory, processes)
+        if not files and isinstance(self.iterator, StateIterator):
+            key = _file_of_grain(storage, directory, processes)
             if key is not None:
                 self.iterator.load_of_orbax(storage.read(key), storage.url(key))
                 return
-        if not held:
+        if not files:
             _log.warning(
                 't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches may be '
                 'repeated',
                 storage.url(directory),
             )
             return
-        if not any(name.startswith(prefix) for name in held):
+        if not any(name.startswith(prefix) for name in files):
             raise DatasetStateError(
-                f'{storage.url(directory)} has no iterator state {prefix}, only {", ".join(held[:4])}. Restore '
+                f'{storage.url(directory)} has no iterator state {prefix}, only {", ".join(files[:4])}. Restore '
                 'with the same number of data shards, or without dataset_iterator to start the data afresh.'
             )
         local = storage.local_path(directory)
@@ -121,7 +121,7 @@ class DatasetState:
             self._load(os.path.join(local, prefix), storage.url(directory))
             return
         with tempfile.TemporaryDirectory(prefix='t5ckpt-') as copied:
-            for name in held:
+            for name in files:
                 if name.startswith(prefix):
                     _fetch(storage, directory, name, pathlib.Path(copied))
             self._load(os.path.join(copied, prefix), storage.url(directory))
@@ -140,33 +140,33 @@ class DatasetState:
 
 def warn_of_unused(storage: Storage, directory: str) -> None:
     """Logs a warning if a trainer without an iterator restores a checkpoint with an iterator's state."""
-    held = _held(storage, directory)
-    if held:
+    files = _state_files(storage, directory)
+    if files:
         _log.warning(
             't5ckpt: %s has data-iterator state (%s), but this trainer has no dataset_iterator, so the data does not continue '
             'where it stopped',
             storage.url(directory),
-            ', '.join(held[:4]),
+            ', '.join(files[:4]),
         )
 
 
-def _held(storage: Storage, directory: str) -> list[str]:
+def _state_files(storage: Storage, directory: str) -> list[str]:
     return storage.names(directory, TRAIN_DS_PREFIX)
 
 
-def _held_by_orbax(storage: Storage, directory: str, processes: Processes) -> tuple[list[str], str]:
+def _files_of_orbax(storage: Storage, directory: str, processes: Processes) -> tuple[list[str], str]:
     """The names of the state, and their directory, in a step that T5X saved through Orbax; without any the step's own.
 
     There it is the item ``dataset``, in which each of several processes has a directory (T5X, DatasetCheckpointHandler).
     """
     for below in (_ORBAX_ITEM, f'{_ORBAX_ITEM}/process_{processes.index}-of-{processes.count}'):
-        held = _held(storage, join(directory, below))
-        if held:
-            return held, join(directory, below)
+        files = _state_files(storage, join(directory, below))
+        if files:
+            return files, join(directory, below)
     return [], directory
 
 
-def _held_by_grain(storage: Storage, directory: str, processes: Processes) -> str | None:
+def _file_of_grain(storage: Storage, directory: str, processes: Processes) -> str | None:
     """The file of this process in the item of a step that Grain saved through Orbax; None without one.
 
     Raises:

@@ -38,12 +38,12 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}
-    held = leased_steps(storage, time.time)
+    leased = leased_steps(storage, time.time)
     infos = [
         StepInfo(
             entry.step,
             entry.pinned,
-            entry.step in held,
+            entry.step in leased,
             entry.created,
             {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
             entry.step in waiting,

@@ -55,16 +55,16 @@ class FileCache:
           is_good: returns whether cached bytes are those of the file; None compares its version instead.
           fetch: reads the file from the store; with a version, returns None if that is the file's version.
         """
-        held = self.get(url)
-        if held is not None and is_good is not None and is_good(held.data):
-            return held.data
-        found = fetch(held.version if held is not None and is_good is None else None)
+        cached = self.get(url)
+        if cached is not None and is_good is not None and is_good(cached.data):
+            return cached.data
+        found = fetch(cached.version if cached is not None and is_good is None else None)
         if found is not None:
             self.put(url, found)
             return found.data
-        if held is None:
+        if cached is None:
             raise AssertionError(f'{url}: not fetched')
-        return held.data
+        return cached.data
 
     def get(self, url: str) -> CachedFile | None:
         """The entry of a file, if it is undamaged."""

@@ -85,7 +85,7 @@ def progress_text(label: str, done: int, total: int, seconds: float) -> str:
     if seconds <= 0 or done <= 0:
         return text
     rate = done / seconds
-    # The rate of the first bytes says nothing about the others.
+    # The rate of the first bytes is not that of the others.
     left = f', {_time((total - done) / rate)} left' if done < total and share >= 1 else ''
     return f'{text}, {_size(rate)}/s{left}'
 

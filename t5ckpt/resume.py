@@ -190,7 +190,9 @@ def restore_or_init(
             error = caught
         else:
             checkpointer.restored_step = step
-            checkpointer.agree('putting damaged checkpoints aside', None, lambda _: _put_aside(checkpointer, failed))
+            checkpointer.agree(
+                'the renaming of damaged checkpoints', None, lambda _: _rename_damaged(checkpointer, failed)
+            )
             return state
         kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error, checkpointer, step), _verdict)
         if fallback is None or kind == 'other':
@@ -256,7 +258,7 @@ def _verdict(kinds: Sequence[str]) -> str:
     return 'other' if not known or 'other' in known else 'corrupt' if 'corrupt' in known else 'format'
 
 
-def _put_aside(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
+def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
     """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
     others = _steps_of_others(checkpointer.storage) if failed else {}
     for step, kind in failed.items():

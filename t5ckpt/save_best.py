@@ -74,7 +74,7 @@ class SaveBestCheckpointer(Checkpointer):
         if idle:
             warn_caller(
                 NoEffectWarning(
-                    f'{" and ".join(idle)} has no effect while keep is None, since all steps stay. Pass keep=, or leave it out.'
+                    f'{" and ".join(idle)} has no effect with keep=None, which keeps all steps. Pass keep=, or leave it out.'
                 )
             )
         super().__init__(

@@ -24,7 +24,7 @@ from t5ckpt.storage import Storage, open_storage
 
 
 def catalog_of(storage: Storage) -> RunCatalog:
-    """How the steps of a run are found. Where directories can be renamed, listing them is cheap, and there is no index."""
+    """The catalog that finds the steps of a run: a listing where directories can be renamed, which is cheap, or an index."""
     return DirectoryCatalog(storage) if storage.commits_by_rename else IndexCatalog(storage)
 
 
@@ -106,7 +106,7 @@ def reindex_steps(
 
 
 def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
-    """The directory and number of the step that a storage's root is or lies in; no request is made unless a name matches."""
+    """The directory and number of the step that a storage's root is, or is inside; no request is made unless a name matches."""
     catalog, here = catalog_of(storage), storage.url().rstrip('/')
     above = here
     while '/' in above:

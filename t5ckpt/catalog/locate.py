@@ -128,8 +128,8 @@ def open_run_storage(
     """Opens a run's directory, which need not exist. For an empty path, returns a storage that raises when it is used.
 
     Raises:
-      CheckpointNotFoundError: the directory is a step of a run or lies in one, so that its checkpoints would be deleted with
-        that step.
+      CheckpointNotFoundError: the directory is a step of a run or is inside one, so that its checkpoints would be deleted
+        with that step.
     """
     if isinstance(path, (str, bytes, os.PathLike)) and not os.fspath(path):
         return AbsentStorage()
@@ -195,7 +195,7 @@ def locate(
     try:
         return _locate_in_dir(storage, outer, name, step)
     except CheckpointNotFoundError:
-        # Last, because each check is a request on a bucket, and the path of a run does not stand for an export in it.
+        # Checked last, because each check is a request on a bucket, and the path of a run is not the path of an export in it.
         file = model_file(storage) if tensors and step is None else None
         if file is None:
             raise

@@ -96,7 +96,7 @@ class _Row(NamedTuple):
 
 
 def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | None) -> list[StepSummary]:
-    """The steps to list of one run or local directory, with why each stays."""
+    """The steps to list of one run or local directory, with the reasons why each is kept."""
     storage = run_at(path) if tier != PERSISTENT else open_run_storage(path)
     entries = summaries(storage)
     found = [entry for entry in entries if entry.complete or entry.reason or show_all]

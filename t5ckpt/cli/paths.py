@@ -130,7 +130,7 @@ def _refuse_file(path: str, run: str) -> None:
 
 
 def _refuse_misnamed(path: str) -> None:
-    """Raises click.UsageError for ``run@bset``: the run is there, and no file of the whole name."""
+    """Raises click.UsageError for ``run@bset`` if the run exists, and no file has the whole name."""
     found = _MISNAMED.fullmatch(path)
     if found is None or open_storage(path).kind('') is not None or open_storage(found['run']).kind('') != 'dir':
         return

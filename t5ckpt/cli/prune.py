@@ -124,7 +124,7 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """What is to be deleted in a tier, or in a run without tiers.
+    """The steps to delete in a tier, or in a run without tiers.
 
     Attributes:
       name: of the tier; None without tiers.
@@ -147,7 +147,7 @@ class _Planned:
         return [decision.step for decision in self.plan if not decision.keep]
 
     def carry_out(self) -> list[int]:
-        """Deletes the steps of the plan that may still go, and returns them."""
+        """Deletes the steps of the plan that may still be deleted, and returns them."""
         deleted = self.retention.carry_out(confirmed=self.doomed)
         self.retention.wait()
         return [decision.step for decision in deleted]

@@ -1,4 +1,4 @@
-"""``t5ckpt report``: a page to look at."""
+"""``t5ckpt report``: writes an HTML page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(path: str, output: str, steps: Sequence[int], sample: int | None, fo
     """Writes one HTML page, which a browser opens without a server or a network.
 
     For a run, the page shows the steps with sizes, metrics and why each is kept; the tree, statistics and a histogram of
-    each leaf of the latest step; and what changed since the previous step. --step selects another step, and a second --step
+    each leaf of the latest step; and the changes since the previous step. --step selects another step, and a second --step
     the step to compare it with. For a checkpoint outside a run, the page shows its leaves and their statistics.
 
     Of a large checkpoint, a sample is read, spread evenly over all leaves; the page marks these leaves. Needs plotly.

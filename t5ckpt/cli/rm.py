@@ -111,7 +111,7 @@ class _Target(NamedTuple):
 
 
 def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_Target]:
-    """The steps in each tier; the run's first, since that one may not answer. One of both tiers may lack a step."""
+    """The steps in each tier; the run's first, because its storage may not answer. A step may be in one tier only."""
     storages = {name: open_run_storage(location) for name, location in tier_paths(storage.url(), tier).items()}
     found = [_Target(name, storages[name], step) for name in sorted(storages, key=str, reverse=True) for step in steps]
     there = [each for each in found if len(storages) == 1 or has_step(each.storage, each.step)]

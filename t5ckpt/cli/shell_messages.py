@@ -77,7 +77,7 @@ def in_shell_terms(text: str, command: click.Command | None) -> str:
         result = re.sub(
             rf'(?<![\w.-]){name}=(\[{_TEXT}(?:, {_TEXT})*\])', functools.partial(_once_each, option), result
         )
-        # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; a word of the text that only looks like a name stays.
+        # 'workers=0: ...' and 'drop: ...' and 'save_dtype must be ...'; other words of the text are not replaced.
         result = re.sub(rf'(?<![\w.-]){name}=(?=\S)', f'{option} ', result)
         result = re.sub(rf'(?<![\w.-]){name}=', option, result)
         result = re.sub(rf'\A{name}(?=:| must | is one of | has no effect)', option, result)

@@ -19,7 +19,7 @@ from t5ckpt.reading.checkpoint_files import in_threads
 BLOCK_BYTES = 8 * 2**20
 # Larger chunks are divided, although each part decodes the chunk again.
 _CHUNK_BYTES = 64 * 2**20
-# A sample takes strips of this size, so that it sees many places of an array. A compressed chunk is decoded whole anyway.
+# A sample takes strips of this size, so that it covers many parts of an array. A compressed chunk is decoded whole anyway.
 _STRIP_BYTES = 256 * 2**10
 # The elements of a piece, which fits into a core's cache in float64 with its temporaries.
 _PIECE = 2**16
@@ -81,7 +81,7 @@ def bytes_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> int:
 
 
 def _common_limit(sizes: Sequence[int], total: int | None) -> int | None:
-    """The largest size for which the sizes, each cut to it, add up to no more than ``total``; None if they do uncut."""
+    """The largest limit for which the sizes, each cut to it, sum to at most ``total``; None if no limit is needed."""
     if total is None or sum(sizes) <= total:
         return None
     left = total
@@ -158,7 +158,7 @@ def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
 
 def sum_of_squares(values: np.ndarray) -> float:
     """The sum of the squares of real numbers; infinite if it is too large for float64."""
-    # numpy.dot would use BLAS, whose threads slow down those that read: it takes twice to eight times as long.
+    # numpy.dot would use BLAS, whose threads slow down the reading threads: it takes two to eight times as long.
     with np.errstate(over='ignore'):
         return float(np.add.reduce(values * values))
 

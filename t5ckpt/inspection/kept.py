@@ -1,4 +1,4 @@
-"""Adds to the steps of a run why the keep policy keeps each. Does not load JAX or TensorStore."""
+"""Adds the keep policy's reason to each step of a run. Does not load JAX or TensorStore."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ def layers_of(paths: Iterable[Path]) -> dict[Path, tuple[str, str]]:
     """The layer and the parameter of each leaf, as names.
 
     A layer ends at the key that is numbered, as ``layers_3`` is, with the most siblings of other numbers: in
-    ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``. Of equally many, it is the first whose key is not a number
-    alone. Without a numbered key the last key is the parameter.
+    ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``. If several keys have equally many, it is the first one
+    that is not only a number. Without a numbered key the last key is the parameter.
     """
     found = list(paths)
     siblings: dict[tuple[Path, str], set[str]] = {}

@@ -131,7 +131,7 @@ class Run(Mapping[int, CheckpointView]):
           None where there is no step, no step has any metric, or all values are NaN.
 
         Raises:
-          ValueError: the policy does not say which metric or mode; or steps have other metrics, but not this one.
+          ValueError: the policy determines no metric or mode; or steps have other metrics, but not this one.
         """
         retention = self._retention()
         return best_step_of(retention, monitored_metrics(retention.policy, None), metric, mode)

@@ -116,7 +116,7 @@ class AzureStorage(BucketStorage):
         return f'az://{self._bucket}/{self._key(key)}'.rstrip('/')
 
     def _children(self, key: str, beginning: str = '') -> list[tuple[str, Any]]:
-        """The names directly below ``key`` that begin so, each with its properties, or None for a directory."""
+        """The names directly below ``key`` with this beginning, each with its properties, or None for a directory."""
         below = self._below(key)
         with bucket_errors(self.url(key), 'listing'):
             found = self.wait(self._kvstore().children(f'{below}{beginning}'))

@@ -58,7 +58,7 @@ def azure_account(options: AzureOptions, environ: Mapping[str, str], url: str) -
     """
     stated = _connection_string(environ.get('AZURE_STORAGE_CONNECTION_STRING', ''))
     if options.account not in (None, stated.get('AccountName')):
-        # It is that of another account.
+        # The connection string is for another account.
         stated = {}
     endpoint = options.endpoint or environ.get('AZURE_STORAGE_ENDPOINT') or stated.get('BlobEndpoint')
     if endpoint and '?' in endpoint:

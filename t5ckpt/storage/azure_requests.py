@@ -147,17 +147,19 @@ class AzureClient:
             status, etag = found['copy_status'], found['etag']
             deadline = time.monotonic() + self._patience
             while status == 'pending' and time.monotonic() < deadline:
-                # The account has other things to do first.
+                # The service copies in the background.
                 time.sleep(_COPY_SECONDS)
                 properties = self._send(blob.get_blob_properties)
                 status, etag = properties.copy.status, properties.etag
             if status == 'pending':
-                _log.info('t5ckpt: an unchanged chunk is uploaded, whose copy was pending for %g s', self._patience)
+                _log.info(
+                    't5ckpt: an unchanged chunk is uploaded, because its copy was pending for %g s', self._patience
+                )
                 # The server refuses an upload to a blob with a pending copy.
                 self._send(lambda: blob.abort_copy(found['copy_id']))
         except RefusedError as error:
             if not error.is_of_object:
-                _log.info('t5ckpt: an unchanged chunk is uploaded, which the server did not copy: %s', error)
+                _log.info('t5ckpt: an unchanged chunk is uploaded, because the server did not copy it: %s', error)
             return None
         return etag.encode() if status == 'success' else None
 

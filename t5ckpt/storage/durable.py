@@ -20,7 +20,7 @@ def sync_dir(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot fsync a directory, and decide themselves when a rename is durable.
+        # Some network file systems do not support fsync of a directory. They determine when a rename is durable.
         if error.errno != errno.EINVAL:
             raise
     finally:

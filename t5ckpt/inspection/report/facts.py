@@ -31,7 +31,7 @@ class Changed(Protocol):
 
     @property
     def what(self) -> str:
-        """In which way it differs."""
+        """The kind of the difference."""
         ...
 
     @property

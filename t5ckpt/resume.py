@@ -190,9 +190,7 @@ def restore_or_init(
             error = caught
         else:
             checkpointer.restored_step = step
-            checkpointer.agree(
-                'the renaming of damaged checkpoints', None, lambda _: _rename_damaged(checkpointer, failed)
-            )
+            checkpointer.agree('renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed))
             return state
         kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error, checkpointer, step), _verdict)
         if fallback is None or kind == 'other':

@@ -94,7 +94,7 @@ define install
 	@echo 'that takes some minutes the first time, and is left out the next time.'
 	@pins=constraints/py$$($(BIN)/python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt; \
 	if test -f $$pins; then set -- -c $$pins; \
-	else set --; echo "no $$pins: taking the newest versions, which nobody has tried"; fi; \
+	else set --; echo "no $$pins: taking the newest versions, which are untested"; fi; \
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check "$$@" -e '.[$(EXTRAS)]'
 	@touch $@
 endef

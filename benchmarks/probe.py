@@ -59,7 +59,7 @@ def touch_memory(nbytes: int) -> None:
     """Writes to that much memory and gives it back, so that what is measured next gets memory that was used before.
 
     A virtual machine's host finds memory for a page when the guest first writes to it. On one machine a restore from
-    the page cache was slower than one from the disk, only because the former got pages that nobody had used so far.
+    the page cache was slower than one from the disk, only because the former got pages that had not been used before.
     """
     block = bytes(1 << 20)
     room = _meminfo('MemAvailable') // 2 if _MEMINFO.exists() else nbytes
@@ -98,7 +98,7 @@ def disk_bytes(directory: pathlib.Path) -> int:
 
 
 def disk_busy_seconds(directory: pathlib.Path) -> float:
-    """For how long the disk of a directory has had something to do since the boot; NaN for what is no disk."""
+    """For how long the disk of a directory has had something to do since the boot; NaN if it is not on a disk."""
     device = directory.stat().st_dev
     try:
         text = pathlib.Path(f'/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat').read_text()

@@ -8,7 +8,7 @@
     python benchmarks/profiles.py small save 1 --short   tiny, which only shows that it works
 
 Cases and states are those of run.py; all turns are in one process, so the first one, which is the slowest, counts little. The
-seconds and the time of the processors, of the program and of the kernel for it, are those of turns that nobody looks at. Then
+seconds and the time of the processors, of the program and of the kernel for it, are those of turns without a profiler. Then
 py-spy samples as many again, a hundred times a second, all threads that are running; a sample belongs to the innermost line
 of the project that is on its stack, and is printed with what that line had called.
 """

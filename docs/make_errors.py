@@ -327,7 +327,7 @@ def said(function, work: pathlib.Path) -> str:
         text = error.args[0] if isinstance(error, KeyError) else str(error)
         text = re.sub(r'after \d+ ms', 'after 0 ms', text)
         return f'{type(error).__name__}: {text}'.replace(str(work), '/data')
-    raise AssertionError(f'{function.__name__} is no mistake any more')
+    raise AssertionError(f'{function.__name__} is no longer a mistake')
 
 
 def page() -> str:

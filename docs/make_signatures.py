@@ -11,7 +11,7 @@ import typing
 import t5ckpt
 
 PAGE = pathlib.Path(__file__).with_name('api.md')
-# Defaults whose text is no Python.
+# Defaults whose text is not valid Python.
 DEFAULTS = (
     (r'<built-in function (\w+)>', r'\1'),
     ('<factory>', '...'),

@@ -109,7 +109,7 @@ class Bucket:
     server: str
 
     def url(self) -> str:
-        """A directory that nobody has used yet."""
+        """A directory that no test has used yet."""
         return f'{self.scheme}://test-bucket/{uuid.uuid4().hex}/run'
 
     def environment(self) -> dict[str, str]:

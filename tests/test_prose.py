@@ -31,6 +31,7 @@ ROOMS = (
 )
 PAGES = (
     'README.md',
+    'CHANGELOG.md',
     'CONTRIBUTING.md',
     *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md'))),
 )

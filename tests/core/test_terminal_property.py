@@ -53,7 +53,7 @@ def save(path, text, steps=(1, 2)):
 
 
 def edit(step_dir, text):
-    """What somebody may have put there: the sidecar's fields, the reason of a pin, files that nobody knows."""
+    """Text of unknown origin: the sidecar's fields, the reason of a pin, unknown files."""
     sidecar = step_dir / 't5ckpt.json'
     evil = {'writer': {'name': text, 'version': text}, 'keep': {'policy': text, 'keep': text}}
     evil |= {'source': {'format': text, 'path': text}}

@@ -154,7 +154,7 @@ class Report:
 def plan(calls: Iterable[tuple[int, str, str]], every: int = 1) -> list[tuple[str, int]]:
     """The faults for a scenario's calls: every call gets at least one, and a call that changes the disk several.
 
-    With `every` = n, of the faults that a call could have besides the first one, each n-th is taken.
+    With `every` = n, of the faults that a call could have in addition to the first, each n-th is taken.
     """
     chosen: list[tuple[str, int]] = []
     turn, last, times = 0, None, 0
@@ -238,7 +238,7 @@ def refuse(name: str, calls: Iterable[int]) -> list[dict[str, Any]]:
 def cut_power(
     names: Iterable[str], randoms: int, seed: int, workers: int, *, fsync: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """By scenario, how many disks were judged, and what was wrong with which; without `fsync` as if nobody called it."""
+    """By scenario, how many disks were judged, and what was wrong with which; without `fsync` as if it had not been called."""
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         todo.put(name)

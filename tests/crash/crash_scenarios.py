@@ -99,7 +99,7 @@ class Trainer:
             self.checkpointer.close()
 
     def persist(self, attempts: int = 1) -> None:
-        """With two tiers, waits for the uploads; a failed one is no error of the save, and is repeated."""
+        """With two tiers, waits for the uploads; a failed one is not an error of the save, and is repeated."""
         for _ in range(attempts if self.has_tiers else 0):
             with contextlib.suppress(T5CkptError):
                 self.checkpointer.wait_until_persisted()

@@ -8,7 +8,7 @@ from support import faultshim, loopfs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-# Of the faults that a call can have besides the first, CI takes each fifteenth, and of all that half of each kind;
+# Of the faults that a call can have in addition to the first, CI takes each fifteenth, and of all that half of each kind;
 # campaign.py takes them all.
 EVERY = 15
 # The same of two tiers, of which CI takes fewer, since each fault includes a restart and uploads.
@@ -53,7 +53,7 @@ def test_enough_was_broken(report):
 
 
 def test_faults_are_reported_to_the_caller(report):
-    """A fault that nobody notices is one that did no harm; most are errors."""
+    """A fault without an error did no harm; most faults are errors."""
     for fault, name in [('ENOSPC', 'NoSpaceError'), ('EACCES', 'AccessDeniedError'), ('EIO', 'StorageError')]:
         total = sum((counts for (_, key), counts in report.outcomes.items() if key == fault), collections.Counter())
         assert total[name] > total.total() / 4

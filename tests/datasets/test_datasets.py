@@ -43,7 +43,7 @@ class GetSet:
         self.seen = state['seen']
         self.generator.bit_generator.state = state['generator']
 
-    # Grain's iterators have these besides, for Orbax; they write nothing before they are awaited.
+    # Grain's iterators have these, too, for Orbax; they write nothing before they are awaited.
     async def save(self, directory: Any) -> None:
         raise NotImplementedError
 

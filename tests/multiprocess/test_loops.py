@@ -31,7 +31,7 @@ def test_all_save_the_same_steps_and_a_signal_to_one_stops_all_at_one_step(four,
     assert saved[:2] == [3, 4]
     assert 8 not in saved
     assert saved[-1] == stopped
-    assert len(saved) >= 4, 'the clock has saved besides'
+    assert len(saved) >= 4, 'the time policy has saved, too'
     assert t5ckpt.all_steps(tmp_path) == saved
 
 

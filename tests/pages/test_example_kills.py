@@ -16,7 +16,7 @@ import t5ckpt
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 160, 3, 6
 KILLS = 20
-MOST_STEPS = 5  # that a trainer gets to before it is killed, and what it does in MOST_SECONDS besides
+MOST_STEPS = 5  # before a kill, and then at most MOST_SECONDS
 MOST_SECONDS = 0.1
 
 

@@ -146,7 +146,7 @@ def test_without_a_partitioner_factors_are_in_the_manifest(run_dir, leaves):
 
 
 def test_without_a_partitioner_the_manifest_stays_small(run_dir):
-    """A vector above 16 MiB is an array, and so is what is no optimizer's."""
+    """A vector above 16 MiB is an array, and so is one outside the optimizer's state."""
     flat = {'state/step': np.int32(1), 'target/v_row': np.zeros(10_000, np.float32)}
     flat |= {f'state/param_states/w/{name}': np.zeros(size, np.uint8) for name, size in SIZES.items()}
     found = t5x_rules.check(saved(states.t5x_state(flat), run_dir))

@@ -1,4 +1,4 @@
-"""Who writes what: every chunk exactly once, about the same bytes each, in a job of any shape. Plans alone, no processes."""
+"""The write assignment: every chunk has one writer, and the writers have about the same bytes, in jobs of any shape."""
 
 import collections
 import json
@@ -79,7 +79,7 @@ def test_no_chunk_reaches_into_two_shards(job):
 @pytest.mark.parametrize('processes', [2, 3, 4, 5, 7, 8, 13, 64])
 @pytest.mark.parametrize('shape', [(7, 4_000_037), (8191, 8191), (2, 3, 11_000_027), (67_108_864,), (50_000_017,)])
 def test_a_replicated_array_is_divided(shape, processes):
-    """Also where the number of processes divides no axis: nobody writes twice its share."""
+    """Also where the number of processes divides no axis: no process writes twice its share."""
     found, grid = plan_of_all(shape, (None,) * len(shape), (processes,), processes)
     own = [len(chunks) * math.prod(grid.chunk_shape) for chunks in found.values()]
     assert max(own) < 2 * math.prod(shape) / processes

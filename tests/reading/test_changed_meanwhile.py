@@ -1,4 +1,4 @@
-"""A step that retention deletes, or a save replaces, while somebody has it open: said so, and never taken for damage."""
+"""A step that retention deletes, or a save replaces, while a reader has it open: the error names this, and not damage."""
 
 import pathlib
 import shutil

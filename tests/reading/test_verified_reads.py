@@ -97,7 +97,7 @@ def test_no_damaged_file_comes_through(run_dir, how):
         except errors.T5CkptError:
             pass
         else:
-            # What the manifest says, too, or what nobody asked for.
+            # What the manifest says, too, or files that were not requested.
             assert path.name == '.zarray' or path.name.startswith('train_ds-'), path
             assert same(restored, right)
         path.write_bytes(before)

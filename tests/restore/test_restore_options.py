@@ -381,7 +381,7 @@ def test_nothing_is_resized_unasked(tmp_path, caplog):
 
 
 def test_only_what_is_in_both_is_read(tmp_path):
-    """Rows that the template lacks may be gone, and rows that the checkpoint lacks are asked of nobody."""
+    """Rows that the template lacks may be gone, and rows that the checkpoint lacks are not requested."""
     save(tmp_path, {'w': np.arange(64, dtype=np.float32).reshape(16, 4)}, inline_bytes=0, chunk_bytes=4 * 4 * 4)
     for chunk in ('2.0', '3.0'):
         (tmp_path / 'checkpoint_1' / 'w' / chunk).unlink()

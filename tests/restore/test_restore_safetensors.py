@@ -224,7 +224,7 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
     for place in (f'{url}/hub', path.parent):
         check(restore(place)['params'])
         assert set(t5ckpt.open_checkpoint(place)) == set(t5ckpt.load_t5x_checkpoint(place)) == set(TENSORS)
-        # It is no run: nothing of it is listed or saved to.
+        # It is not a run: nothing of it is listed or saved to.
         assert t5ckpt.all_steps(place) == []
         with pytest.raises(CheckpointNotFoundError, match=r'Give the path of the file: .*/model\.safetensors'):
             t5ckpt.find_checkpoint(place)

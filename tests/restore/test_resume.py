@@ -430,7 +430,7 @@ def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
     assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (1, 2, 2)
     # What another source gives is no ... of the model's.
     assert '... in the template' not in caplog.text
-    # The first source of a leaf counts; what nobody gives is new.
+    # The first source of a leaf is used; a leaf without a source is new.
     sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
     with pytest.raises(ValueError, match='two provides no leaf of the template that the sources before it lack'):
         start_from(tmp_path / 'new', sources)

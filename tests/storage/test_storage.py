@@ -260,7 +260,7 @@ def test_a_tilde_is_the_home_directory_in_paths_alone(elsewhere):
 
 
 def test_a_step_is_not_a_run(tmp_path):
-    """What is saved within a checkpoint is found by nobody."""
+    """A step inside a checkpoint's directory would not be found."""
     state = {'x': 1}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=4)
     step = tmp_path / 'checkpoint_4'

@@ -245,7 +245,7 @@ def test_a_step_whose_writer_has_died_elsewhere_is_free_after_ten_minutes(bucket
 
 
 def test_a_writer_that_was_taken_over_drops_its_save(bucket):
-    """It was silent for too long, and somebody else has the step: its manifest is never written."""
+    """It was silent for too long, and another process has the step: its manifest is never written."""
     url, clock = bucket.url(), FakeClock()
     storage = open_storage(url)
     owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}

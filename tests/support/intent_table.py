@@ -68,7 +68,7 @@ cast_leaves | error | without a dtype, or it matches nothing
 restore_concurrent_gb chunk_bytes inline_bytes | hint | limits; larger than what there is
 keep_dataset_checkpoints | warning | there is no iterator
 metric_source | warning | no policy looks at a metric
-save_policy | warning | at close, when steps were saved and nobody asked it
+save_policy | warning | at close, when steps were saved and it was not asked
 preempted | warning | the same; a PreemptionNotice that was not entered
 compression | error | unknown; 'auto' may choose none
 staging | hint | numpy leaves and blocking saves need none
@@ -304,17 +304,17 @@ direct_bytes | error | with direct_io='never'
 """,
     'storage.options.AzureOptions': """
 account endpoint anonymous concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | what is read once is kept for nobody
+cache_dir | hint | files are read once, so a cache has no use
 cache_gb | error | without cache_dir
 """,
     'storage.options.GcsOptions': """
 endpoint anonymous user_project concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | what is read once is kept for nobody
+cache_dir | hint | files are read once, so a cache has no use
 cache_gb | error | without cache_dir
 """,
     'storage.options.S3Options': """
 endpoint anonymous region requester_pays concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | what is read once is kept for nobody
+cache_dir | hint | files are read once, so a cache has no use
 cache_gb | error | without cache_dir
 profile | error | with anonymous=True
 """,
@@ -414,7 +414,7 @@ leaves | error | matches nothing
 """,
 }
 
-# What the library makes and returns, or passes to a policy or a callback; nobody else calls these.
+# What the library makes and returns, or passes to a policy or a callback; users do not call these.
 RETURNED = """
 CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoint Conversion CopyReport Damage
 Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RepairReport RestoreStateTransformationFn

@@ -28,7 +28,7 @@ from support import libraries
 
 _START_SECONDS = 60
 _DAY = datetime.timedelta(days=1)
-# The account that Azurite has, and its key, which is no secret.
+# The account of Azurite, and its key, which is public.
 AZURE_ACCOUNT = 'devstoreaccount1'
 AZURE_KEY = 'Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=='
 

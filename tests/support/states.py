@@ -1,4 +1,4 @@
-"""Makers of train states: T5X's protocol, Flax with optax, nnx, and pytrees nobody would write."""
+"""Makers of train states: T5X's protocol, Flax with optax, nnx, and unusual pytrees."""
 
 import collections
 import dataclasses
@@ -144,7 +144,7 @@ def nnx_state(seed: int = 0) -> Any:
     return nnx.state(Net(nnx.Rngs(seed)))
 
 
-# ---- pytrees nobody would write ----
+# ---- unusual pytrees ----
 
 
 class Pair(NamedTuple):

@@ -108,7 +108,7 @@ def with_spec(path):
 
 UNREADABLE = {
     'a Python type that no reader knows': (GOOD, Sidecar(TreeFacts(python={('w',): 'IntEnum'}))),
-    'text that is no string': (GOOD, Sidecar(TreeFacts(text={('w',): 3}))),
+    'text that is not a string': (GOOD, Sidecar(TreeFacts(text={('w',): 3}))),
     'a dtype that nothing is stored as': (with_spec('w/'), Sidecar(TreeFacts(stored={'w': 'float64'}))),
     'a spec that leads elsewhere': (with_spec('../w/'), None),
     'a truncated manifest': (GOOD[:-1], None),

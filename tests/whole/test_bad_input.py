@@ -251,7 +251,7 @@ def test_a_mismatch_is_found_before_anything_is_read(saved):
         restore(saved, state_of({'target/decoder/w': np.zeros((1, 1), np.float32)}))
 
 
-# ---- what lies there is no checkpoint ----
+# ---- other files in place of a checkpoint ----
 
 
 def foreign(tmp_path: pathlib.Path, contents: bytes) -> pathlib.Path:

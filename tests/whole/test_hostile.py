@@ -1,4 +1,4 @@
-"""Checkpoints made by somebody who means harm: a typed error, in little memory and time, and nothing read elsewhere."""
+"""Checkpoints made by an attacker: a typed error, in little memory and time, and nothing read elsewhere."""
 
 import contextlib
 import importlib.util

@@ -106,7 +106,7 @@ def test_what_the_template_lacks_is_left_out_in_one_line(run_dir, caplog, partit
     lines = [record for record in caplog.records if 'left out' in record.getMessage()]
     assert [record.levelname for record in lines] == ['INFO']
     assert re.search(r'28 leaves .* state/param_states/.* and 8 more', lines[0].getMessage())
-    # A word of the caller's wins, and weights that nobody takes are a warning.
+    # The caller's argument takes precedence, and unused weights cause a warning.
     for strict in ('up_to_dtype', 'exact'):
         with pytest.raises(t5ckpt.errors.UnexpectedLeaves, match='state/param_states'):
             restorer.restore(path=run_dir, strict=strict)

@@ -29,7 +29,7 @@ MAX_PARAMETERS = 6
 LONGER_MODULES = {'checkpointer': 820, 'errors': 490}
 # The class that users call, and the interface of storages, which is a docstring and a default of one line for each method.
 LONGER_CLASSES = {'checkpointer.Checkpointer', 'storage.base.Storage'}
-# Its constructor checks and assigns each of T5X's arguments; one line for each is easier to read than a few joined ones.
+# Its constructor checks and assigns each argument; one line for each is easier to read than a few joined ones.
 LONGER_BODIES = {'checkpointer.Checkpointer.__init__': 70}
 # Signatures that T5X's callers use by position and keyword, and what orders their arguments; and one that takes an argument under
 # its former name, too. Everything else groups its parameters in a type.

@@ -3,7 +3,7 @@
     save      state -> table -> [save transforms] -> plan -> stage -> write -> commit -> retention
     restore   path or step -> contents -> [restore transforms] -> plan -> read -> state
 
-A blocking save is an asynchronous one that is waited for.
+A blocking save starts an asynchronous one and waits for it.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Checkpointer:
         )
 
     def _tiers_of(self, options: TierOptions | None) -> StepTiers:
-        """Where the steps are; chosen once."""
+        """The tiers of the run: one, or two with a local directory."""
         if options is None:
             return OneTier(self._storage, self._retention, self._clock, self._notices)
         # Imported here, because only a checkpointer with a local directory needs it.

@@ -86,7 +86,7 @@ class Interrupted(click.Abort):
 
 
 class _Seconds(click.FloatRange):
-    """A number of seconds; nan and inf are none."""
+    """A finite number of seconds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number."""

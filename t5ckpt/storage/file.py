@@ -57,7 +57,7 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
 
 
 def _leads_nowhere(path: str) -> bool:
-    """Whether no file is behind a name. ``os.path.exists`` says so, too, where the disk fails or access is denied."""
+    """Whether a link leads to no file. ``os.path.exists`` is also False if the disk fails or access is denied."""
     try:
         os.stat(path)
     except OSError as error:
@@ -74,7 +74,7 @@ def _is_broken(item: os.DirEntry[str]) -> bool:
 def _broken_link(path: str) -> StorageError:
     return StorageError(
         errno.ENOENT,
-        f'{path} is a symbolic link to {os.readlink(path)}, which is not there. Mount the disk that has it, or remove the link.',
+        f'{path} is a symbolic link to {os.readlink(path)}, which does not exist. Mount the disk with it, or remove the link.',
     )
 
 

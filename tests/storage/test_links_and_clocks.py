@@ -77,7 +77,7 @@ def test_a_run_behind_a_link_to_nothing_is_not_new(tmp_path, depth):
     ]
     for call in calls:
         with pytest.raises(
-            StorageError, match=r'link is a symbolic link to .*disk, which is not there\. Mount the disk'
+            StorageError, match=r'link is a symbolic link to .*disk, which does not exist\. Mount the disk'
         ):
             call()
     (tmp_path / 'disk').mkdir()
@@ -95,7 +95,7 @@ def test_a_step_behind_a_link_to_nothing_is_not_passed_over(tmp_path):
         lambda: open_run(run).restore(),
         lambda: t5ckpt.restore_or_init(open_run(run), lambda: state(0)),
     ):
-        with pytest.raises(StorageError, match=r'checkpoint_3 is a symbolic link to .*, which is not there'):
+        with pytest.raises(StorageError, match=r'checkpoint_3 is a symbolic link to .*, which does not exist'):
             call()
     assert value(run, 2) == 2
     listed = json.loads(t5ckpt_cli('ls', run, '--json'))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -192,16 +193,18 @@ def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPla
     """
     left = lacking.copy()
     part = ceil_div(num_bits(lacking), max(1, sum(bool(vote) for vote in votes)))
-    none = np.zeros(0, np.uint8)
-    sends = [none] * len(votes)
+    sends = [np.zeros(0, np.uint8)] * len(votes)
+    # The processes that have only replicated arrays of a lost disk all vote alike.
+    decoded = functools.lru_cache(maxsize=1)(lambda vote: decode_bits(vote, count))
     for process, vote in enumerate(votes):
-        own = _first_bits(decode_bits(vote, count) & left, part) if vote else none
+        own = decoded(vote) & left
         if own.any():
+            own = _first_bits(own, part)
             left &= ~own
             sends[process] = _shrunk(own)
     for process, vote in enumerate(votes):
         if vote and left.any():
-            own = decode_bits(vote, count) & left
+            own = decoded(vote) & left
             if own.any():
                 left &= ~own
                 sends[process] = _shrunk(own | _grown(sends[process], left.size))
@@ -210,9 +213,9 @@ def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPla
 
 def _first_bits(bits: np.ndarray, count: int) -> np.ndarray:
     """The bitmap without all bits after the first ``count``."""
-    totals = np.cumsum(np.bitwise_count(bits), dtype=np.int64)
-    if not totals.size or totals[-1] <= count:
+    if num_bits(bits) <= count:
         return bits
+    totals = np.cumsum(np.bitwise_count(bits), dtype=np.int64)
     at = int(np.searchsorted(totals, count, side='right'))
     kept = bits.copy()
     kept[at:] = 0

@@ -69,7 +69,7 @@ def test_only_the_report_is_left(results: pathlib.Path) -> None:
         'stores.py listing 2 5',
         'tier_votes.py --clients 3',
         'tier_votes.py --hosts 8 --tensor 8 --layers 2',
-        'tiers.py 1 1 1',
+        'tiers.py --short',
     ],
 )
 def test_the_others_run(words: str) -> None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
-from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -21,8 +19,6 @@ from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatError,
-    StorageError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
@@ -46,7 +42,6 @@ from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 
-_log = logging.getLogger('t5ckpt')
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, remove t5ckpt.json and integrity.*.json.'
 
 
@@ -111,8 +106,8 @@ def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True)
 def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Contents:
     files = CheckpointFiles.of(located)
     if raw.manifest is None:
-        manifest, left_out = read_orbax(files, logs_items=logs_items)
-        return Contents(located, manifest, _orbax_facts(located), left_out=left_out)
+        orbax = read_orbax(files, logs_items=logs_items)
+        return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     sidecar, recorded = _recorded(located, raw)
@@ -124,25 +119,14 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
         raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
-    resolved = resolve_placeholders(files, manifest.state)
-    if resolved is not None:
-        return Contents(
-            located, dataclasses.replace(manifest, state=resolved), _orbax_facts(located), None, raw.versions
-        )
+    orbax = resolve_placeholders(files, manifest)
+    if orbax is not None:
+        return Contents(located, orbax.manifest, orbax.sidecar, None, raw.versions)
     # Specs without a dtype are rare.
     for path, spec in untyped_specs(manifest.state):
         with contextlib.suppress(CheckpointNotFoundError):
             typed_by_zarray(spec, leaf_name(path), files.read)
     return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
-
-
-def _orbax_facts(located: Located) -> Sidecar:
-    """The metrics and metadata of a step of Orbax; without them the arrays are read all the same."""
-    try:
-        return read_orbax_facts(located.storage, located.directory, of_run=True)
-    except (FormatError, StorageError) as error:
-        _log.warning('t5ckpt: the metrics and metadata of the step are not read: %s', error)
-        return NO_SIDECAR
 
 
 def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:

@@ -14,6 +14,7 @@ or ``pytree`` (Orbax) is read, and a warning names the others; without one of th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -21,14 +22,16 @@ from typing import Any
 
 import tensorstore as ts
 
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import printable, some_of
-from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import METRICS, OCDBT_MANIFEST, PLACEHOLDER, STRINGS, TREE_METADATA
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
@@ -41,10 +44,23 @@ _STRINGS = ('str', 'string')
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
-def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> tuple[Manifest, tuple[str, ...]]:
-    """Reads the tree of an Orbax directory, without reading arrays, and names the items of a step that are not read.
+@dataclasses.dataclass(frozen=True)
+class OrbaxContents:
+    """The contents of a directory of Orbax.
 
-    With ``logs_items`` it logs them, too.
+    Attributes:
+      manifest: with the tree.
+      sidecar: with the metrics and metadata of the step.
+      left_out: items of the step that are not read.
+    """
+
+    manifest: Manifest
+    sidecar: Sidecar
+    left_out: tuple[str, ...] = ()
+
+
+def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
+    """Reads the tree of an Orbax directory, without reading arrays; with ``logs_items`` logs the items that are not read.
 
     Raises:
       UnsupportedFormatError: the layout is unknown; the message describes it.
@@ -54,7 +70,17 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> tuple[Manifest, t
     if logs_items:
         _log_items(files.storage, files.directory, left_out)
     read = {item: _read_tree(files, item) for item in trees}
-    return Manifest(3, read if len(trees) > 1 else read[trees[0]]), left_out
+    manifest = Manifest(3, read if len(trees) > 1 else read[trees[0]])
+    return OrbaxContents(manifest, _facts(files), left_out)
+
+
+def _facts(files: CheckpointFiles) -> Sidecar:
+    """The metrics and metadata of a step; without them the arrays are read all the same."""
+    try:
+        return read_orbax_facts(files.storage, files.directory, of_run=True)
+    except (FormatError, StorageError) as error:
+        _log.warning('t5ckpt: the metrics and metadata of the step are not read: %s', error)
+        return NO_SIDECAR
 
 
 def _trees(storage: Storage, directory: str) -> list[str]:
@@ -140,16 +166,17 @@ def _has_placeholders(state: Mapping[str, Any]) -> bool:
     return False
 
 
-def resolve_placeholders(files: CheckpointFiles, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A state with the spec of its array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
-    if not _has_placeholders(state):
+def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxContents | None:
+    """A manifest with the spec of its array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
+    if not _has_placeholders(manifest.state):
         return None
-    table = flatten_nested(state, is_spec)
+    table = flatten_nested(manifest.state, is_spec)
     placeholders = {
         path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
     }
     names = {path: leaf.removeprefix(PLACEHOLDER) for path, leaf in placeholders.items()}
-    return unflatten(table | array_leaves(files, '', names, zarr3=False))
+    state = unflatten(table | array_leaves(files, '', names, zarr3=False))
+    return OrbaxContents(dataclasses.replace(manifest, state=state), _facts(files))
 
 
 def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:

@@ -790,11 +790,15 @@ class Checkpointer:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """The complete steps, ascending."""
+        """The complete steps, ascending.
+
+        With ``local_dir``, each process of a job lists its own disk and ``checkpoints_dir``, so the lists may differ after a lost
+        disk. ``restore_or_init`` chooses one step for all processes.
+        """
         return self._tiers.catalog.steps()
 
     def latest_step(self) -> int | None:
-        """The largest complete step, or None."""
+        """The largest complete step, or None; with ``local_dir`` it may differ between processes, as :meth:`all_steps`."""
         return self._tiers.catalog.latest()
 
     def all_dataset_checkpoint_steps(self) -> list[int]:

@@ -29,14 +29,14 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         return None
     located, nbytes = locate_step(local, step), 0
     files = CheckpointFiles.of(locate_step(run, step))
-    damaged = sorted({damage.file for damage in verify_located(located, full=True).damages})
+    damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
     for name in damaged:
         data = files.read(name)
         key = join(located.directory, name)
         local.make_dir(key.rpartition('/')[0])
         local.write(key, data)
         nbytes += len(data)
-    if not damaged or verify_located(located, full=True).damages:
+    if not damaged or verify_located(located, full=True, accepts_part=True).damages:
         return None
     _log.warning(
         't5ckpt: %s: %d damaged or missing files were replaced by those of %s: %s',

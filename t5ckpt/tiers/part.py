@@ -19,7 +19,7 @@ from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep
+from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep, num_bits
 
 _POSITION = re.compile(r'train_ds-([0-9]+)-of-([0-9]+)')
 _LIST = re.compile(r'integrity\.([0-9]+)\.json')
@@ -86,6 +86,11 @@ class Part:
         """Where a restore reads it."""
         return Located(self.storage, step_dir(self.step), MANIFEST, self.step)
 
+    def has_all_chunks(self) -> bool:
+        """Whether all chunks of the step are there, with the right size."""
+        numbers = self.numbers()
+        return num_bits(numbers.bits(self.there)) == numbers.count
+
     def complete_lists(self) -> list[int]:
         """The indices of the lists all of whose files are there."""
         return [
@@ -129,16 +134,22 @@ def save_of(storage: Storage, step: int) -> str:
         return ''
 
 
-def is_incomplete(storage: Storage, step: int) -> bool:
-    """Whether a local directory has only the part of one of several processes, which a job of one process cannot restore."""
+def part_alone(storage: Storage, step: int) -> Part | None:
+    """The part that a job of one process finds, which several processes saved; None for a complete checkpoint."""
     if not storage.is_file(join(step_dir(step), COPIES)):
-        return False
+        return None
     try:
         part = Part.read(storage, step)
     except FormatError:
         # The reader says what is damaged.
-        return False
-    return len(part.lists) < part.count
+        return None
+    return part if len(part.lists) < part.count else None
+
+
+def is_incomplete(storage: Storage, step: int) -> bool:
+    """Whether a local directory has only a part without all chunks, which a job of one process cannot restore."""
+    part = part_alone(storage, step)
+    return part is not None and not part.has_all_chunks()
 
 
 def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:

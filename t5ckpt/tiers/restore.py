@@ -18,11 +18,13 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
 )
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import step_dir
 from t5ckpt.restore.execute import run_restore
-from t5ckpt.restore.request import RestoreRequest
+from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
+from t5ckpt.tiers.part import part_alone
 
 _log = logging.getLogger('t5ckpt')
 # A StorageError is of one of the local files, such as one in a bad sector.
@@ -55,13 +57,12 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
     if step is None or not is_local:
         restored = run_restore(from_run)
     else:
-        local = dataclasses.replace(from_run, storage=catalog.local)
         try:
-            restored = run_restore(local)
+            restored = run_restore(_of_disk(catalog, from_run, step))
         except _DAMAGES as error:
             found = _mended(catalog, step, error)
             fetched, is_local = found or 0, found is not None
-            restored = run_restore(local if is_local else from_run)
+            restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)
     local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
@@ -80,6 +81,16 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
                 _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
         catalog.warn_of_parts(step)
     return restored
+
+
+def _of_disk(catalog: TierCatalog, request: RestoreRequest, step: int) -> RestoreRequest:
+    """The request of a restore from the local directory; also of a part with all chunks, without the lists of other processes."""
+    local = dataclasses.replace(request, storage=catalog.local)
+    part = part_alone(catalog.local, step)
+    if part is None or not part.has_all_chunks():
+        return local
+    there = FileChecksums({name: part.checksums[name] for name in part.there})
+    return dataclasses.replace(local, local_part=LocalPart(part.located, part.manifest, part.sidecar, lambda *_: there))
 
 
 def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:

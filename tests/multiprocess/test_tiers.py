@@ -185,6 +185,42 @@ def check_one_process(place):
     assert [name[:22] for name in place.steps_on(1)] == ['checkpoint_1', 'checkpoint_2', 'checkpoint_2.damaged-1']
 
 
+def test_one_process_continues_from_a_disk_with_all_chunks(four, place, caplog):
+    """Each disk has all chunks of replicated leaves, and the list of one process."""
+    caplog.set_level('INFO', 't5ckpt')
+    leaves = ['target/everywhere', 'target/small', 'state/step']
+    saved(four, place, [1, 2], leaves=leaves, persist=[1], iterator=False)
+    state, options = scenarios.state(0, leaves=leaves), {'persist_policy': t5ckpt.SaveAt([])}
+
+    def restored_alone(seed):
+        with t5ckpt.Checkpointer(state, checkpoints_dir=place.run, local_dir=place.disks[1], **options) as ck:
+            assert ck.all_steps() == [1, 2]
+            found = t5ckpt.restore_or_init(ck, lambda: state)
+            assert ck.restored_step == seed
+            values = scenarios.full('target/everywhere', (2048, 1024), 'float32', seed)
+            assert np.array_equal(np.asarray(found['target']['everywhere']), values)
+
+    restored_alone(2)
+    size = 2048 * 1024 * 4
+    assert f'restored step 2: {size} bytes of arrays from {place.disks[1]}, 0 from' in caplog.text
+    assert place.steps_on(1) == ['checkpoint_1', 'checkpoint_2']
+    # A damaged chunk comes from the bucket, which has step 1.
+    chunk = min((place.disks[2] / 'checkpoint_1/target.everywhere').glob('[0-9]*'))
+    data = bytearray(chunk.read_bytes())
+    chunk.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place.run, local_dir=place.disks[2], **options) as ck:
+        found = np.asarray(ck.restore(1)['target']['everywhere'])
+        assert np.array_equal(found, scenarios.full('target/everywhere', (2048, 1024), 'float32', 1))
+    assert chunk.read_bytes() == data
+    # Without one of the chunks, it is a part that one process cannot restore.
+    min((place.disks[1] / 'checkpoint_2/target.everywhere').glob('[0-9]*')).unlink()
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place.run, local_dir=place.disks[1], **options) as ck:
+        assert ck.all_steps() == [1]
+        found = ck.restore()['target']['small']
+        assert np.array_equal(np.asarray(found), scenarios.full('target/small', (64,), 'float32', 1))
+    assert [name[:22] for name in place.steps_on(1)] == ['checkpoint_1', 'checkpoint_2.damaged-1']
+
+
 def test_more_processes(four, two, place, tmp_path):
     """The new processes have empty disks; the upload that waited is carried out by all of them, and all wait for it."""
     trouble, options = tmp_path / 'trouble', {'iterator': False, 'persist': [2]}

@@ -63,7 +63,7 @@ class StagingMode(enum.StrEnum):
 class _Method(enum.Enum):
     """How one leaf is staged."""
 
-    UNCOPIED = enum.auto()  # a LazyArray, a number, or host memory of a caller who waits
+    UNCOPIED = enum.auto()  # a LazyArray, a number, or host memory of a blocked caller
     HOST_COPY = enum.auto()  # host memory of a caller who continues
     VIEW = enum.auto()  # views of shards on the CPU
     SHARD_COPIES = enum.auto()  # copies of shards on the CPU whose memory may have another owner

@@ -53,7 +53,7 @@ class ViewedLeaf(StagedLeaf):
 
 
 class DeviceLeaf(StagedLeaf):
-    """A jax.Array that nobody else changes, such as a staged copy. Each shard is fetched when its first chunk is written."""
+    """A jax.Array that has one owner, such as a staged copy. Each shard is fetched when its first chunk is written."""
 
     def __init__(self, array: Any):
         """Takes the array."""

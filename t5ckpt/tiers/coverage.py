@@ -184,7 +184,7 @@ class SendPlan:
 def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPlan:
     """Assigns each lacking chunk to a process that has it.
 
-    Every process first takes up to its equal part, and then the processes take what is left, in order.
+    Every process first takes up to its equal part, and then the processes take the remaining chunks, in order.
 
     Args:
       lacking: the packed bitmap of the chunks that any process lacks.

@@ -99,7 +99,7 @@ class Intents:
             return step != self._committing and save_of(self._local, step) in ('', save)
 
     def drop(self, step: int, save: str | None = None) -> bool:
-        """Removes the record of a step. If the disk refuses that, the record stays for the next start, and nobody waits for it.
+        """Removes the record of a step. If the deletion fails, the next start repeats it; no caller waits for it.
 
         Args:
           step: the step.

@@ -139,7 +139,7 @@ class StepTiers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for the uploads, unless the run's storage fails; the next start uploads what is left. Releases the lock."""
+        """Waits for the uploads, unless the run's storage fails; the next start uploads the rest. Releases the lock."""
 
 
 class OneTier(StepTiers):

@@ -51,7 +51,7 @@ class Prefetch:
             # The checkpointer is closed. The next fetch goes on with the files.
             return
         except Exception as error:  # noqa: BLE001 - the restore reads the step itself, and raises its errors
-            _log.warning('t5ckpt: the prefetch ended, and restore reads what is left: %s', error)
+            _log.warning('t5ckpt: the prefetch ended, and restore reads the remaining files: %s', error)
 
 
 def fetch_alone(catalog: TierCatalog, begin_fetch: Callable[[], None], check: Check) -> None:

@@ -188,7 +188,7 @@ class UploadQueue(StepUploads):
         return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(self._failed_attempts - 1, 10))
 
     def _pause(self, seconds: float) -> bool:
-        """Waits, with the lock; returns False if the interpreter exits. Ends when somebody waits for an upload."""
+        """Waits, with the lock; returns False if the interpreter exits. Ends when a caller waits for an upload."""
         end, wakes = time.monotonic() + seconds, self._wakes
         while (left := end - time.monotonic()) > 0 and not self._is_stopped and wakes == self._wakes:
             if not threading.main_thread().is_alive():

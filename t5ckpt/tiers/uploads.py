@@ -246,7 +246,7 @@ class Uploads:
             )
 
     def close(self) -> None:
-        """Waits for the uploads, unless the run's storage fails; the next start uploads what is left."""
+        """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps."""
         if isinstance(self._queue, Follower) and sys.exception() is not None:
             self._queue.leave()
         try:

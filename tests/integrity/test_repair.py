@@ -296,9 +296,9 @@ def test_places_that_a_repair_refuses(run_dir, tmp_path):
     (step_dir / 'params.w' / '.zarray').unlink()
     before = bytes_of(step_dir)
     for where in (step_dir / 'params.w', step_dir / 'new'):
-        with pytest.raises(ValueError, match=r'lies in .*checkpoint_1'):
+        with pytest.raises(ValueError, match=r'is inside .*checkpoint_1'):
             t5ckpt.repair(step_dir, where)
-        with pytest.raises(ValueError, match=r'lies in .*checkpoint_1'):
+        with pytest.raises(ValueError, match=r'is inside .*checkpoint_1'):
             t5ckpt.copy_checkpoint(step_dir, where)
     assert bytes_of(step_dir) == before
     (tmp_path / 'linked').mkdir()

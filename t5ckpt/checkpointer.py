@@ -88,8 +88,7 @@ class Checkpointer:
       keep: the number of latest checkpoints to keep, at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore; 'template' casts every floating leaf to its dtype in ``train_state``.
-      cast_leaves: a regex that is matched against whole leaf names, such as ``'model/.*'``; ``save_dtype`` and ``restore_dtype``
-        then cast the matching leaves instead of those of ``target`` and ``params``.
+      cast_leaves: a regex for whole leaf names, such as ``'model/.*'``: both dtypes then apply to the matching leaves instead.
       restore_concurrent_gb: gigabytes (10^9 bytes) of host memory for values that are not on the devices yet; a larger leaf is
         read alone.
       keep_dataset_checkpoints: the number of latest checkpoints that keep their iterator state; None keeps all.
@@ -774,8 +773,7 @@ class Checkpointer:
             return self.latest_step()
 
         deletion = self._round(f'the deletion of step {at}')
-        tiers = self._tiers
-        vote = (at, '', False) if deletion.is_leader else (at, tiers.why_keep_part(at), tiers.has_part(at))
+        vote = (at, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(at)))
         self._schedule.forget(at, deletion.reduce_on_leader(Phase.DELETE, vote, decide))
         if not deletion.is_leader:
             self._tiers.delete_part(at)

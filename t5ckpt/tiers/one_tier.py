@@ -126,12 +126,8 @@ class StepTiers(ABC):
         """Deletes a step from all tiers, and ends its upload; see :func:`delete_step`."""
 
     @abstractmethod
-    def why_keep_part(self, step: int) -> str:
-        """The error that the deletion of the local part of a step would raise; '' if it can be deleted, or is not there."""
-
-    @abstractmethod
-    def has_part(self, step: int) -> bool:
-        """Whether the local directory of this process has a step."""
+    def deletion_vote(self, step: int) -> tuple[str, bool]:
+        """The error that a deletion of the local part of a step would raise, or ''; and whether there is a local part."""
 
     @abstractmethod
     def delete_part(self, step: int) -> None:
@@ -175,11 +171,8 @@ class OneTier(StepTiers):
     def delete(self, step: int) -> None:
         delete_step(self.local, step, self._clock)
 
-    def why_keep_part(self, step: int) -> str:  # noqa: ARG002
-        return ''
-
-    def has_part(self, step: int) -> bool:  # noqa: ARG002
-        return False
+    def deletion_vote(self, step: int) -> tuple[str, bool]:  # noqa: ARG002
+        return '', False
 
     def delete_part(self, step: int) -> None:
         pass

@@ -239,22 +239,16 @@ class Tiers(StepTiers):
         self.begin_save()
         self._dir.ensure_record()
 
-    def why_keep_part(self, step: int) -> str:
+    def deletion_vote(self, step: int) -> tuple[str, bool]:
         self._end_prefetch()
         try:
             check_deletable(self.local, step, self._catalog.clock, even_waiting=True)
+            return '', has_step(self.local, step)
         except CheckpointNotFoundError:
-            return ''
+            return '', False
         except T5CkptError as error:
             # An error here would let the other processes wait.
-            return str(error)
-        return ''
-
-    def has_part(self, step: int) -> bool:
-        try:
-            return has_step(self.local, step)
-        except T5CkptError:
-            return False
+            return str(error), True
 
     def delete_part(self, step: int) -> None:
         if has_step(self.local, step):

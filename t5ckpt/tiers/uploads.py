@@ -12,9 +12,8 @@ from typing import Any
 
 from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import NotDurableError, NotPersistedError, StorageError, T5CkptError
+from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.tiers.catalog import TierCatalog
@@ -23,7 +22,7 @@ from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Close, Ended, Failed, Orders
 from t5ckpt.tiers.part import Part, save_of
-from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue
+from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue, UploadStopped
 from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
 from t5ckpt.tiers.shared_upload import Follower, Leader
 from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
@@ -163,7 +162,6 @@ class Uploads:
     def _upload(self, step: int) -> None:
         """Uploads a step, and runs the retention of the run; in the thread of the queue."""
         started = time.monotonic()
-        self._dir.share_id()
         overwrite, save = self._intents.overwrites(step), save_of(self.local, step)
 
         def pace(nbytes: int) -> None:
@@ -175,15 +173,19 @@ class Uploads:
         else:
             copy = functools.partial(leader.copy, step, pace)
         try:
+            self._dir.share_id()
             nbytes = upload(self.local, self.run, step, copy, self.clock, overwrite=overwrite)
-        except (StorageError, StepTakenError) as error:
-            if leader is not None:
-                leader.orders.send(Failed(f'step {step} is not in {self.run.url()} yet: {error}'))
+        except UploadStopped:
             raise
         except NotUploadableError as error:
             if not self._intents.is_of(step, save):
                 raise UploadOutdated from error
             self._schedule.owe(step)
+            raise
+        except Exception as error:
+            # The other processes wait for the end of this attempt.
+            if leader is not None:
+                leader.orders.send(Failed(f'step {step} is not in {self.run.url()} yet: {error}'))
             raise
         if not self._intents.drop(step, save):
             raise UploadOutdated

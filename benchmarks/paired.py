@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=3, help='pairs of turns of each case')
     parser.add_argument('--scratch', type=pathlib.Path, default=_HERE, help='a directory on the disk to measure')
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))  # so that the scratch directory is removed
     trees = arguments.old.resolve(), arguments.new.resolve()
     print(f'load before: {os.getloadavg()[0]:.2f}')
     print('case       metric         unit       old      new  ratio   of single pairs')

@@ -331,3 +331,15 @@ def test_tests_use_no_mocks():
                 case _:
                     pass
     assert wrong == []
+
+
+def test_no_test_imports_another_test_file():
+    found: list[str] = []
+    for path in sorted((ROOT / 'tests').rglob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'), str(path))):
+            names = [node.module or ''] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [
+                f'{path.relative_to(ROOT)}: {name}' for name in names if name.rpartition('.')[2].startswith('test_')
+            ]
+    assert found == []

@@ -2,6 +2,7 @@
 
 import pytest
 from job import Job
+from tier_disks import Place
 
 
 @pytest.fixture(scope='module')
@@ -18,3 +19,9 @@ def two():
     job = Job(2, 4)
     yield job
     job.close()
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A run's directory, and the local directories of the four."""
+    return Place(tmp_path)

@@ -4,18 +4,13 @@ import logging
 
 import pytest
 import scenarios
-from test_tiers import COUNT, TWICE, Place, restored, saved
+from tier_disks import COUNT, restored, saved
+from tier_scenarios import TWICE
 
 import t5ckpt
 from t5ckpt.errors import CorruptCheckpointError, StepMismatchWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-
-@pytest.fixture
-def place(tmp_path):
-    """The run's directory, and the local directories of the four."""
-    return Place(tmp_path)
 
 
 def alone(place, **options):

@@ -3,17 +3,12 @@
 import shutil
 
 import pytest
-from test_tiers import COUNT, TWICE, Place, restored, saved
+from tier_disks import COUNT, restored, saved
+from tier_scenarios import TWICE
 
 import t5ckpt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-
-@pytest.fixture
-def place(tmp_path):
-    """The run's directory, and the local directories of the four."""
-    return Place(tmp_path)
 
 
 def damage(file):

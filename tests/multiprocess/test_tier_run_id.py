@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from test_tiers import COUNT, TWICE, Place, restored, saved
+from tier_disks import COUNT, Place, restored, saved
+from tier_scenarios import TWICE
 
 import t5ckpt
 

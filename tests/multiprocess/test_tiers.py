@@ -13,53 +13,16 @@ import scenarios
 from job import DEAD, HEARTBEAT_SECONDS, Job
 from support import faultshim, powercut, t5x_rules
 from support.cli import t5ckpt_cli
+from tier_disks import COUNT, Place, restored, saved
+from tier_scenarios import ONCE, TWICE
 
 import t5ckpt
 from t5ckpt.errors import CorruptCheckpointError, LocalDirError, StepMismatchWarning
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-TWICE = ['target/rows', 'target/bfloat', 'target/everywhere', 'target/small', 'state/step']
-ONCE = [*TWICE, 'target/both']
-COUNT = 4
 # For the compilation of the collective: up to 13 MB were measured, and 80 MB in the first exchange of a process.
 BESIDE_THE_BUDGET = 20e6
-
-
-@pytest.fixture
-def place(tmp_path):
-    """The run's directory, and the local directories of the four."""
-    return Place(tmp_path)
-
-
-class Place:
-    def __init__(self, root):
-        self.run = root / 'run'
-        self.disks = [root / f'disk{index}' for index in range(COUNT)]
-
-    def begin(self, job, leaves=TWICE, order=range(COUNT), **options):
-        """Makes the checkpointers."""
-        job.run('tiers', self.run, leaves, options, each=[str(self.disks[disk]) for disk in order])
-
-    def steps_on(self, disk):
-        return sorted(path.name for path in self.disks[disk].glob('checkpoint_*'))
-
-
-def saved(job, place, steps, leaves=TWICE, **options):
-    """Saves steps, waits for the uploads, and closes."""
-    place.begin(job, leaves, **options)
-    for step in steps:
-        assert job.run('tiers_save', step) == [step] * COUNT
-    assert job.run('tiers_wait') == [None] * COUNT
-    job.run('tiers_close')
-
-
-def restored(job, place, leaves=TWICE, order=range(COUNT), **options):
-    """Restores as a new start; the answers."""
-    place.begin(job, leaves, order, **options)
-    answers = job.run('tiers_restore')
-    job.run('tiers_close')
-    return answers
 
 
 def test_all_back(four, place):

@@ -12,12 +12,12 @@ import time
 import numpy as np
 import pytest
 from support import forked
+from support.timed_storage import TimedStorage
 from tensorboardX import SummaryWriter
 
 import t5ckpt
 from t5ckpt.errors import NotPersistedError
 from t5ckpt.storage import open_storage
-from t5ckpt.testing import FaultyStorage
 from t5ckpt.tiers.rate_limit import SavesFirst
 
 AWAY = {'retry_seconds': 1.0}
@@ -89,22 +89,9 @@ def test_saves_go_on_while_an_upload_is_slow(bucket, local):
     assert t5ckpt.all_steps(local) == [4]
 
 
-class Timed(FaultyStorage):
-    """A storage that keeps when its chunk files begin to be written."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.times = []
-
-    def _count(self, name, key):
-        super()._count(name, key)
-        if name == 'write' and '/w/' in key:
-            self.times.append(time.monotonic())
-
-
 def test_an_upload_pauses_while_a_local_save_writes(run_dir, local):
     """32 chunk files of 512 bytes, one each 40 ms; none begins between the begin and the end of a save that takes a second."""
-    run, is_second = Timed(open_storage(run_dir)), threading.Event()
+    run, is_second = TimedStorage(open_storage(run_dir)), threading.Event()
 
     def progress(done, total):
         if is_second.is_set() and done == total:

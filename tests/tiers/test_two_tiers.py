@@ -18,6 +18,7 @@ import time
 import numpy as np
 import pytest
 from support import forked
+from support.timed_storage import TimedStorage
 
 import t5ckpt
 from t5ckpt.errors import (
@@ -340,22 +341,9 @@ def test_closing_does_not_wait_for_a_bucket_that_is_away(gs, local, caplog):
     assert steps_in(run) == [1, 2]
 
 
-class Timed(FaultyStorage):
-    """A storage that keeps when each chunk file of ``w`` begins to be written."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.times = []
-
-    def _count(self, name, key):
-        super()._count(name, key)
-        if name == 'write' and '/w/' in key:
-            self.times.append(time.monotonic())
-
-
 def test_the_rate_is_limited(run_dir, local):
     """12 files of 2 KiB with 1 Mbit/s: one each 16 ms, except for those that wait in the four threads."""
-    run = Timed(open_storage(run_dir))
+    run = TimedStorage(open_storage(run_dir))
     with checkpointer(run, local, upload_gbps=1e-3, chunk_bytes=2**11) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()

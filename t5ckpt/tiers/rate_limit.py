@@ -29,9 +29,18 @@ class RateLimit:
         with self._guard:
             begin = max(time.monotonic(), self._free)
             self._free = begin + nbytes * self._seconds_per_byte
-        while (left := begin - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK_SECONDS))
-            check()
+        try:
+            while (left := begin - time.monotonic()) > 0:
+                time.sleep(min(left, _LOOK_SECONDS))
+                check()
+        except BaseException:
+            self.give_back(nbytes)
+            raise
+
+    def give_back(self, nbytes: int) -> None:
+        """Leaves the time of a file of this size, which is not sent, to other files."""
+        with self._guard:
+            self._free -= nbytes * self._seconds_per_byte
 
 
 class SavesFirst:

@@ -489,7 +489,8 @@ class Checkpointer:
 
         Raises:
           NotPersistedError: an attempt to upload it failed during the wait, or the step is not uploaded: the persist policy did
-            not take it, or a newer step was uploaded instead.
+            not take it, a newer step was uploaded instead, or it is damaged. Without a step, if a step could not be uploaded.
+          ClosedError: the checkpointer, with ``local_dir``, is closed.
           SaveFailedError: as for :meth:`check_for_errors`.
         """
         self.wait_until_finished()
@@ -499,7 +500,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
 
-        Afterwards ``save`` and ``save_async`` raise ClosedError; ``restore`` still works.
+        Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete``, ``prefetch`` and
+        ``wait_until_persisted``; ``restore`` still works.
         """
         self._is_closed = True
         self.wait_until_finished()

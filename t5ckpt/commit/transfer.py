@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import sidecar_name
@@ -29,7 +29,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import (
@@ -89,7 +89,11 @@ class Transferred:
 
 
 class Transfer:
-    """One copy under way."""
+    """One copy under way.
+
+    Attributes:
+      source_error: the first error of the storage that is copied from; None if it has not failed.
+    """
 
     def __init__(self, source: Identity, storage: Storage, step: int, options: TransferOptions):
         """Takes the checkpoint, and the run and the step to write."""
@@ -105,6 +109,7 @@ class Transfer:
         self._budget = ByteBudget(IN_FLIGHT_BYTES)
         self._done = 0
         self._files = CheckpointFiles.of(located)
+        self.source_error: StorageError | None = None
 
     def run(self, clock: Clock = time.time) -> Transferred:
         """Copies all files, and commits.
@@ -116,7 +121,8 @@ class Transfer:
           StorageError: one of the storages failed. Nothing became visible, and a second transfer resumes this one.
         """
         self._check_links()
-        sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
+        with self._reading_source():
+            sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
         left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
         manifest = self._read(self._manifest_name, None)
         name = sidecar_name(manifest, sizes)
@@ -162,10 +168,20 @@ class Transfer:
         nbytes = moved + len(manifest) + len(sidecar or b'')
         return Transferred(len(sizes), nbytes, len(kept), checked, left_out)
 
+    @contextlib.contextmanager
+    def _reading_source(self) -> Generator[None]:
+        """Records the error of a read, so that the caller can tell it from that of a write."""
+        try:
+            yield
+        except StorageError as error:
+            self.source_error = self.source_error or error
+            raise
+
     def _read(self, name: str, checksums: FileChecksums | None) -> bytes:
         # A damaged file may be larger than the memory.
         entry = None if checksums is None else checksums.get(name)
-        data = self._files.read(name, None if entry is None else entry[0])
+        with self._reading_source():
+            data = self._files.read(name, None if entry is None else entry[0])
         if checksums is not None:
             self._compare(name, data, checksums)
         return data
@@ -186,7 +202,7 @@ class Transfer:
             return FileChecksums()
         recorded = FileChecksums.recorded_in(sidecar, self._from.url(join(self._base, SIDECAR)))
         lists = recorded.load_lists(
-            lambda name: self._files.read(name) if name in sizes else None,
+            lambda name: self._read(name, None) if name in sizes else None,
             lambda name: self._from.url(join(self._base, name)),
         )
         return FileChecksums.union((recorded, *lists.values()))

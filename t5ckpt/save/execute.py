@@ -252,5 +252,5 @@ def after_commit(
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
     if context.reuse is not None:
-        context.reuse.previous = _previous_of(prepared, directory, written, sidecar_checksum)
+        context.reuse.take(_previous_of(prepared, directory, written, sidecar_checksum))
     return done

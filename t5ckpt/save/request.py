@@ -149,10 +149,22 @@ class Reuse:
     def __init__(self) -> None:
         self.previous: PreviousCheckpoint | None = None
         self._has_searched = False
+        self._is_discarded = False
 
     def find(self, storage: Storage) -> PreviousCheckpoint | None:
         """The checkpoint to link chunks from; searched on storage in the first save, and if the last one was deleted."""
+        self._is_discarded = False
         if not self._has_searched or (self.previous is not None and not self.previous.is_there(storage)):
             self.previous = find_previous(storage)
             self._has_searched = True
         return self.previous
+
+    def take(self, previous: PreviousCheckpoint) -> None:
+        """Takes the checkpoint that a save has committed, unless it may have chunks of a discarded one."""
+        if not self._is_discarded:
+            self.previous = previous
+
+    def discard(self) -> None:
+        """Links nothing in the next save, since a chunk on the disk is damaged; called from any thread."""
+        self._has_searched = self._is_discarded = True
+        self.previous = None

@@ -52,7 +52,6 @@ class TierCatalog(StepCatalog):
       local: the local directory.
       run: the run's storage.
       clock: unix seconds.
-      read_only: whether nothing is written.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class TierCatalog(StepCatalog):
           has_parts: whether the job has several processes, so that a part of a step is one to restore.
         """
         self.local, self.run, self.clock = directory.storage, directory.run, clock
-        self.read_only = directory.read_only
         self._dir = directory
         self._opened = opened
         self._has_parts = has_parts
@@ -85,6 +83,11 @@ class TierCatalog(StepCatalog):
         # Of the retention of the run, which the thread of the uploads carries out.
         self._guard = threading.Lock()
         self._is_away = False
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing is written; also after the checkpointer was closed."""
+        return self._dir.read_only
 
     def _query_run(self, query: Callable[[], _T], fallback: Callable[[], _T | None]) -> _T:
         """Asks the run's storage. While it does not answer, the local directory answers, with one warning per outage.

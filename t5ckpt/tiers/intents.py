@@ -49,11 +49,15 @@ class Intents:
             return sorted(waiting_steps(self._local) - self._ended)
 
     def overwrites(self, step: int) -> bool:
-        """Whether the upload of a step replaces a complete checkpoint of the run."""
+        """Whether the upload of a step may replace a complete checkpoint of the run."""
         try:
             return self._local.read(to_persist_file(step)) == b'overwrite'
         except CheckpointNotFoundError:
             return False
+
+    def records(self) -> list[tuple[int, bool]]:
+        """The steps, ascending, each with :meth:`overwrites`."""
+        return [(step, self.overwrites(step)) for step in self.steps()]
 
     def add(self, step: int, *, overwrite: bool) -> bool:
         """Records durably that a step is to be uploaded; returns whether it was not recorded."""

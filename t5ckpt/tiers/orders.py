@@ -32,12 +32,20 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refused:
+    """Nothing is uploaded, since the local directory of process 0 is of another run."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Ended:
-    """A step no longer waits: ``save`` of it is uploaded, or, with ``why``, it is dropped."""
+    """A step no longer waits: ``save`` of it is uploaded, or, with ``why``, it is dropped; ``is_failure`` as in Outcomes."""
 
     step: int
     why: str = ''
     save: str | None = None
+    is_failure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +53,8 @@ class Close:
     """The last order."""
 
 
-Order = Upload | Failed | Ended | Close
-_ORDERS = {order.__name__: order for order in (Upload, Failed, Ended, Close)}
+Order = Upload | Failed | Refused | Ended | Close
+_ORDERS = {order.__name__: order for order in (Upload, Failed, Refused, Ended, Close)}
 
 
 @dataclasses.dataclass(frozen=True)

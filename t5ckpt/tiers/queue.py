@@ -1,7 +1,9 @@
 """The thread that uploads the steps that wait, the newest first.
 
-When the thread is free it takes the newest step, and drops older ones: they would be of no use to a restart. A failed upload is
-repeated, after a pause that grows to a minute. The log has one warning per outage.
+When the thread is free it takes the newest step, and drops older ones: they would be of no use to a restart. The newest step is
+the one that was saved last; after a restore of an older step, it may have a smaller number. A step that overwrites one of the
+run is not dropped, since the run would keep the old values. A failed upload is repeated, after a pause that grows to a minute.
+The log has one warning per outage.
 
 Notes: the thread is not a daemon and ends when no step waits. An interpreter that exits without ``close`` waits for an upload,
 but not for a storage that fails.
@@ -14,7 +16,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import LocalDirError, NotPersistedError, T5CkptError
@@ -33,22 +35,88 @@ class UploadOutdated(UploadStopped):
     """The step is being overwritten; its upload begins again."""
 
 
+def not_uploaded_anymore(steps: Sequence[int], target: str) -> NotPersistedError:
+    """The error of a wait for steps that no thread of this process uploads."""
+    text = ', '.join(map(str, steps))
+    return NotPersistedError(
+        f'step {text} is not in {target}, since the checkpointer is closed. The next start with this local_dir uploads it.'
+    )
+
+
+class Outcomes:
+    """How the uploads of steps ended. Its methods are called with the lock of the object that has it."""
+
+    def __init__(self, target: str):
+        """``target`` is the URL of the run."""
+        self._target = target
+        self._uploaded = set[int]()
+        self._dropped: dict[int, str] = {}
+        # Those that could not be uploaded, until a wait raises the reason or a newer step is uploaded.
+        self._failed = set[int]()
+
+    def was_uploaded(self, step: int) -> bool:
+        """Whether this process has uploaded a step that was neither saved again nor deleted by the user since."""
+        return step in self._uploaded
+
+    def forget(self, step: int) -> None:
+        """Forgets a step, which waits again or was deleted."""
+        self._uploaded.discard(step)
+        self._failed.discard(step)
+        self._dropped.pop(step, None)
+
+    def note_uploaded(self, step: int) -> None:
+        """Records that a step is uploaded."""
+        self.forget(step)
+        self._uploaded.add(step)
+        self._failed = {each for each in self._failed if each > step}
+
+    def note_dropped(self, step: int, reason: str, *, is_failure: bool = False) -> None:
+        """Records that a step is not uploaded; ``is_failure`` if it cannot be, so that also a wait for all steps raises it."""
+        self.forget(step)
+        self._dropped[step] = reason
+        if is_failure:
+            self._failed.add(step)
+
+    def check(self, step: int | None) -> None:
+        """Raises NotPersistedError if a step was not uploaded; with None, if a step could not be uploaded."""
+        ended = max(self._failed, default=None) if step is None else step
+        reason = None if ended is None else self._dropped.get(ended)
+        if reason is None:
+            return
+        self._failed -= {ended} if step is not None else self._failed.copy()
+        raise NotPersistedError(f'step {ended} was not uploaded to {self._target}: {reason}.')
+
+
 class StepUploads(ABC):
     """The uploads of one process. Its methods are called from any thread.
 
     Attributes:
       refusal: why nothing is uploaded at all, or None.
+      outcomes: of the uploads.
     """
 
     refusal: LocalDirError | None = None
+
+    def __init__(self, target: str):
+        """``target`` is the URL of the run."""
+        self.outcomes = Outcomes(target)
 
     @abstractmethod
     def is_uploading(self) -> bool:
         """Whether this process is sending files."""
 
     @abstractmethod
-    def add(self, steps: Iterable[int]) -> None:
-        """Adds steps, and drops those that are older than the newest one and are not being uploaded."""
+    def is_failing(self) -> bool:
+        """Whether the latest attempt of an upload failed."""
+
+    @abstractmethod
+    def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
+        """Adds steps, the newest last, and drops those that are older than the newest one and are not being uploaded.
+
+        Args:
+          steps: to upload.
+          kept: those of them that are never dropped for a newer one.
+        """
 
     @abstractmethod
     def check(self) -> None:
@@ -63,7 +131,8 @@ class StepUploads(ABC):
         """Waits until a step is uploaded; None waits for all.
 
         Raises:
-          NotPersistedError: an attempt that ended during this wait failed, or the step was dropped.
+          NotPersistedError: an attempt that ended during this wait failed, the step was dropped, a step could not be uploaded,
+            or no thread uploads it anymore.
           LocalDirError: the local directory is of another run.
         """
 
@@ -75,35 +144,44 @@ class StepUploads(ABC):
 class UploadQueue(StepUploads):
     """Uploads steps in a thread, in a job of one process or in process 0."""
 
-    def __init__(self, upload: Callable[[int], None], drop: Callable[[int], None], target: str):
+    def __init__(self, upload: Callable[[int], None], drop: Callable[[int, str], None], target: str):
         """Starts nothing.
 
         Args:
           upload: uploads a step; calls :meth:`check` often.
-          drop: forgets that a step waits.
+          drop: forgets that a step waits, for a reason.
           target: the URL of the run, for messages.
         """
+        super().__init__(target)
         self._upload = upload
         self._drop = drop
         self._target = target
         self._condition = threading.Condition()
-        self._waiting: set[int] = set()
+        # The steps, in the order of their saves; the value is whether a newer step does not replace it.
+        self._waiting: dict[int, bool] = {}
         self._current: int | None = None
+        # Whether the current step was saved again since its attempt began.
+        self._is_added_again = False
         self._is_cancelled = self._is_stopped = self._is_running = False
         self._failed_attempts = 0
         self._error: Exception | None = None
         self._wakes = 0
-        self._dropped: dict[int, str] = {}
         self._process = os.getpid()
 
     def is_uploading(self) -> bool:
         return self._current is not None
 
-    def add(self, steps: Iterable[int]) -> None:
+    def is_failing(self) -> bool:
+        return self._failed_attempts > 0
+
+    def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
         with self._condition:
-            self._waiting |= set(steps)
-            for step in self._waiting:
-                self._dropped.pop(step, None)
+            for step in steps:
+                # At the end, also if it waits already.
+                self._waiting.pop(step, None)
+                self._waiting[step] = step in kept
+                self._is_added_again |= step == self._current
+                self.outcomes.forget(step)
             older = self._take_older()
             is_new = bool(self._waiting) and not (self._is_running or self._is_stopped)
             self._is_running = self._is_running or is_new
@@ -112,29 +190,39 @@ class UploadQueue(StepUploads):
         if is_new and start_thread(self._run, 't5ckpt-upload', daemon=False) is None:
             self._run()
 
+    def _newest(self) -> int | None:
+        """The step to upload next: the last that was saved, without overwrites of older ones."""
+        largest = max(self._waiting, default=None)
+        newest_first = reversed(self._waiting.items())
+        return next((step for step, is_kept in newest_first if not is_kept or step == largest), None)
+
     def _take_older(self) -> dict[int, str]:
         """Removes the steps that a newer one replaces; called with the lock."""
-        newest = max(self._waiting, default=None)
-        older = {step: f'step {newest} is newer' for step in self._waiting if step not in (newest, self._current)}
-        self._waiting -= older.keys()
-        self._dropped |= older
+        newest = self._newest()
+        older: dict[int, str] = {}
+        for step, is_kept in self._waiting.items():
+            if newest is not None and not is_kept and step not in (newest, self._current):
+                older[step] = f'step {newest} ' + ('is newer' if newest > step else 'was saved later')
+        for step, reason in older.items():
+            del self._waiting[step]
+            self.outcomes.note_dropped(step, reason)
         return older
 
     def _drop_all(self, older: dict[int, str]) -> None:
         for step, reason in sorted(older.items()):
             _log.info('t5ckpt: step %d is not uploaded to %s: %s', step, self._target, reason)
-            self._drop(step)
+            self._drop(step, reason)
 
     def _run(self) -> None:
         while True:
             with self._condition:
                 older = self._take_older()
-                step = max(self._waiting, default=None)
+                step = self._newest()
                 if step is None or self._is_stopped or self.refusal is not None:
                     self._is_running = False
                     self._condition.notify_all()
                     return
-                self._current, self._is_cancelled = step, False
+                self._current, self._is_cancelled, self._is_added_again = step, False, False
             self._drop_all(older)
             pause = self._attempt(step)
             with self._condition:
@@ -154,10 +242,10 @@ class UploadQueue(StepUploads):
             return 0.0
         except NotUploadableError as caught:
             _log.error('t5ckpt: step %d is not uploaded to %s: %s', step, self._target, caught)
-            self._drop(step)
             with self._condition:
-                self._waiting.discard(step)
-                self._dropped[step] = str(caught)
+                if not self._is_added_again:
+                    self._waiting.pop(step, None)
+                    self.outcomes.note_dropped(step, str(caught).removesuffix('.'), is_failure=caught.is_failure)
             return 0.0
         except LocalDirError as caught:
             _log.error('t5ckpt: nothing is uploaded: %s', caught)
@@ -166,7 +254,9 @@ class UploadQueue(StepUploads):
         except Exception as caught:  # noqa: BLE001 - repeated, and raised by wait
             return self._note_failure(step, caught)
         with self._condition:
-            self._waiting.discard(step)
+            if not self._is_added_again:
+                self._waiting.pop(step, None)
+                self.outcomes.note_uploaded(step)
             if self._failed_attempts:
                 _log.warning('t5ckpt: uploads to %s work again', self._target)
             self._failed_attempts, self._error = 0, None
@@ -202,7 +292,8 @@ class UploadQueue(StepUploads):
 
     def cancel(self, step: int) -> None:
         with self._condition:
-            self._waiting.discard(step)
+            self._waiting.pop(step, None)
+            self.outcomes.forget(step)
             self._is_cancelled = self._current == step
             while self._is_running and self._current == step:
                 self._condition.wait(_LOOK_SECONDS)
@@ -214,7 +305,9 @@ class UploadQueue(StepUploads):
             failed = self._failed_attempts
             self._wakes += 1
             self._condition.notify_all()
-            while (self._waiting if step is None else {step} & self._waiting) and self.refusal is None:
+            while (self._waiting if step is None else step in self._waiting) and self.refusal is None:
+                if self._is_stopped or not self._is_running:
+                    raise not_uploaded_anymore(sorted(self._waiting), self._target)
                 if self._error is not None and self._failed_attempts > failed:
                     waiting = ', '.join(map(str, sorted(self._waiting)))
                     raise NotPersistedError(
@@ -222,11 +315,9 @@ class UploadQueue(StepUploads):
                     ) from self._error
                 failed = min(failed, self._failed_attempts)
                 self._condition.wait(_LOOK_SECONDS)
-            reason = None if step is None else self._dropped.get(step)
-        if self.refusal is not None:
-            raise self.refusal
-        if reason is not None:
-            raise NotPersistedError(f'step {step} was not uploaded to {self._target}: {reason}.')
+            if self.refusal is not None:
+                raise self.refusal
+            self.outcomes.check(step)
 
     def stop(self) -> None:
         with self._condition:

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import TransactionOptions
@@ -25,20 +25,28 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import Pool, start_thread
 from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import NotPersistedError, StorageError, T5CkptError
+from t5ckpt.errors import LocalDirError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, damaged_text, entry_of
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.lost_files import pack, unpack
-from t5ckpt.tiers.orders import Answer, Close, Ended, Failed, Order, Orders, Upload
+from t5ckpt.tiers.orders import Answer, Close, Ended, Failed, Order, Orders, Refused, Upload
 from t5ckpt.tiers.part import Part
-from t5ckpt.tiers.queue import StepUploads, UploadStopped
+from t5ckpt.tiers.queue import StepUploads, UploadStopped, not_uploaded_anymore
 from t5ckpt.tiers.upload import NotUploadableError
 
 _log = logging.getLogger('t5ckpt')
 _WORKERS = 4
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 2.0
+
+
+def _part(local: Storage, step: int) -> Part:
+    """Reads a part, see :meth:`Part.read`, and raises NotUploadableError if the disk fails."""
+    try:
+        return Part.read(local, step)
+    except StorageError as error:
+        raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
 
 
 def send_lists(
@@ -122,7 +130,7 @@ class Leader:
           StorageError: the run's storage failed, for any process.
           UploadStopped: ``pace`` has raised it.
         """
-        run, part = self._run, Part.read(self._local, step)
+        run, part = self._run, _part(self._local, step)
         options = TransactionOptions(
             may_replace=lambda: replaces,
             resume=digest(part.manifest + part.sidecar),
@@ -141,8 +149,8 @@ class Leader:
                 self.orders.stop(number)
                 self._answers(number, lambda _: None)
                 raise
-            self._check(answers, part)
-            if lost is not None:
+            there = self._check(answers, part)
+            if lost is not None and self.orders.lost.index not in there:
                 nbytes += self._write_lost_list(work.directory, part, [lost, *(unpack(each.lost) for each in answers)])
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
@@ -169,8 +177,8 @@ class Leader:
         self._run.write(join(directory, name), data)
         return len(data)
 
-    def _check(self, answers: list[Answer], part: Part) -> None:
-        """Raises for an answer that is an error, or if a list was on no disk."""
+    def _check(self, answers: list[Answer], part: Part) -> set[int]:
+        """Raises for an answer that is an error, or if a list was on no disk; returns the indices of those that were on one."""
         for answer in answers:
             if answer.error:
                 raise NotUploadableError(answer.error) if answer.is_fatal else StorageError(0, answer.error)
@@ -182,6 +190,7 @@ class Leader:
             raise NotUploadableError(
                 f'the files that the processes {missing} of the save were to upload are on no disk'
             )
+        return there
 
 
 class Follower(StepUploads):
@@ -193,7 +202,7 @@ class Follower(StepUploads):
         local: Storage,
         run: Storage,
         pace: Callable[[int, Callable[[], None]], None],
-        end: Callable[[int, str | None], None],
+        end: Callable[[Ended], None],
         waiting: Callable[[], list[int]],
     ):
         """Starts the thread.
@@ -203,9 +212,10 @@ class Follower(StepUploads):
           local: the local directory.
           run: the run's storage.
           pace: waits until a file of a size may be sent; calls a function meanwhile.
-          end: forgets that a step waits; with the save that was uploaded, unless the disk has another one.
+          end: forgets that a step waits, unless the disk has another save of it than the one that was uploaded.
           waiting: the steps that wait.
         """
+        super().__init__(run.url())
         self._orders = orders
         self._local, self._run = local, run
         self._pace = pace
@@ -214,7 +224,6 @@ class Follower(StepUploads):
         self._condition = threading.Condition()
         self._failed_attempts = 0
         self._error = ''
-        self._dropped: dict[int, str] = {}
         self._is_uploading = self._has_left = False
         self._process = os.getpid()
         self._ended = threading.Event()
@@ -225,7 +234,10 @@ class Follower(StepUploads):
     def is_uploading(self) -> bool:
         return self._is_uploading
 
-    def add(self, steps: Iterable[int]) -> None:
+    def is_failing(self) -> bool:
+        return self._failed_attempts > 0
+
+    def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
         """Does nothing, as ``check`` and ``cancel``: process 0 decides."""
 
     def check(self) -> None:
@@ -235,17 +247,24 @@ class Follower(StepUploads):
         pass
 
     def wait(self, step: int | None) -> None:
+        if os.getpid() != self._process:
+            return
         with self._condition:
             failed = self._failed_attempts
-            while not (self._ended.is_set() or self._has_left) and (
-                self._waiting() if step is None else step in self._waiting()
-            ):
+            while self.refusal is None:
+                # Before the look at the steps: the last orders may end them.
+                has_ended = self._ended.is_set() or self._has_left
+                waiting = [each for each in self._waiting() if step in (each, None)]
+                if not waiting:
+                    break
+                if has_ended:
+                    raise not_uploaded_anymore(waiting, self._run.url())
                 if self._failed_attempts > failed:
                     raise NotPersistedError(f'{self._error} The upload is repeated.')
                 self._condition.wait(0.5)
-            reason = None if step is None else self._dropped.get(step)
-        if reason is not None:
-            raise NotPersistedError(f'step {step} was not uploaded to {self._run.url()}: {reason}.')
+            if self.refusal is not None:
+                raise self.refusal
+            self.outcomes.check(step)
 
     def leave(self) -> None:
         """Answers all orders with an error from now on, and waits for nothing.
@@ -285,11 +304,15 @@ class Follower(StepUploads):
             if isinstance(order, Failed):
                 self._failed_attempts += 1
                 self._error = order.text
+            elif isinstance(order, Refused):
+                self.refusal = LocalDirError(order.text)
             elif isinstance(order, Ended):
                 if order.why:
-                    self._dropped[order.step] = order.why
+                    self.outcomes.note_dropped(order.step, order.why, is_failure=order.is_failure)
+                else:
+                    self.outcomes.note_uploaded(order.step)
                 try:
-                    self._end(order.step, order.save)
+                    self._end(order)
                 except Exception:  # noqa: BLE001 - the next start drops it
                     _log.exception('t5ckpt: step %d could not be forgotten', order.step)
             self._condition.notify_all()
@@ -305,7 +328,7 @@ class Follower(StepUploads):
 
         try:
             check()
-            part = Part.read(self._local, order.step)
+            part = _part(self._local, order.step)
             if part.save != order.save:
                 return Answer(lost=pack({}))
             lost = self._orders.lost.of(part)

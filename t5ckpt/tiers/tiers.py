@@ -14,7 +14,7 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Channel, CoordinationRound, Phase
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedTopologyError
+from t5ckpt.errors import CheckpointNotFoundError, ClosedError, T5CkptError, UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
@@ -71,7 +71,7 @@ class Tiers(StepTiers):
         )
         self._uploads = Uploads(options, self._dir, self._catalog)
         self._prefetch: Prefetch | None = None
-        self._has_joined = False
+        self._has_joined = self._is_closed = False
 
     @property
     def _is_single(self) -> bool:
@@ -86,7 +86,7 @@ class Tiers(StepTiers):
         with self._dir.guard:
             if not self._dir.open(create=create):
                 return False
-            if self._is_single and not self._read_only:
+            if self._is_single and not self._dir.read_only:
                 self._uploads.resume()
             return True
 
@@ -105,6 +105,7 @@ class Tiers(StepTiers):
             return
         at = coordinator.round('opening the local directories')
         with at.failing_together(Phase.LOOK):
+            self._check_not_closed('restore')
             if self._read_only:
                 raise UnsupportedTopologyError(
                     'local_dir with read_only=True is for jobs of one process. Leave local_dir out, to read '
@@ -114,7 +115,8 @@ class Tiers(StepTiers):
             vote = {
                 'id': self._dir.known_id(),
                 'saves': self._dir.saves(),
-                'waiting': self._uploads.waiting_parts(),
+                'waiting': self._uploads.records(),
+                'parts': self._uploads.part_votes(),
             }
         decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
         with at.together(Phase.COMMIT):
@@ -124,7 +126,8 @@ class Tiers(StepTiers):
             lost = self._find_lost_files(coordinator, step, save, index, sender)
             (dropped if lost is None else waiting).append(step)
         channel = channel or self._coordinator.new_channel()
-        self._uploads.join(Orders(channel.processes, channel.prefix, lost or LostFiles()), waiting, dropped)
+        orders = Orders(channel.processes, channel.prefix, lost or LostFiles())
+        self._uploads.join(orders, waiting, dropped, decided['overwriting'])
         self._has_joined = True
 
     def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
@@ -135,7 +138,10 @@ class Tiers(StepTiers):
         """
         saves = {(step, save) for vote in votes for step, save in vote['saves']}
         agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes], saves)
-        disks = [dict(DiskStep.of(each) for each in vote['waiting']) for vote in votes]
+        records = [(step, overwrites) for vote in votes for step, overwrites in vote['waiting']]
+        recorded = {step for step, _ in records}
+        parts_of = [dict(DiskStep.of(each) for each in vote['parts']) for vote in votes]
+        disks = [{step: part for step, part in parts.items() if step in recorded} for parts in parts_of]
         own = {step: part.save for step, part in disks[0].items()}
         found = [each for each in candidates(disks) if each.save]
         waiting = {each.step for each in found if not each.missing and each.save == own.get(each.step)}
@@ -147,8 +153,13 @@ class Tiers(StepTiers):
                     process for process, part in enumerate(parts) if part is not None and part.save == each.save
                 )
                 incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
-        dropped = {step for disk in disks for step in disk} - waiting - {step for step, *_ in incomplete}
-        uploads = {'waiting': sorted(waiting), 'dropped': sorted(dropped), 'incomplete': incomplete}
+        dropped = recorded - waiting - {step for step, *_ in incomplete}
+        uploads = {
+            'waiting': sorted(waiting),
+            'dropped': sorted(dropped),
+            'incomplete': incomplete,
+            'overwriting': sorted({step for step, overwrites in records if overwrites}),
+        }
         return {'id': agreed, 'is_shared': is_shared, **uploads}
 
     def _find_lost_files(
@@ -172,6 +183,7 @@ class Tiers(StepTiers):
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         step, call = request.step, request.call
+        self._uploads.note_reuse(request.context.reuse)
         return dataclasses.replace(
             request,
             in_parts=not self._is_single,
@@ -198,6 +210,7 @@ class Tiers(StepTiers):
         return True
 
     def wait_until_persisted(self, step: int | None) -> None:
+        self._check_not_closed('wait_until_persisted')
         if not self._is_single:
             self._end_prefetch()
         self._open()
@@ -214,6 +227,7 @@ class Tiers(StepTiers):
         return restore_from_tiers(self._catalog, request)
 
     def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:
+        self._check_not_closed('prefetch')
         if self._prefetch is not None:
             return
         if self._is_single:
@@ -255,6 +269,7 @@ class Tiers(StepTiers):
             delete_step(self.local, step, self._catalog.clock, even_waiting=True)
 
     def delete(self, step: int) -> None:
+        self._check_not_closed('delete')
         if self._is_single:
             self._stop_prefetch()
         self._end_prefetch()
@@ -267,7 +282,16 @@ class Tiers(StepTiers):
         if self._prefetch is not None:
             self._prefetch.stop()
 
+    def _check_not_closed(self, call: str) -> None:
+        """Raises ClosedError after :meth:`close`, which has released the lock of the local directory."""
+        if self._is_closed:
+            raise ClosedError(
+                f'the checkpointer of {self._catalog.run.url()} is closed, and another one may use {self.local.url()}. Call '
+                f'{call} inside the with block, or before close().'
+            )
+
     def close(self) -> None:
+        self._is_closed = True
         try:
             self._stop_prefetch()
             self._uploads.close()

@@ -7,32 +7,54 @@ The copy has the same bytes, so the manifest and the sidecar of both tiers are e
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Callable
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.transaction import TransactionOptions
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, StepKeptError
+from t5ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    StepKeptError,
+    StorageError,
+    T5CkptError,
+)
+from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.storage import Storage
+from t5ckpt.tiers.part import save_of
 
+_log = logging.getLogger('t5ckpt')
 # An upload is not to take all connections, or the processor, from the training.
 _WORKERS = 4
 Copy = Callable[[bool], int]
 
 
 class NotUploadableError(Exception):
-    """A step that no later attempt can upload; the message has the reason."""
+    """A step that no later attempt can upload; the message has the reason.
+
+    Attributes:
+      is_failure: whether a wait for all uploads raises it; not if the step was deleted.
+    """
+
+    is_failure = True
 
 
 def is_same_save(first: Storage, second: Storage, step: int) -> bool:
     """Whether both storages have the step, of the same save."""
-    raw = [read_raw(locate_step(storage, step)) for storage in (first, second)]
-    return raw[0].sidecar is not None and (raw[0].manifest, raw[0].sidecar) == (raw[1].manifest, raw[1].sidecar)
+    return _is_same(*(read_raw(locate_step(storage, step)) for storage in (first, second)))
+
+
+def _is_same(first: RawFiles, second: RawFiles) -> bool:
+    return first.sidecar is not None and (first.manifest, first.sidecar) == (second.manifest, second.sidecar)
 
 
 def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:
@@ -40,8 +62,14 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
 
     def copy(replaces: bool) -> int:
         source = Identity.now(locate_step(local, step))
-        with source.checked_on_failure('uploaded'):
-            return Transfer(source, run, step, TransferOptions(_WORKERS, replaces, pace=pace)).run(clock).nbytes
+        transfer = Transfer(source, run, step, TransferOptions(_WORKERS, replaces, pace=pace))
+        try:
+            with source.checked_on_failure('uploaded'):
+                return transfer.run(clock).nbytes
+        except StorageError as error:
+            if transfer.source_error is not None:
+                raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
+            raise
 
     return copy
 
@@ -63,12 +91,24 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
     Raises:
       NotUploadableError: the local step is damaged or gone, or the run has this step of another save.
       StepTakenError: another process is writing the step.
-      StorageError: the storage failed; the next call resumes the upload.
+      StorageError: the run's storage failed; the next call resumes the upload.
     """
+    while True:
+        save = save_of(local, step)
+        try:
+            return _upload_once(local, run, step, copy, clock, overwrite=overwrite)
+        except CheckpointNotFoundError as error:
+            # After each overwrite during the upload, it begins again.
+            if save_of(local, step) in ('', save):
+                raise _not_found(local, run, step, error) from error
+
+
+def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
+    """As :func:`upload`, and raises CheckpointNotFoundError if the local step is overwritten meanwhile."""
     try:
-        locate_step(local, step)
+        own = _contents(local, step)
         found = strategy_of(run).occupant(run, step)
-        if found is not None and found.is_t5x and is_same_save(local, run, step):
+        if found is not None and found.is_t5x and _is_same(own, read_raw(locate_step(run, step))):
             return 0
         if found is not None and not (overwrite and found.is_t5x):
             raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
@@ -83,8 +123,28 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
             return copy(False)
     except (FormatError, StepKeptError) as error:
         raise NotUploadableError(str(error)) from error
-    except CheckpointNotFoundError as error:
-        if has_step(local, step):
-            # It was overwritten meanwhile.
-            return upload(local, run, step, copy, clock, overwrite=overwrite)
-        raise NotUploadableError(f'{local.url()} does not have the step anymore: {error}') from error
+
+
+def _contents(local: Storage, step: int) -> RawFiles:
+    try:
+        return read_raw(locate_step(local, step))
+    except StorageError as error:
+        raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
+
+
+def _not_found(local: Storage, run: Storage, step: int, error: CheckpointNotFoundError) -> Exception:
+    """The error of an upload to which one of the two storages has answered that something does not exist."""
+    if has_step(local, step) and save_of(local, step):
+        return StorageError(errno.ENOENT, f'{run.url()} does not accept step {step}: {error}')
+    return NotUploadableError(f'{local.url()} does not have the step anymore: {error}')
+
+
+def remove_unfinished(run: Storage, step: int, clock: Clock) -> None:
+    """Removes the files of an upload that ended before its commit. A failure leaves them to garbage collection."""
+    try:
+        options = TransactionOptions(resume='removed', has_source_names=True)
+        with open_transaction(run, step, clock, options):
+            # It is left without a commit.
+            pass
+    except T5CkptError as error:
+        _log.warning('t5ckpt: the files of the upload of step %d are left to garbage collection: %s', step, error)

@@ -1,37 +1,42 @@
-"""The uploads of the local steps: begins those that ``tiers/intents.py`` chooses, runs them, and waits for them."""
+"""The uploads of the local steps: begins those that ``tiers/intents.py`` chooses, and waits for them.
+
+An overwrite of a step that the run has, or may have, is always uploaded: the run would keep the old values, and a restore would
+return them once the local step is deleted.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import has_step, steps_in
-from t5ckpt.commit.retention import Retention
-from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
-from t5ckpt.policies import KeepLatest
+from t5ckpt.catalog.listing import has_step, newest, steps_in
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, NotPersistedError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.save.arguments import SaveCall, TierOptions
+from t5ckpt.save.request import Reuse
+from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
-from t5ckpt.tiers.orders import Close, Ended, Failed, Orders
-from t5ckpt.tiers.part import Part, save_of
-from t5ckpt.tiers.queue import StepUploads, UploadOutdated, UploadQueue, UploadStopped
-from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
+from t5ckpt.tiers.orders import Orders
+from t5ckpt.tiers.part import Part, part_alone, save_of
+from t5ckpt.tiers.queue import StepUploads, UploadQueue
 from t5ckpt.tiers.shared_upload import Follower, Leader
-from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
+from t5ckpt.tiers.upload import remove_unfinished
+from t5ckpt.tiers.uploader import Uploader
 
+_OVERWRITES = 'it overwrites a step that the run may have'
 _log = logging.getLogger('t5ckpt')
 
 
 class Uploads:
-    """Uploads local steps in the background, in a thread of its own."""
+    """Chooses the local steps to upload, and has them uploaded in a thread of their own."""
 
     def __init__(self, options: TierOptions, directory: LocalDir, catalog: TierCatalog):
         """Reads and starts nothing."""
@@ -39,16 +44,22 @@ class Uploads:
         self._dir = directory
         self._catalog = catalog
         self._intents = Intents(self.local)
-        # For the thread of the uploads: a Retention belongs to one thread.
-        self._retention = Retention(self.local, KeepLatest(options.keep), self.clock)
-        self._last_saved: int | None = None
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
-        self._limit, self._saves_first = RateLimit(options.gbps), SavesFirst()
-        self.note_save = self._saves_first.note_save
-        self._queue: StepUploads = UploadQueue(self._upload, self._forget, self.run.url())
-        # Of a job of several processes, in process 0.
-        self._leader: Leader | None = None
+        self._uploader = Uploader(options, directory, catalog, self._intents, self._schedule)
+        self.note_save = self._uploader.note_save
+        upload = self._uploader.upload
+        self._queue: StepUploads = UploadQueue(
+            lambda step: upload(step, self._queue.check), self._uploader.forget, self.run.url()
+        )
         self._has_resumed = False
+        # The steps that wait and of which a job of one process has only a part.
+        self._parts = set[int]()
+        # The largest step that the run's storage has had; None before its first answer.
+        self._newest_of_run: int | None = None
+
+    def note_reuse(self, reuse: Reuse | None) -> None:
+        """Takes the checkpoint that the next saves link chunks from; a damaged one is not linked again."""
+        self._uploader.reuse = reuse
 
     def check_not_refused(self) -> None:
         """Raises the LocalDirError for which nothing is uploaded, if there is one."""
@@ -67,17 +78,34 @@ class Uploads:
             _log.warning('t5ckpt: step %d was to be uploaded, and is not in %s anymore', step, self.local.url())
             self._intents.drop(step)
             self._schedule.owe(step)
-        # The part of a job of several processes waits for that job.
-        found = sorted(existing.intersection(waiting).difference(self._catalog.partial_steps()))
+        found = self._without_parts(sorted(existing & set(waiting)))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
-            self._queue.add(found)
+            self._add(found)
 
-    def waiting_parts(self) -> list[list[Any]]:
-        """The votes on the steps that wait, of a job of several processes; see :class:`DiskStep`."""
+    def _without_parts(self, steps: Sequence[int]) -> list[int]:
+        """Those of some steps of which the directory has more than the part of one of several processes."""
+        self._parts = {step for step in steps if part_alone(self.local, step) is not None}
+        if self._parts:
+            _log.info(
+                't5ckpt: a job of several processes can upload the steps %s, of which %s has a part',
+                sorted(self._parts),
+                self.local.url(),
+            )
+        return [step for step in steps if step not in self._parts]
+
+    def records(self) -> list[tuple[int, bool]]:
+        """The steps that wait, and whether their upload may replace a step of the run, for a job of several processes."""
         self._intents.collect()
+        return self._intents.records()
+
+    def part_votes(self) -> list[list[Any]]:
+        """The votes on all local steps, of a job of several processes; see :class:`DiskStep`.
+
+        A disk may have a step whose record only another disk has.
+        """
         found: list[list[Any]] = []
-        for step in self._intents.steps():
+        for step in sorted({*steps_in(self.local), *self._intents.steps()}):
             try:
                 part = Part.read(self.local, step)
             except T5CkptError:
@@ -94,13 +122,16 @@ class Uploads:
             return None
         return part if part.save == save else None
 
-    def join(self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int]) -> None:
+    def join(
+        self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int], overwriting: Collection[int]
+    ) -> None:
         """Begins the uploads of a job of several processes.
 
         Args:
           orders: of process 0 to the others.
           waiting: the steps of earlier processes that can be uploaded.
           dropped: those that cannot.
+          overwriting: those that may replace a step of the run.
         """
         self._has_resumed = True
         is_leader = orders.processes.index == 0
@@ -114,31 +145,51 @@ class Uploads:
             self._intents.drop(step)
             self._schedule.owe(step)
         for step in set(waiting).difference(self._intents.steps()):
-            # The disk of this process is new.
-            self._intents.add(step, overwrite=False)
+            # The disk of this process is new, or was that of a job of one process.
+            self._intents.add(step, overwrite=step in overwriting)
         if not is_leader:
-            self._queue = Follower(orders, self.local, self.run, self._pace, self._end, self._intents.steps)
+            uploader = self._uploader
+            self._queue = Follower(orders, self.local, self.run, uploader.pace, uploader.end, self._intents.steps)
             return
-        self._leader = Leader(orders, self.local, self.run, self.clock)
+        self._uploader.leader = Leader(orders, self.local, self.run, self.clock)
         if waiting:
             _log.info('t5ckpt: steps that wait for their upload: %s', waiting)
-            self._queue.add(waiting)
+            self._add(waiting)
+
+    def _add(self, steps: Iterable[int]) -> None:
+        steps = sorted(steps)
+        self._queue.add(steps, [step for step in steps if self._intents.overwrites(step)])
 
     def reason(self, step: int, call: SaveCall, preempted: bool) -> str | None:
         """Why to upload a step that is being saved, or None."""
-        return self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
+        reason = self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
+        return _OVERWRITES if call.overwrite and self._may_replace(step) else reason
+
+    def _may_replace(self, step: int) -> bool:
+        """Whether the run has a step, or gets it; also if its storage does not answer, unless it can only have smaller steps."""
+        if step in self._intents.steps():
+            return True
+        if not self._queue.is_failing():
+            with contextlib.suppress(T5CkptError):
+                found = newest(self.run)
+                self._newest_of_run = -1 if found is None else found.step
+                return has_step(self.run, step)
+        is_surely_newer = self._newest_of_run is not None and step > self._newest_of_run
+        return not is_surely_newer or self._queue.outcomes.was_uploaded(step)
 
     @contextlib.contextmanager
     def around_commit(self, step: int, call: SaveCall, reason: str | None) -> Generator[None]:
         """Surrounds the local commit of a step: records before it that the step is to be uploaded, and begins that after it."""
         self._dir.ensure_record()
-        self._last_saved = step
+        self._uploader.last_saved = step
+        self._parts.discard(step)
         if reason is None:
             yield
             return
         failure: NotDurableError | None = None
         with self._intents.committing(step):
-            is_new = self._intents.add(step, overwrite=call.overwrite)
+            overwrites = reason == _OVERWRITES
+            is_new = self._intents.add(step, overwrite=overwrites)
             try:
                 yield
             except NotDurableError as error:
@@ -150,87 +201,28 @@ class Uploads:
                 raise
         self._schedule.note_taken(step, call.metrics)
         _log.info('t5ckpt: step %d is uploaded to %s: %s', step, self.run.url(), reason)
-        self._queue.add([step])
+        self._queue.add([step], [step] if overwrites else ())
         if failure is not None:
             raise failure
-
-    def _pace(self, nbytes: int, check: Callable[[], None]) -> None:
-        """Waits until a file of this size may be sent; ``check`` is called meanwhile, and may raise."""
-        self._limit.wait(nbytes, check)
-        self._saves_first.wait(check)
-
-    def _upload(self, step: int) -> None:
-        """Uploads a step, and runs the retention of the run; in the thread of the queue."""
-        started = time.monotonic()
-        overwrite, save = self._intents.overwrites(step), save_of(self.local, step)
-
-        def pace(nbytes: int) -> None:
-            self._pace(nbytes, self._queue.check)
-
-        leader = self._leader
-        if leader is None:
-            copy = copy_alone(self.local, self.run, step, pace, self.clock)
-        else:
-            copy = functools.partial(leader.copy, step, pace)
-        try:
-            self._dir.share_id()
-            nbytes = upload(self.local, self.run, step, copy, self.clock, overwrite=overwrite)
-        except UploadStopped:
-            raise
-        except NotUploadableError as error:
-            if not self._intents.is_of(step, save):
-                raise UploadOutdated from error
-            self._schedule.owe(step)
-            raise
-        except Exception as error:
-            # The other processes wait for the end of this attempt.
-            if leader is not None:
-                leader.orders.send(Failed(f'step {step} is not in {self.run.url()} yet: {error}'))
-            raise
-        if not self._intents.drop(step, save):
-            raise UploadOutdated
-        if leader is not None:
-            leader.orders.send(Ended(step, save=save))
-        seconds = self._schedule.upload_seconds = time.monotonic() - started
-        _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self.run.url(), nbytes, seconds)
-        try:
-            self._catalog.retain(step)
-            self._retain(step)
-        except Exception:  # noqa: BLE001 - a policy is the user's code, and the step is uploaded
-            _log.exception('t5ckpt: retention after the upload of step %d failed; the checkpoint is there', step)
-
-    def _retain(self, step: int) -> None:
-        """Local retention: the step may have stayed for its upload alone."""
-        self._retention.carry_out(self._last_saved, confirmed=[step])
-
-    def _forget(self, step: int, why: str = 'the log of process 0 has the reason') -> None:
-        """Forgets that a step waits, in all processes; in process 0."""
-        self._intents.drop(step)
-        if self._leader is not None:
-            self._leader.orders.send(Ended(step, why))
-
-    def _end(self, step: int, save: str | None) -> None:
-        """Forgets that a step waits, in the other processes."""
-        if save is not None:
-            # Process 0 has shared the id before the upload.
-            self._dir.note_shared()
-        self._intents.drop(step, save)
-        self._retain(step)
 
     @contextlib.contextmanager
     def without(self, step: int) -> Generator[None]:
         """Ends the upload of a step, which is deleted in the context; begins it again if the deletion fails."""
+        is_waiting = step in self._intents.steps()
         self._queue.cancel(step)
         try:
             yield
         except BaseException:
             if step in self._intents.steps():
-                self._queue.add([step])
+                self._add([step])
             raise
-        self._forget(step, 'it was deleted')
+        self._uploader.forget(step, 'it was deleted')
+        if is_waiting:
+            remove_unfinished(self.run, step, self.clock)
 
     def drop(self, step: int) -> None:
         """Forgets that a local step waits, which is not there anymore."""
+        self._parts.discard(step)
         self._intents.drop(step)
 
     def wait(self, step: int | None) -> None:
@@ -241,11 +233,22 @@ class Uploads:
           LocalDirError: the local directory is of another run.
         """
         self._queue.wait(step)
-        if step is not None and not has_step(self.run, step):
-            raise NotPersistedError(
-                f'step {step} is not in {self.run.url()}: '
-                + ('persist_policy did not take it.' if has_step(self.local, step) else 'there is no such step.')
-            )
+        if step is None:
+            return
+        if not has_step(self.run, step):
+            raise NotPersistedError(f'step {step} is not in {self.run.url()}: {self._why_not_there(step)}')
+        save = save_of(self.local, step)
+        if save not in ('', _save_in_run(self.run, step)):
+            raise NotPersistedError(f'step {step} in {self.run.url()} is of another save than in {self.local.url()}.')
+
+    def _why_not_there(self, step: int) -> str:
+        if self._queue.outcomes.was_uploaded(step):
+            return 'it was uploaded, and the keep policy has deleted it since.'
+        if not has_step(self.local, step):
+            return 'there is no such step.'
+        if step in self._parts:
+            return 'only a job of several processes can upload it.'
+        return 'persist_policy did not take it.'
 
     def close(self) -> None:
         """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps."""
@@ -259,10 +262,7 @@ class Uploads:
                     self._queue.wait(None)
         finally:
             self._queue.stop()
-            if self._leader is not None:
-                with contextlib.suppress(ServiceError, TimeoutError):
-                    self._leader.orders.send(Close())
-                self._leader = None
+            self._uploader.close()
             left = self._waiting()
             if left and self._queue.refusal is None:
                 _log.warning(
@@ -271,8 +271,17 @@ class Uploads:
                     self.local.url(),
                     self.run.url(),
                 )
-            self._retention.wait()
+            self._uploader.retention.wait()
             self._has_resumed = False
 
     def _waiting(self) -> list[int]:
-        return self._intents.steps() if self._has_resumed else []
+        return [step for step in self._intents.steps() if step not in self._parts] if self._has_resumed else []
+
+
+def _save_in_run(run: Storage, step: int) -> str:
+    """Identifies the save that the run has of a step; '' if it has been deleted."""
+    try:
+        sidecar = read_raw(locate_step(run, step)).sidecar
+    except CheckpointNotFoundError:
+        return ''
+    return '' if sidecar is None else digest(sidecar)

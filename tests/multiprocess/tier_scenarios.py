@@ -361,3 +361,17 @@ def tiers_train(directory, last, dies_at, local):
         ck.wait_until_finished()
         _check_train_state(ck.restore(), last)
     return [start, *found]
+
+
+# --- the ends of uploads -------------------------------------------------------------------------------------------------
+
+
+def tiers_wait_after_close():
+    """Closes the checkpointer, and waits; the kind of the error."""
+    ck = _held.pop('ck')
+    ck.close()
+    try:
+        ck.wait_until_persisted()
+    except T5CkptError as error:
+        return type(error).__name__
+    return None

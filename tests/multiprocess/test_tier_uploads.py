@@ -1,0 +1,129 @@
+"""The ends of uploads in jobs of two processes: overwrites, failures of process 0, close, and a job of one process in between."""
+
+import shutil
+
+import pytest
+from job import Job
+from tier_scenarios import TWICE
+
+import t5ckpt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+class Place:
+    """The run's directory, and the local directories of the two."""
+
+    def __init__(self, root):
+        self.run, self.trouble = root / 'run', root / 'trouble'
+        self.disks = [root / f'disk{index}' for index in range(2)]
+
+    def begin(self, job, **options):
+        job.run(
+            'tiers',
+            self.run,
+            TWICE,
+            {'trouble': str(self.trouble), **options},
+            each=[str(disk) for disk in self.disks[: job.count]],
+        )
+
+    def waiting(self):
+        return [sorted(path.name for path in (disk / '.t5ckpt/to_persist').iterdir()) for disk in self.disks]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def job():
+    """Jobs of their own: a process that blocks is killed, and a job of the module would be lost with it."""
+    job = Job(2, 4)
+    yield job
+    job.close()
+
+
+def test_an_overwrite_that_the_policy_does_not_take_replaces_the_uploaded_step(job, place):
+    place.begin(job, persist=[1])
+    assert job.run('tiers_save', 1) == [1] * 2
+    assert job.run('tiers_wait', 1) == [None] * 2
+    job.run('tiers_close')
+    place.begin(job, persist=[])
+    assert job.run('tiers_overwrite', 1, 7) == [1] * 2
+    assert job.run('tiers_wait', 1) == [None] * 2
+    job.run('tiers_close')
+    for disk in place.disks:
+        shutil.rmtree(disk)
+    place.begin(job, persist=[])
+    assert [answer['step'] for answer in job.run('tiers_restore', 1, 7)] == [1] * 2
+
+
+def test_a_bucket_that_is_away_before_the_first_upload_blocks_no_process(job, place):
+    place.trouble.write_text('away')
+    place.begin(job)
+    assert job.run('tiers_save', 1) == [1] * 2
+    job.start('tiers_wait', 1)
+    answers = job.answers(60)
+    assert all('step 1 is not in' in text and 'the bucket is away' in text for text in answers), answers
+    place.trouble.unlink()
+    # The next attempt follows a pause.
+    while job.run('tiers_wait', 1) != [None] * 2:
+        pass
+    job.run('tiers_close')
+
+
+def test_a_step_without_the_sidecar_of_process_0_is_dropped_by_all(job, place):
+    place.begin(job)
+    job.run('tiers_save', 1)
+    job.run('tiers_wait')
+    place.trouble.write_text('away')
+    job.run('tiers_save', 2)
+    (place.disks[0] / 'checkpoint_2/t5ckpt.json').unlink()
+    place.trouble.unlink()
+    answers = job.run('tiers_wait', 2, timeout=60)
+    while 'the bucket is away' in answers[0]:
+        # An attempt of before that ended.
+        answers = job.run('tiers_wait', 2, timeout=60)
+    assert all('step 2 was not uploaded' in str(text) for text in answers), answers
+    assert place.waiting() == [[], []]
+    job.run('tiers_save', 3)
+    assert job.run('tiers_wait', 3) == [None] * 2
+    job.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [1, 3]
+
+
+def test_a_wait_after_close_is_an_error_in_all_processes(job, place):
+    place.begin(job)
+    job.run('tiers_save', 1)
+    job.run('tiers_wait')
+    place.trouble.write_text('away')
+    job.run('tiers_save', 2)
+    job.start('tiers_wait_after_close')
+    assert job.answers(60) == ['ClosedError'] * 2
+    assert place.waiting() == [['2'], ['2']]
+
+
+def test_a_job_of_one_process_in_between_leaves_a_step_that_waits(job, place):
+    """Its disk has a part, which only a job of both can upload. A disk without the record has the part all the same."""
+    place.begin(job)
+    job.run('tiers_save', 1)
+    job.run('tiers_wait')
+    place.trouble.write_text('away')
+    job.run('tiers_save', 2)
+    job.run('tiers_close')
+    place.trouble.unlink()
+    one = Job(1, 8)
+    try:
+        place.begin(one)
+        one.run('tiers_steps')
+        one.run('tiers_close')
+    finally:
+        one.close()
+    assert place.waiting() == [['2'], ['2']]
+    (place.disks[0] / '.t5ckpt/to_persist/2').unlink()
+    place.begin(job, persist=[])
+    assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 2
+    assert job.run('tiers_wait', 2) == [None] * 2
+    assert t5ckpt.verify(place.run / 'checkpoint_2', full=True).ok
+    job.run('tiers_close')

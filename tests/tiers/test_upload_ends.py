@@ -1,0 +1,340 @@
+"""How uploads end: overwrites, close, damage of the local disk, deletions, steps that the training went back behind."""
+
+import errno
+import logging
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.errors import CheckpointNotFoundError, ClosedError, NotPersistedError, StorageError
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+from t5ckpt.tiers.rate_limit import RateLimit
+
+SMALL = {'chunk_bytes': 2**14, 'inline_bytes': 64}
+
+
+class Bucket(FaultyStorage):
+    """A bucket in memory that answers no request while it is away, waits before each write, and can lose all of its keys."""
+
+    def __init__(self, name):
+        super().__init__(open_storage(f'memory://upload-ends/{name}'))
+        self.is_away = self.is_gone = False
+        self.seconds = 0.0
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if self.is_away:
+            raise StorageError(errno.EIO, 'injected: the bucket is away')
+        if name in ('write', 'replace'):
+            time.sleep(self.seconds)
+            if self.is_gone:
+                raise CheckpointNotFoundError('injected: 404 NoSuchBucket')
+
+
+class BadDisk(FaultyStorage):
+    """A disk that cannot list the files of one directory."""
+
+    bad = ''
+
+    def _count(self, name, key):
+        super()._count(name, key)
+        if name == 'walk' and key == self.bad:
+            raise StorageError(errno.EIO, 'injected: input/output error')
+
+
+@pytest.fixture
+def remote(request):
+    return Bucket(request.node.name.replace('[', '-').replace(']', ''))
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / 'local'
+
+
+def state(value, step=None):
+    return {'w': np.full((64, 96), value, np.float32), 'step': np.int32(value if step is None else step)}
+
+
+def checkpointer(run, local, **options):
+    return t5ckpt.Checkpointer(state(0), None, run, local_dir=local, **SMALL, **options)
+
+
+def value(run, step):
+    return t5ckpt.load_t5x_checkpoint(run, step)['w'][0, 0]
+
+
+def waiting(local):
+    return sorted(int(name) for name in os.listdir(local / '.t5ckpt/to_persist'))
+
+
+def await_write(remote, key):
+    """Waits until a file is being written to the bucket."""
+    deadline = time.monotonic() + 30
+    while not any(name == 'write' and each.startswith(key) for name, each in remote.operations):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+# --- overwrites ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('away', [False, True])
+def test_an_overwrite_that_the_policy_does_not_take_is_uploaded(remote, local, away):
+    with checkpointer(remote, local, persist_policy=t5ckpt.SaveEvery(100), local_keep=1) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted(100)
+        remote.is_away = away
+        ck.save(state(2, 100), overwrite=True)
+        remote.is_away = False
+        ck.wait_until_persisted(100)
+        ck.save(state(3, 150))
+        assert t5ckpt.all_steps(local) == [150]
+        assert ck.restore(100)['w'][0, 0] == 2
+    assert t5ckpt.all_steps(remote) == [100]
+
+
+def test_an_overwrite_during_its_first_upload_is_uploaded(remote, local):
+    remote.seconds = 0.3
+    with checkpointer(remote, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
+        ck.save(state(1, 100))
+        await_write(remote, 'checkpoint_100/w/')
+        ck.save(state(2, 100), overwrite=True)
+        remote.seconds = 0.0
+        ck.wait_until_persisted(100)
+    assert value(remote, 100) == 2
+
+
+def test_an_overwrite_is_not_dropped_for_a_newer_step(remote, local):
+    with checkpointer(remote, local, local_keep=1) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted()
+        remote.is_away = True
+        ck.save(state(2, 200))
+        ck.save(state(9, 100), overwrite=True)
+        ck.save(state(3, 300))
+        assert waiting(local) == [100, 300]
+        remote.is_away = False
+        ck.wait_until_persisted()
+        assert t5ckpt.all_steps(remote) == [100, 300]
+        assert value(remote, 100) == 9
+        assert t5ckpt.all_steps(local) == [300]
+
+
+def test_overwrites_of_new_steps_do_not_fill_the_disk(remote, local):
+    """A loop that always passes overwrite=True replaces nothing in the bucket, so newer steps replace older ones that wait."""
+    with checkpointer(remote, local, local_keep=1) as ck:
+        ck.save(state(1), overwrite=True)
+        ck.wait_until_persisted()
+        ck.save(state(2), overwrite=True)
+        ck.wait_until_persisted()
+        remote.is_away = True
+        for step in (3, 4, 5, 6):
+            ck.save(state(step), overwrite=True)
+        assert len(waiting(local)) <= 2
+        assert waiting(local)[-1] == 6
+        remote.is_away = False
+
+
+def test_a_wait_compares_the_saves(remote, local):
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted(1)
+        # Another program replaces the bucket's step.
+        t5ckpt.Checkpointer(state(0), None, remote).save(state(5, 1), overwrite=True)
+        with pytest.raises(NotPersistedError, match='is of another save'):
+            ck.wait_until_persisted(1)
+
+
+# --- close ---------------------------------------------------------------------------------------------------------------
+
+
+def test_after_close_nothing_waits_and_nothing_is_deleted(remote, local):
+    ck = checkpointer(remote, local)
+    ck.save(state(1))
+    ck.wait_until_persisted()
+    remote.is_away = True
+    ck.save(state(2))
+    ck.close()
+    remote.is_away = False
+    with checkpointer(remote, local) as new:
+        for call in (ck.wait_until_persisted, lambda: ck.delete(2), ck.prefetch):
+            with pytest.raises(ClosedError, match='is closed'):
+                call()
+        assert ck.all_steps() == [1, 2]
+        assert ck.restore()['step'] == 2
+        new.wait_until_persisted(2)
+
+
+def test_close_ends_a_wait_of_another_thread(remote, local):
+    ck = checkpointer(remote, local)
+    ck.save(state(1))
+    ck.wait_until_persisted()
+    remote.is_away = True
+    ck.save(state(2))
+    errors = []
+
+    def wait():
+        for _ in range(100):
+            try:
+                ck.wait_until_persisted(2)
+            except ClosedError:
+                return
+            except NotPersistedError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ck.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert all('step 2 is not in' in text for text in errors)
+
+
+def test_a_closed_checkpointer_leaves_the_records_of_the_next_one(remote, local):
+    old = checkpointer(remote, local)
+    old.save(state(1))
+    old.close()
+    with checkpointer(remote, local) as new:
+        remote.is_away = True
+        new.save(state(2))
+        # The record of a step that is being committed.
+        record = local / '.t5ckpt/to_persist/7'
+        record.write_bytes(b'')
+        assert old.all_steps() == [1, 2]
+        assert record.exists()
+        record.unlink()
+        remote.is_away = False
+
+
+# --- failures of the disk and of the bucket ------------------------------------------------------------------------------
+
+
+def test_a_wait_for_all_raises_if_a_step_could_not_be_uploaded(remote, local):
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        remote.is_away = True
+        ck.save(state(2))
+        damage(local / 'checkpoint_2/w/0.0')
+        remote.is_away = False
+        deadline = time.monotonic() + 30
+        while waiting(local):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(NotPersistedError, match=r'step 2 was not uploaded .*damaged'):
+            ck.wait_until_persisted()
+        ck.wait_until_persisted()
+        ck.save(state(3))
+        ck.wait_until_persisted()
+    assert t5ckpt.all_steps(remote) == [1, 3]
+
+
+def test_a_bad_disk_drops_the_step_and_the_next_save_links_nothing(remote, local):
+    """A frozen array is linked from step to step. If its file may be damaged, the process still has its values."""
+    disk = BadDisk(open_storage(local))
+    frozen = np.arange(64 * 96, dtype=np.float32).reshape(64, 96)
+
+    def tree(step):
+        return state(step) | {'frozen': frozen}
+
+    with t5ckpt.Checkpointer(tree(0), None, remote, local_dir=disk, **SMALL | {'chunk_bytes': 2**16}) as ck:
+        ck.save(tree(1))
+        ck.wait_until_persisted()
+        inode = os.stat(local / 'checkpoint_1/frozen/0.0').st_ino
+        disk.bad = 'checkpoint_2'
+        ck.save(tree(2))
+        with pytest.raises(NotPersistedError, match=r'step 2 was not uploaded .*input/output error'):
+            ck.wait_until_persisted(2)
+        assert os.stat(local / 'checkpoint_2/frozen/0.0').st_ino == inode
+        ck.save(tree(3))
+        ck.wait_until_persisted(3)
+        assert os.stat(local / 'checkpoint_3/frozen/0.0').st_ino != inode
+    assert t5ckpt.all_steps(remote) == [1, 3]
+
+
+def test_a_bucket_that_answers_404_is_tried_again(remote, local):
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        remote.is_gone = True
+        before = len(remote.operations)
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError, match='404'):
+            ck.wait_until_persisted(2)
+        assert len(remote.operations) - before < 100
+        assert waiting(local) == [2]
+        remote.is_gone = False
+        ck.wait_until_persisted(2)
+
+
+def test_the_error_of_a_step_that_the_keep_policy_deleted(remote, local):
+    with checkpointer(remote, local, keep=1) as ck:
+        for step in (1, 2):
+            ck.save(state(step))
+            ck.wait_until_persisted()
+        with pytest.raises(NotPersistedError, match='it was uploaded, and the keep policy has deleted it since'):
+            ck.wait_until_persisted(1)
+
+
+# --- deletions, and going back -------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_deleted_during_its_upload_leaves_no_files(remote, local):
+    def tree(step):
+        return {'w': np.random.default_rng(step).standard_normal((512, 96)).astype(np.float32), 'step': np.int32(step)}
+
+    remote.seconds = 0.2
+    with t5ckpt.Checkpointer(tree(0), None, remote, local_dir=local, **SMALL) as ck:
+        ck.save(tree(1))
+        await_write(remote, 'checkpoint_1/w/')
+        ck.delete(1)
+        assert not [key for key, _ in remote.walk('') if key.startswith('checkpoint_1')]
+        assert waiting(local) == []
+
+
+def test_after_a_restore_of_an_older_step_the_new_saves_are_uploaded(remote, local, caplog):
+    caplog.set_level(logging.INFO)
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted()
+        remote.is_away = True
+        ck.save(state(2, 200))
+        ck.close()
+    with checkpointer(remote, local) as ck:
+        assert ck.restore(step=100)['step'] == 100
+        ck.save(state(5, 150))
+        remote.is_away = False
+        ck.wait_until_persisted()
+        assert 'step 150 was saved later' in caplog.text
+    assert t5ckpt.all_steps(remote) == [100, 150]
+
+
+def test_a_file_that_is_not_sent_does_not_use_up_the_rate():
+    limit = RateLimit(8e-9)  # one byte per second
+
+    def cancelled():
+        if calls:
+            raise InterruptedError
+        calls.append(1)
+
+    limit.wait(0, lambda: None)
+    calls = []
+    limit.wait(1, lambda: None)
+    with pytest.raises(InterruptedError):
+        limit.wait(3600, cancelled)
+    started = time.monotonic()
+    limit.wait(1, lambda: None)
+    assert time.monotonic() - started < 60

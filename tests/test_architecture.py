@@ -26,7 +26,7 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 6
 # The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
 # arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 820, 'errors': 490}
+LONGER_MODULES = {'checkpointer': 830, 'errors': 490}
 # The class that users call, and the interface of storages, which is a docstring and a default of one line for each method.
 LONGER_CLASSES = {'checkpointer.Checkpointer', 'storage.base.Storage'}
 # Its constructor checks and assigns each argument; one line for each is easier to read than a few joined ones.

@@ -87,6 +87,44 @@ def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
     return Candidate(step, save, missing, max(part.num_positions for part in parts) - len(held))
 
 
+def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Decides which steps that wait are uploaded: those of which the disks have all files.
+
+    The job may have had another number of processes. For the newest step, one disk may be lost, whose files may be on those of
+    replicas.
+
+    Args:
+      records: of each process, (step, whether the upload may replace a step of the run) for each record on its disk.
+      parts: of each process, the votes on the steps of its disk, see :meth:`DiskStep.vote`.
+
+    Returns:
+      In JSON's types: ``waiting``, the steps to upload; ``dropped``, the others; ``incomplete``, for the newest step [its number,
+      its save, the index of the lost disk, a process that has a part], with the index -1 if no disk is lost; ``overwriting``, the
+      steps whose upload may replace one of the run.
+    """
+    flags = [(step, overwrites) for each in records for step, overwrites in each]
+    recorded = {step for step, _ in flags}
+    on_disks = [dict(DiskStep.of(vote) for vote in votes) for votes in parts]
+    disks = [{step: part for step, part in disk.items() if step in recorded} for disk in on_disks]
+    saves = {step: part.save for step, part in disks[0].items()}
+    known = [each for each in candidates(disks) if each.save]
+    waiting = {each.step for each in known if not each.missing and each.save == saves.get(each.step)}
+    incomplete: list[Any] = []
+    for each in known[:1]:
+        if each.step not in waiting and len(each.missing) < 2:
+            holders = [disk.get(each.step) for disk in disks]
+            sender = next(
+                process for process, part in enumerate(holders) if part is not None and part.save == each.save
+            )
+            incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
+    return {
+        'waiting': sorted(waiting),
+        'dropped': sorted(recorded - waiting - {step for step, *_ in incomplete}),
+        'incomplete': incomplete,
+        'overwriting': sorted({step for step, overwrites in flags if overwrites}),
+    }
+
+
 class ChunkNumbers:
     """Numbers all chunks of a step in one order that follows from its manifest: arrays by location, grids in C order."""
 

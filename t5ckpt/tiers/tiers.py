@@ -22,7 +22,7 @@ from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.coverage import DiskStep, candidates
+from t5ckpt.tiers.coverage import interrupted_uploads
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
 from t5ckpt.tiers.one_tier import StepTiers
@@ -131,35 +131,10 @@ class Tiers(StepTiers):
         self._has_joined = True
 
     def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
-        """On process 0: the id, and which of the waiting steps are uploaded: those of which the disks have all files.
-
-        The job may have had another number of processes. For the newest step, one disk may be lost, whose files may be on
-        those of replicas.
-        """
+        """On process 0: the id, and which of the waiting steps are uploaded."""
         saves = {(step, save) for vote in votes for step, save in vote['saves']}
         agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes], saves)
-        records = [(step, overwrites) for vote in votes for step, overwrites in vote['waiting']]
-        recorded = {step for step, _ in records}
-        parts_of = [dict(DiskStep.of(each) for each in vote['parts']) for vote in votes]
-        disks = [{step: part for step, part in parts.items() if step in recorded} for parts in parts_of]
-        own = {step: part.save for step, part in disks[0].items()}
-        found = [each for each in candidates(disks) if each.save]
-        waiting = {each.step for each in found if not each.missing and each.save == own.get(each.step)}
-        incomplete: list[Any] = []
-        for each in found[:1]:
-            if each.step not in waiting and len(each.missing) < 2:
-                parts = [disk.get(each.step) for disk in disks]
-                sender = next(
-                    process for process, part in enumerate(parts) if part is not None and part.save == each.save
-                )
-                incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
-        dropped = recorded - waiting - {step for step, *_ in incomplete}
-        uploads = {
-            'waiting': sorted(waiting),
-            'dropped': sorted(dropped),
-            'incomplete': incomplete,
-            'overwriting': sorted({step for step, overwrites in records if overwrites}),
-        }
+        uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
         return {'id': agreed, 'is_shared': is_shared, **uploads}
 
     def _find_lost_files(

@@ -36,8 +36,15 @@ class DirectoryLock(Lock):
         _open_locks.add(self)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to the locked directory."""
-        return self._fd >= 0 and leads_to(self._path, os.fstat(self._fd))
+        """Whether the path still leads to the locked directory. A disk that cannot be read does not end the lock."""
+        if self._fd < 0:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Releases the lock."""

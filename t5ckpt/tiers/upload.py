@@ -48,6 +48,10 @@ class NotUploadableError(Exception):
     is_failure = True
 
 
+class UnreadableStepError(StorageError):
+    """A file of the local step cannot be read. A later attempt may succeed, if the disk has failed for a moment."""
+
+
 def is_same_save(first: Storage, second: Storage, step: int) -> bool:
     """Whether both storages have the step, of the same save."""
     return _is_same(*(read_raw(locate_step(storage, step)) for storage in (first, second)))
@@ -68,7 +72,7 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
                 return transfer.run(clock).nbytes
         except StorageError as error:
             if transfer.source_error is not None:
-                raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
+                raise _unreadable(local, step, error) from error
             raise
 
     return copy
@@ -90,6 +94,7 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
 
     Raises:
       NotUploadableError: the local step is damaged or gone, or the run has this step of another save.
+      UnreadableStepError: a local file cannot be read.
       StepTakenError: another process is writing the step.
       StorageError: the run's storage failed; the next call resumes the upload.
     """
@@ -129,7 +134,11 @@ def _contents(local: Storage, step: int) -> RawFiles:
     try:
         return read_raw(locate_step(local, step))
     except StorageError as error:
-        raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
+        raise _unreadable(local, step, error) from error
+
+
+def _unreadable(local: Storage, step: int, error: StorageError) -> UnreadableStepError:
+    return UnreadableStepError(error.errno or errno.EIO, f'{local.url(step_dir(step))} cannot be read: {error}')
 
 
 def _not_found(local: Storage, run: Storage, step: int, error: CheckpointNotFoundError) -> Exception:

@@ -22,8 +22,10 @@ from t5ckpt.tiers.part import save_of
 from t5ckpt.tiers.queue import UploadOutdated, UploadStopped
 from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
 from t5ckpt.tiers.shared_upload import Leader
-from t5ckpt.tiers.upload import NotUploadableError, copy_alone, upload
+from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError, copy_alone, upload
 
+# A local file that no attempt could read for so long counts as damaged.
+_UNREADABLE_SECONDS = 2.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -57,6 +59,8 @@ class Uploader:
         self.leader: Leader | None = None
         self.last_saved: int | None = None
         self.reuse: Reuse | None = None
+        # The step whose local files the latest attempts could not read, and the time of the first of them.
+        self._unreadable = (-1, 0.0)
 
     def pace(self, nbytes: int, check: Callable[[], None]) -> None:
         """Waits until a file of this size may be sent; ``check`` is called meanwhile, and may raise."""
@@ -117,7 +121,15 @@ class Uploader:
             copy = copy_alone(self._local, self._run, step, pace, self._clock)
         else:
             copy = functools.partial(self.leader.copy, step, pace)
-        return upload(self._local, self._run, step, copy, self._clock, overwrite=overwrite)
+        (unreadable, since), self._unreadable = self._unreadable, (-1, 0.0)
+        try:
+            return upload(self._local, self._run, step, copy, self._clock, overwrite=overwrite)
+        except UnreadableStepError as error:
+            now = time.monotonic()
+            self._unreadable = step, since if unreadable == step else now
+            if now - self._unreadable[1] >= _UNREADABLE_SECONDS:
+                raise NotUploadableError(str(error)) from error
+            raise
 
     def _end_not_uploadable(self, step: int, save: str, error: NotUploadableError) -> None:
         """Forgets that a step waits, which cannot be uploaded; the next save is uploaded in its place.
@@ -125,7 +137,7 @@ class Uploader:
         Raises:
           UploadOutdated: another save of the step waits, or is being committed.
         """
-        # Whoever deletes a step that waits removes its record, too.
+        # A deletion of a step that waits removes its record, too.
         error.is_failure = step in self._intents.steps() or has_step(self._local, step)
         if not self._intents.drop(step, save):
             raise UploadOutdated from error

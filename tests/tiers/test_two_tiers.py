@@ -30,7 +30,7 @@ from t5ckpt.errors import (
     StorageError,
 )
 from t5ckpt.storage import open_storage
-from t5ckpt.storage.directory_lock import DirectoryLock
+from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.testing import FaultyStorage
 from t5ckpt.tiers.intents import Intents
 from t5ckpt.tiers.local_dir import LocalDir
@@ -850,6 +850,19 @@ def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplo
     with checkpointer(run, local) as ck:
         same(ck.restore(), 2)
     assert steps_in(run) == [1, 2]
+
+
+def test_a_disk_that_cannot_be_inspected_keeps_its_lock(tmp_path):
+    (tmp_path / 'a').mkdir()
+    lock = lock_directory(str(tmp_path / 'a'))
+    assert lock.is_current()
+    (tmp_path / 'a').rename(tmp_path / 'b')
+    assert not lock.is_current()
+    # stat fails, and not because nothing is there.
+    (tmp_path / 'a').symlink_to(tmp_path / 'a')
+    assert lock.is_current()
+    lock.close()
+    assert not lock.is_current()
 
 
 @pytest.mark.parametrize('ends', ['closed', 'killed'])

@@ -256,6 +256,10 @@ def test_a_bad_disk_drops_the_step_and_the_next_save_links_nothing(remote, local
         inode = os.stat(local / 'checkpoint_1/frozen/0.0').st_ino
         disk.bad = 'checkpoint_2'
         ck.save(tree(2))
+        with pytest.raises(NotPersistedError, match=r'cannot be read: .*input/output error The upload is repeated'):
+            ck.wait_until_persisted(2)
+        while waiting(local):
+            time.sleep(0.1)
         with pytest.raises(NotPersistedError, match=r'step 2 was not uploaded .*input/output error'):
             ck.wait_until_persisted(2)
         assert os.stat(local / 'checkpoint_2/frozen/0.0').st_ino == inode
@@ -263,6 +267,20 @@ def test_a_bad_disk_drops_the_step_and_the_next_save_links_nothing(remote, local
         ck.wait_until_persisted(3)
         assert os.stat(local / 'checkpoint_3/frozen/0.0').st_ino != inode
     assert t5ckpt.all_steps(remote) == [1, 3]
+
+
+def test_a_disk_that_fails_for_a_moment_drops_no_step(remote, local):
+    disk = BadDisk(open_storage(local))
+    with t5ckpt.Checkpointer(state(0), None, remote, local_dir=disk, **SMALL) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        disk.bad = 'checkpoint_2'
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError, match='The upload is repeated'):
+            ck.wait_until_persisted(2)
+        disk.bad = ''
+        ck.wait_until_persisted(2)
+    assert t5ckpt.all_steps(remote) == [1, 2]
 
 
 def test_a_bucket_that_answers_404_is_tried_again(remote, local):

@@ -106,7 +106,7 @@ def test_an_upload_pauses_while_a_local_save_writes(run_dir, local):
         began = time.monotonic()
         ck.save(state(2))
         ended = time.monotonic()
-        assert len(run.times) < 20
+        assert len(run.times) < 33, 'the upload ended before the save did, so nothing was tested'
         ck.wait_until_persisted(1)
     assert ended - began > 1.0
     # Four files may have been on their way.

@@ -208,7 +208,7 @@ def print_decisions(plan: Iterable[tuple[str | None, Decision]]) -> None:
 
 
 def decision_fields(plan: Iterable[tuple[str | None, Decision]]) -> list[dict[str, Any]]:
-    """The same for JSON."""
+    """The decisions in the types of JSON, each with the name of its tier."""
     return [{**dataclasses.asdict(decision), 'tier': tier} for tier, decision in plan]
 
 

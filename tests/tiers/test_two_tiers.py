@@ -852,6 +852,17 @@ def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplo
     assert steps_in(run) == [1, 2]
 
 
+@pytest.mark.parametrize('name', ['taken.json', 'tier.json', 'to_persist/7'])
+def test_a_start_removes_the_files_of_writes_that_a_crash_ended(run_dir, local, name):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    partial = local / '.t5ckpt' / f'{name}.__partial'
+    partial.write_bytes(b'')
+    with checkpointer(run_dir, local) as ck:
+        assert ck.latest_step() == 1
+    assert not partial.exists()
+
+
 def test_a_disk_that_cannot_be_inspected_keeps_its_lock(tmp_path):
     (tmp_path / 'a').mkdir()
     lock = lock_directory(str(tmp_path / 'a'))

@@ -38,7 +38,7 @@ INTERNAL = {
     'raise_unreported',
     'start',
     'steps_to_restore',
-    'storage_with',
+    'damaged_copies',
 }
 
 

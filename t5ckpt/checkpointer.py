@@ -813,9 +813,9 @@ class Checkpointer:
         """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one."""
         return self._tiers.catalog.local_part_steps()
 
-    def storage_with(self, step: int) -> Storage:
-        """The storage that ``restore(step)`` reads: the local directory if it has the step, or else the run's directory."""
-        return self._tiers.catalog.storage_with(step)
+    def damaged_copies(self, step: int) -> list[Storage]:
+        """The storages in which a step is damaged, after ``restore(step)`` has failed, for ``restore_or_init``."""
+        return self._tiers.catalog.damaged_copies(step)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

@@ -260,20 +260,20 @@ def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str]) -> No
     """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
     others = _steps_of_others(checkpointer.storage) if failed else {}
     for step, kind in failed.items():
-        storage = checkpointer.storage_with(step)
-        where = storage.url(others.get(step, step_dir(step)))
-        stays = f't5ckpt: {where} is not renamed, so this run cannot save that step again'
-        if step in others or kind != 'corrupt':
-            _log.warning(stays)
-            continue
-        try:
-            aside = rename_damaged(storage, step, time.time)
-        except StepKeptError as error:
-            _log.warning('%s: %s', stays, error)
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not rename %s: %s', where, error)
-        else:
-            _log.error('t5ckpt: %s is damaged and was renamed to %s', where, storage.url(aside))
+        for storage in checkpointer.damaged_copies(step):
+            where = storage.url(others.get(step, step_dir(step)))
+            stays = f't5ckpt: {where} is not renamed, so that step cannot be saved there again'
+            if step in others or kind != 'corrupt':
+                _log.warning(stays)
+                continue
+            try:
+                aside = rename_damaged(storage, step, time.time)
+            except StepKeptError as error:
+                _log.warning('%s: %s', stays, error)
+            except T5CkptError as error:
+                _log.warning('t5ckpt: could not rename %s: %s', where, error)
+            else:
+                _log.error('t5ckpt: %s is damaged and was renamed to %s', where, storage.url(aside))
 
 
 @dataclasses.dataclass(frozen=True)

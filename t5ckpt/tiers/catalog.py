@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from t5ckpt.catalog.listing import dataset_steps_in, has_step, listing, newest, steps_in
@@ -83,6 +84,7 @@ class TierCatalog(StepCatalog):
         # Of the retention of the run, which the thread of the uploads carries out.
         self._guard = threading.Lock()
         self._is_away = False
+        self._damaged: dict[int | None, list[Storage]] = {}
 
     @property
     def read_only(self) -> bool:
@@ -176,8 +178,21 @@ class TierCatalog(StepCatalog):
     def latest(self) -> int | None:
         return self.choose(None).step
 
-    def storage_with(self, step: int) -> Storage:
-        return self.local if _has(self.local, step) and step not in self.partial_steps() else self.run
+    def begin_restore(self, step: int | None) -> None:
+        """Forgets what an earlier restore of the step has found damaged."""
+        self._damaged.pop(step, None)
+
+    @contextlib.contextmanager
+    def noting_damage(self, step: int | None, *storages: Storage) -> Generator[None]:
+        """Records the storages for :meth:`damaged_copies` if the restore in the context fails."""
+        try:
+            yield
+        except T5CkptError:
+            self._damaged.setdefault(step, []).extend(storages)
+            raise
+
+    def damaged_copies(self, step: int) -> list[Storage]:
+        return self._damaged.get(step, [])
 
     def unusable(self) -> dict[int, str]:
         """Why local steps are not complete, by step."""

@@ -43,8 +43,8 @@ class StepCatalog(ABC):
         """The steps of which this process may have a part, in a job of several, ascending."""
 
     @abstractmethod
-    def storage_with(self, step: int) -> Storage:
-        """The first tier that has a step, or else the run's storage."""
+    def damaged_copies(self, step: int) -> list[Storage]:
+        """The storages in which a step is damaged, after ``restore(step)`` has failed."""
 
 
 class _OneTierCatalog(StepCatalog):
@@ -69,8 +69,8 @@ class _OneTierCatalog(StepCatalog):
     def local_part_steps(self) -> list[int]:
         return []
 
-    def storage_with(self, step: int) -> Storage:  # noqa: ARG002
-        return self._storage
+    def damaged_copies(self, step: int) -> list[Storage]:  # noqa: ARG002
+        return [self._storage]
 
 
 class StepTiers(ABC):

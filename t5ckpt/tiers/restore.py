@@ -54,15 +54,19 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
     call = dataclasses.replace(request.call, step=step)
     from_run = dataclasses.replace(request, call=call, note_read=counted)
     fetched, is_local = 0, choice.is_local
+    catalog.begin_restore(step)
     if step is None or not is_local:
-        restored = run_restore(from_run)
+        with catalog.noting_damage(step, catalog.run):
+            restored = run_restore(from_run)
     else:
         try:
             restored = run_restore(_of_disk(catalog, from_run, step))
         except _DAMAGES as error:
-            found = _mended(catalog, step, error)
-            fetched, is_local = found or 0, found is not None
-            restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
+            with catalog.noting_damage(step, catalog.local):
+                found = _mended(catalog, step, error)
+                fetched, is_local = found or 0, found is not None
+                with catalog.noting_damage(step, catalog.run):
+                    restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)
     local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)

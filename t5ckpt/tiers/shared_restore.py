@@ -31,6 +31,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
+from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.part import LocalParts, Part, parts_in, save_of
 from t5ckpt.tiers.provide import Provider, completed
@@ -61,23 +62,31 @@ class SharedRestore:
           CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
         """
         wanted = request.call.step
+        self._catalog.begin_restore(wanted)
         for attempt in range(_ATTEMPTS):
             found, local = self.choose(request)
             is_leader = self._coordinator.processes_of_job().index == 0
             if is_leader:
                 log_choice(found)
-            if not found.save or found.step is None:
-                restored = self._of_storage(request, found)
-            else:
-                last = attempt + 1 == _ATTEMPTS
-                outcome = self._of_disks(request, found, found.step, local.parts.get(found.step), last=last)
-                if outcome is None:
-                    continue
-                (restored,) = outcome
+            with self._catalog.noting_damage(wanted, *self._copies(found, local, wanted)):
+                if not found.save or found.step is None:
+                    restored = self._of_storage(request, found)
+                else:
+                    last = attempt + 1 == _ATTEMPTS
+                    outcome = self._of_disks(request, found, found.step, local.parts.get(found.step), last=last)
+                    if outcome is None:
+                        continue
+                    (restored,) = outcome
             if wanted is None:
                 self._put_others_aside(found)
             return restored
         raise AssertionError('the last attempt returns or raises')
+
+    def _copies(self, found: SharedChoice, local: LocalParts, step: int | None) -> list[Storage]:
+        """The storages that have a part of a step: this disk, and the run's storage if it is read."""
+        disk = [self._local] if step in local.parts or step in local.damaged else []
+        reads_run = found.step is not None and (found.in_run or not found.save)
+        return [*disk, self._run] if reads_run else disk
 
     def choose(self, request: RestoreRequest) -> tuple[SharedChoice, LocalParts]:
         """The step to restore, and what the disk of this process has; every process calls it."""

@@ -372,6 +372,20 @@ def test_a_damaged_file_counts_as_absent(four, place, leaf):
     assert sum(restored(four, place, leaves=ONCE, persist=[])[2]['bytes'][1:]) == 0
 
 
+def test_a_step_that_is_damaged_in_both_tiers_is_saved_and_uploaded_anew(four, place):
+    saved(four, place, [1, 2], persist=[1, 2])
+    for root in (place.run, *place.disks):
+        for chunk in (root / 'checkpoint_2/target.rows').glob('[0-9]*'):
+            chunk.write_bytes(chunk.read_bytes()[:-1] + b'?')
+    place.begin(four, persist=[2])
+    assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
+    assert four.run('tiers_save', 2) == [2] * COUNT
+    assert four.run('tiers_wait') == [None] * COUNT
+    four.run('tiers_close')
+    for root in (place.run, *place.disks):
+        assert t5ckpt.verify(root, 2, full=True).ok
+
+
 def test_a_step_that_the_disk_of_process_0_has_lost_is_deleted(four, place):
     place.begin(four, persist=[])
     for step in (1, 2):

@@ -150,7 +150,7 @@ def test_a_pinned_one_is_not_put_aside(tmp_path, caplog):
     with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1, 2]
-    assert 'cannot save that step again' in caplog.text
+    assert 'cannot be saved there again' in caplog.text
 
 
 def test_one_with_a_read_lease_is_not_put_aside(tmp_path, caplog):
@@ -160,7 +160,7 @@ def test_one_with_a_read_lease_is_not_put_aside(tmp_path, caplog):
         with read_lease(open_storage(tmp_path), 2, 60, time.time):
             assert value_of(restore_or_init(ck, must_not_run)) == 1
             assert ck.all_steps() == [1, 2]
-        assert 'cannot save that step again' in caplog.text
+        assert 'cannot be saved there again' in caplog.text
         assert 'has a read lease, so it was not renamed' in caplog.text
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1]

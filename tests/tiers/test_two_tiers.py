@@ -502,6 +502,45 @@ def test_a_damaged_step_that_only_the_disk_has_is_an_error(run_dir, local):
     assert [name for name in os.listdir(local) if 'checkpoint_2.damaged-' in name]
 
 
+@pytest.mark.parametrize('is_same_save', [True, False])
+def test_a_step_that_is_damaged_in_both_tiers_is_renamed_in_both(run_dir, local, is_same_save):
+    with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
+        for step in (1, 2):
+            ck.save(state(step))
+            ck.wait_until_persisted()
+    if not is_same_save:
+        shutil.rmtree(run_dir / 'checkpoint_2')
+        with t5ckpt.Checkpointer(state(0), None, run_dir, inline_bytes=64) as ck:
+            ck.save(state(2), step=2)
+    for root in (run_dir, local):
+        damage(chunk(root, 2))
+    with checkpointer(run_dir, local) as ck:
+        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 1)
+        ck.save(state(2))
+        ck.wait_until_persisted(2)
+    for root in (run_dir, local):
+        assert [name for name in os.listdir(root) if 'checkpoint_2.damaged-' in name]
+        assert t5ckpt.verify(root, 2, full=True).ok
+
+
+def test_a_step_that_is_damaged_in_a_bucket_stays_there(gs, local, caplog):
+    run = gs.url()
+    with checkpointer(run, local, reuse_unchanged=False) as ck:
+        for step in (1, 2):
+            ck.save(state(step))
+            ck.wait_until_persisted()
+    (key,) = [key for key, _ in open_storage(run).walk('checkpoint_2') if '/w' in key and key.endswith('/0.0')]
+    gs.put(f'{run}/{key}', b'?')
+    (local / 'checkpoint_2/t5ckpt.json').write_text('{}')
+    with checkpointer(run, local) as ck:
+        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 1)
+        assert said(caplog, 'is not renamed, so that step cannot be saved there again', logging.WARNING)
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError, match='exists, of another save'):
+            ck.wait_until_persisted(2)
+    assert t5ckpt.verify(local, 2, full=True).ok
+
+
 def test_a_bucket_that_is_away_leaves_the_local_steps(gs, local, caplog):
     run = gs.url()
     with checkpointer(run, local, storage_options=AWAY) as ck:

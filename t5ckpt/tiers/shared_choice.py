@@ -42,6 +42,7 @@ class SharedChoice:
       save: of the local step; '' if it is read from the run's storage.
       sender: a process whose disk has a part of it.
       in_run: whether the run's storage has the same save, and provides the chunks that are on no disk.
+      on_all_disks: whether the disk of every process has a part of it.
       refused: why newer steps were not taken, by step.
     """
 
@@ -49,6 +50,7 @@ class SharedChoice:
     save: str = ''
     sender: int = 0
     in_run: bool = False
+    on_all_disks: bool = False
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
 
 
@@ -77,7 +79,7 @@ def choose_together(
     }
     decided = first.reduce_on_leader(Phase.LOOK, vote, lambda votes: _listed(votes, query_run, needs_positions))
     run_step, refused = decided['run'], dict[int, str](decided['damaged'])
-    for at, save, sender, known, in_run in decided['candidates']:
+    for at, save, sender, known, in_run, on_all_disks in decided['candidates']:
         if run_step is not None and at < run_step:
             break
         part = local.parts.get(at)
@@ -85,7 +87,7 @@ def choose_together(
         if known == _UNKNOWN:
             why = _missing_chunks(coordinator, part if part is not None and part.save == save else None)
         if not why or in_run:
-            return SharedChoice(at, save, sender, in_run, refused)
+            return SharedChoice(at, save, sender, in_run, on_all_disks, refused)
         refused.setdefault(at, why)
     return SharedChoice(run_step, refused={at: why for at, why in refused.items() if at != run_step})
 
@@ -96,11 +98,12 @@ def _listed(votes: Sequence[Any], query_run: Callable[[bool], RunStep], needs_po
     disks = [dict(DiskStep.of(part) for part in vote['parts']) for vote in votes]
     found: list[Any] = []
     for each in candidates(disks):
-        sender = next(
+        holders = [
             process for process, disk in enumerate(disks) if each.step in disk and disk[each.step].save == each.save
-        )
+        ]
         in_run = (each.step, each.save) == (run_step.step, run_step.save)
-        found.append([each.step, each.save, sender, _known(each, needs_positions), in_run])
+        on_all_disks = len(holders) == len(disks)
+        found.append([each.step, each.save, holders[0], _known(each, needs_positions), in_run, on_all_disks])
     damaged: dict[int, str] = {}
     for process, vote in enumerate(votes):
         for at, why in vote['damaged']:

@@ -47,9 +47,23 @@ _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
 class SharedRestore:
     """One restore; every process makes one, and calls it at the same point."""
 
-    def __init__(self, catalog: TierCatalog, coordinator: Coordinator, drop_intent: Callable[[int], None]):
-        """Reads nothing; ``drop_intent`` forgets that a step waits for its upload."""
+    def __init__(
+        self,
+        catalog: TierCatalog,
+        coordinator: Coordinator,
+        drop_intent: Callable[[int], None],
+        local: LocalParts | None = None,
+    ):
+        """Reads nothing.
+
+        Args:
+          catalog: of the tiers.
+          coordinator: for the rounds.
+          drop_intent: forgets that a step waits for its upload.
+          local: the parts in the local directory, if they are known; only the first choice uses them.
+        """
         self._catalog = catalog
+        self._known_parts = local
         self._local, self._run = catalog.local, catalog.run
         self._coordinator = coordinator
         self._drop_intent = drop_intent
@@ -94,7 +108,7 @@ class SharedRestore:
         positions = request.dataset is not None and not request.call.leaves_iterator
         at = self._coordinator.round(CHOICE_ACTION)
         with at.failing_together(Phase.LOOK):
-            local = parts_in(self._local)
+            local, self._known_parts = self._known_parts or parts_in(self._local), None
         query_run = functools.partial(self._find_run_step, wanted)
         found = choose_together(at, self._coordinator, local, query_run, wanted, needs_positions=positions)
         return found, local
@@ -135,8 +149,11 @@ class SharedRestore:
         self, request: RestoreRequest, found: SharedChoice, step: int, part: Part | None, *, last: bool
     ) -> tuple[Any] | None:
         """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
-        own = part if part is not None and part.save == found.save else None
-        part = completed(self._coordinator.round(_ACTION), own, self._local, step, found.sender, self._catalog.clock)
+        if part is not None and part.save != found.save:
+            part = None
+        if part is None or not found.on_all_disks:
+            at = self._coordinator.round(_ACTION)
+            part = completed(at, part, self._local, step, found.sender, self._catalog.clock)
         provider = Provider(self._coordinator, part, self._run if found.in_run else None, request.reading.budget_bytes)
         call = dataclasses.replace(request.call, step=step)
         local_part = LocalPart(part.located, part.manifest, part.sidecar, provider)

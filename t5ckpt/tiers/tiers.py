@@ -27,7 +27,7 @@ from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
 from t5ckpt.tiers.one_tier import StepTiers
 from t5ckpt.tiers.orders import Orders
-from t5ckpt.tiers.part import is_incomplete
+from t5ckpt.tiers.part import LocalParts, is_incomplete, parts_in
 from t5ckpt.tiers.prefetch import Prefetch, fetch_alone
 from t5ckpt.tiers.provide import completed
 from t5ckpt.tiers.restore import restore_from_tiers
@@ -90,19 +90,22 @@ class Tiers(StepTiers):
                 self._uploads.resume()
             return True
 
-    def _join(self, coordinator: Coordinator, channel: Channel | None = None) -> None:
+    def _join(self, coordinator: Coordinator, channel: Channel | None = None) -> LocalParts | None:
         """Agrees on the run's id with the other processes, and begins the uploads; the first call does, in all processes.
 
         Args:
           coordinator: for the rounds.
           channel: for the orders about uploads; None makes one.
 
+        Returns:
+          The parts in the local directory; None if they were not read, or have changed since.
+
         Raises:
           UnsupportedTopologyError: the checkpointer only reads.
           LocalDirError: a directory is in use, or of another run.
         """
         if self._has_joined:
-            return
+            return None
         at = coordinator.round('opening the local directories')
         with at.failing_together(Phase.LOOK):
             self._check_not_closed('restore')
@@ -112,15 +115,17 @@ class Tiers(StepTiers):
                     f'{self._catalog.run.url()}.'
                 )
             self._open(create=True)
+            local, waiting = parts_in(self.local), self._uploads.records()
             vote = {
                 'id': self._dir.known_id(),
                 'saves': self._dir.saves(),
-                'waiting': self._uploads.records(),
-                'parts': self._uploads.part_votes(),
+                'waiting': waiting,
+                'parts': self._uploads.part_votes(local),
             }
         decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
-        with at.together(Phase.COMMIT):
-            self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
+        if decided['is_new']:
+            with at.together(Phase.COMMIT):
+                self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
             lost = self._find_lost_files(coordinator, step, save, index, sender)
@@ -129,13 +134,15 @@ class Tiers(StepTiers):
         orders = Orders(channel.processes, channel.prefix, lost or LostFiles())
         self._uploads.join(orders, waiting, dropped, decided['overwriting'])
         self._has_joined = True
+        return None if decided['incomplete'] else local
 
     def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
         """On process 0: the id, and which of the waiting steps are uploaded."""
         saves = {(step, save) for vote in votes for step, save in vote['saves']}
         agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes], saves)
         uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
-        return {'id': agreed, 'is_shared': is_shared, **uploads}
+        is_new = any(vote['id'] != [agreed, is_shared] for vote in votes)
+        return {'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}
 
     def _find_lost_files(
         self, coordinator: Coordinator, step: int, save: str, index: int, sender: int
@@ -196,8 +203,8 @@ class Tiers(StepTiers):
             return run_restore(request)
         self._end_prefetch()
         if not self._is_single:
-            self._join(self._coordinator)
-            shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop)
+            local = self._join(self._coordinator)
+            shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop, local)
             return shared.restore(request)
         return restore_from_tiers(self._catalog, request)
 
@@ -213,8 +220,8 @@ class Tiers(StepTiers):
         request = make_request(coordinator.round('a prefetch'))
 
         def fetch(check: Callable[[], None]) -> None:
-            self._join(coordinator, channel)
-            restore = SharedRestore(self._catalog, coordinator, self._uploads.drop)
+            local = self._join(coordinator, channel)
+            restore = SharedRestore(self._catalog, coordinator, self._uploads.drop, local)
             fetch_together(self._catalog, coordinator, restore, request, check)
 
         self._prefetch = Prefetch(fetch)

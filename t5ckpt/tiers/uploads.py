@@ -25,7 +25,7 @@ from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Orders
-from t5ckpt.tiers.part import Part, part_alone, save_of
+from t5ckpt.tiers.part import LocalParts, Part, part_alone, save_of
 from t5ckpt.tiers.queue import StepUploads, UploadQueue
 from t5ckpt.tiers.shared_upload import Follower, Leader
 from t5ckpt.tiers.upload import remove_unfinished
@@ -99,20 +99,14 @@ class Uploads:
         self._intents.collect()
         return self._intents.records()
 
-    def part_votes(self) -> list[list[Any]]:
+    def part_votes(self, local: LocalParts) -> list[list[Any]]:
         """The votes on all local steps, of a job of several processes; see :class:`DiskStep`.
 
         A disk may have a step whose record only another disk has.
         """
-        found: list[list[Any]] = []
-        for step in sorted({*steps_in(self.local), *self._intents.steps()}):
-            try:
-                part = Part.read(self.local, step)
-            except T5CkptError:
-                found.append(DiskStep('', -1, 1).vote(step))
-            else:
-                found.append(part.as_vote().vote(step))
-        return found
+        steps = sorted({*local.parts, *local.damaged, *self._intents.steps()})
+        nothing = DiskStep('', -1, 1)
+        return [(local.parts[step].as_vote() if step in local.parts else nothing).vote(step) for step in steps]
 
     def part_of(self, step: int, save: str) -> Part | None:
         """The part of a save of a step in the local directory; None if there is none that can be read."""

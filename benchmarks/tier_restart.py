@@ -13,7 +13,8 @@ which are killed afterwards. A round restores once in each of these ways, with t
     no disks        once, with the bucket alone: what the proxy counts then
 
 The seconds are those of the slowest process, from the constructor of the checkpointer to the arrays on the devices. The peak is
-that of the resident memory above the arrays of the process, in a further restart with a small ``restore_concurrent_gb``.
+that of the resident memory above the arrays of the process, in further restarts with a small ``restore_concurrent_gb``. The
+collective of a lost disk takes about 12 MB whatever the budget is, so there are two budgets.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KINDS = ('plain', 'plain again', 'intact disks', 'a lost disk')
 _HERE = pathlib.Path(__file__).resolve().parent
 _LEAF_BYTES = 4 * 2**20
 _CHUNK = re.compile(r'/[0-9]+(\.[0-9]+)*$')
-_DEFAULT_GB, SMALL_GB = 4.0, 0.032
+_DEFAULT_GB, SMALL_GB = 4.0, (0.032, 0.128)
 
 
 class _Job:
@@ -103,7 +104,7 @@ class Bench:
     def save(self) -> dict[str, Any]:
         """Saves everywhere; the peaks of memory."""
         job = _Job(self._nursery)
-        options = {'leaves': self._leaves, 'plain': str(self._plain), 'run': self._run, 'concurrent_gb': SMALL_GB}
+        options = {'leaves': self._leaves, 'plain': str(self._plain), 'run': self._run, 'concurrent_gb': SMALL_GB[0]}
         answers = job.run('save', options, [{'local': str(disk)} for disk in self._disks])
         job.kill()
         peaks = {kind: max(answer['peaks'][kind] for answer in answers) for kind in answers[0]['peaks']}
@@ -157,7 +158,11 @@ def measure(megabytes: int, rounds: int, directory: pathlib.Path) -> dict[str, A
             first = number % len(KINDS)
             for kind in (*KINDS[first:], *KINDS[:first]):
                 restarts[kind].append(bench.restore(kind))
-        small = {kind: bench.restore(kind, SMALL_GB)['peak'] for kind in KINDS if kind != 'plain again'}
+        small = {
+            kind: [bench.restore(kind, budget)['peak'] for budget in SMALL_GB]
+            for kind in KINDS
+            if kind != 'plain again'
+        }
         restarts['no disks'] = [bench.restore('no disks')]
     plain = [each['seconds'] for kind in KINDS[:2] for each in restarts[kind]]
     found: dict[str, Any] = {}
@@ -175,12 +180,12 @@ def measure(megabytes: int, rounds: int, directory: pathlib.Path) -> dict[str, A
         }
         found[kind]['ratio'], found[kind]['interval'] = ratio(seconds, base if kind in KINDS[:2] else plain)
         if kind in small:
-            found[kind]['peak_mb'] = round(small[kind] / 1e6)
+            found[kind]['peaks_mb'] = [round(peak / 1e6) for peak in small[kind]]
     own_mb, peaks = round(saved['own_bytes'] / 1e6), {kind: round(peak / 1e6) for kind, peak in saved['peaks'].items()}
     return {
         'megabytes': megabytes,
         'own_mb': own_mb,
-        'budget_mb': round(1e3 * SMALL_GB),
+        'budgets_mb': [round(1e3 * budget) for budget in SMALL_GB],
         'save_peak_mb': peaks,
         **found,
     }
@@ -192,10 +197,10 @@ def table(found: dict[str, Any]) -> list[str]:
     made = [
         (
             f'Restarts of four processes of {found["own_mb"]} MB each, medians, ratios with their 90 % intervals; peaks above '
-            f'the arrays with a budget of {found["budget_mb"]} MB:'
+            f'the arrays with budgets of {found["budgets_mb"][0]} and {found["budgets_mb"][1]} MB:'
         ),
         '',
-        '| restart | restarts | seconds | / plain | above plain | bytes of arrays of the bucket | other bytes | reads | peak |',
+        '| restart | restarts | seconds | / plain | above plain | bytes of arrays of the bucket | other bytes | reads | peaks |',
         '|---|---:|---:|---:|---:|---:|---:|---:|---:|',
     ]
     for kind in (*KINDS, 'no disks'):
@@ -205,7 +210,7 @@ def table(found: dict[str, Any]) -> list[str]:
             f'{row["seconds"]:.2f} s | |' if kind in ('plain', 'no disks') else f'{times} | {row["above_plain_ms"]} ms'
         )
         times = times if not times.endswith('|') else f'{row["seconds"]:.2f} s |  | '
-        peak = f'{row["peak_mb"]} MB' if 'peak_mb' in row else ''
+        peak = '{} and {} MB'.format(*row['peaks_mb']) if 'peaks_mb' in row else ''
         made.append(
             f'| {kind} | {row["restarts"]} | {times} | {row["chunk_bytes"]:,} | {row["bucket_bytes"] - row["chunk_bytes"]:,} '
             f'| {row["reads"]} | {peak} |'
@@ -213,7 +218,7 @@ def table(found: dict[str, Any]) -> list[str]:
     made += [
         '',
         (
-            f'Peaks of the saves above the state, with the same budget: plain {peaks["plain"]} MB, local {peaks["local"]} MB, '
+            f'Peaks of the saves above the state, with the smaller budget: plain {peaks["plain"]} MB, local {peaks["local"]} MB, '
             f'with the upload {peaks["upload"]} MB.'
         ),
     ]

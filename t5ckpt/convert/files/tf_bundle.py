@@ -6,9 +6,9 @@ TensorFlow's own reader returns whole tensors, and one embedding of mT5 XXL has 
     <prefix>.index                 a LevelDB table: '' -> BundleHeaderProto, tensor name -> BundleEntryProto
     <prefix>.data-00000-of-00002   the tensors' bytes, one after another, little endian, C order
 
-This is the format of version 2. An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is verified
-when a tensor is first read. bfloat16 is read as bfloat16. Only TensorFlow reads tensors of strings, variables that were saved in
-parts, compressed tables, and the format before 2016.
+This is the format of version 2. An entry has dtype, shape, data file, offset, size and the CRC-32C of the bytes, which is
+verified when a tensor is first read. bfloat16 is read as bfloat16. Only TensorFlow reads tensors of strings, variables that
+were saved in parts, compressed tables, and the format before 2016.
 
 All sizes are checked against the shapes and the files.
 """

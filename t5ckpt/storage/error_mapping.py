@@ -35,7 +35,8 @@ UNMET_CONDITION = (
 """The text of a ValueError for such an answer, which TensorStore does not report as a failure."""
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
-_NO_SPACE = 'Free space there, keep fewer checkpoints (keep=), or write elsewhere; existing files were not changed.'
+_FEWER = 'keep fewer checkpoints (keep=, or local_keep= in a local_dir)'
+_NO_SPACE = f'Free space there, {_FEWER}, or write elsewhere; existing files were not changed.'
 _REFUSED = (
     'Check that the credentials permit {action} there (docs/storage.md has the permissions). Without credentials, requests are '
     'anonymous.'
@@ -67,7 +68,7 @@ _OR_RENEW = 'Where the credentials may have expired, renew them.'
 _OTHER = 'The disk or the file system failed (see dmesg); try again, or use another directory.'
 
 _CONFUSED = 'A file is in the place of a directory, or a directory in the place of a file.'
-_QUOTA = 'The quota is used up: raise it, keep fewer checkpoints (keep=), or write elsewhere; existing files were not changed.'
+_QUOTA = f'The quota is used up: raise it, {_FEWER}, or write elsewhere; existing files were not changed.'
 _READ_ONLY = (
     'The file system is mounted read-only: mount it for writing, or write elsewhere; existing files were not changed.'
 )

@@ -117,12 +117,17 @@ class LocalDir:
         """Locks the directory and checks its record. Returns False if it does not exist and is not to be created.
 
         Raises:
-          LocalDirError: another process has it, it cannot be locked, or its steps are those of another run.
+          LocalDirError: it is a file, another process has it, it cannot be locked, or its steps are those of another run.
         """
         local = self.storage
+        kind = local.kind('')
+        if kind == 'file':
+            raise LocalDirError(
+                f'{local.url()} is a file, and local_dir must be a directory. Pass another local_dir, or move the file away.'
+            )
         if create:
             local.make_dir('')
-        elif local.kind('') is None:
+        elif kind is None:
             return False
         lost = self._forget_removed()
         if self._lock is None and not self.read_only:
@@ -160,13 +165,16 @@ class LocalDir:
         local, record = self.storage, self._record
         text = None
         if record is None and listing(local).steps:
-            text = f'{local.url()} has checkpoints, but no {_RECORD} that names their run.'
+            text = (
+                f'{local.url()} has checkpoints, but no {_RECORD} that names their run; it may be the directory of a run itself. '
+                'Pass another local_dir.'
+            )
         if record is not None and record.run != self.run.url():
-            text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self.run.url()}.'
+            text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self.run.url()}. {_cures(local)}'
         if text is not None:
             self._record = None
             self._release()
-            raise LocalDirError(f'{text} {_cures(local)}')
+            raise LocalDirError(text)
 
     def check_id(self) -> None:
         """Compares the id of the directory with that of the run, which one request reads.
@@ -200,9 +208,9 @@ class LocalDir:
             f'{record.id}, and the run there {found}. {_cures(self.storage)}'
         )
 
-    def check_id_once(self) -> None:
-        """As :meth:`check_id`, unless that was called before. A storage that does not answer is asked again by an upload."""
-        if self._has_asked or self._record is None:
+    def check_id_before_save(self) -> None:
+        """As :meth:`check_id`. A storage that did not answer is not asked again before the next upload or listing."""
+        if self._record is None or (self._has_asked and self._run_id is None):
             return
         with contextlib.suppress(StorageError):
             self.check_id()
@@ -365,6 +373,6 @@ def _locked(local: Storage) -> Lock | None:
 
 def _cures(local: Storage) -> str:
     return (
-        f'To start without its steps, delete {local.url()} or pass another local_dir. To keep one, copy it to a run '
-        '(t5ckpt cp) first.'
+        f'Pass another local_dir to start without its steps. Before you delete {local.url()}, copy the steps to keep to a run '
+        '(t5ckpt cp): they may be the only copies.'
     )

@@ -157,7 +157,7 @@ class Tiers(StepTiers):
         self._uploads.check_not_refused()
         if self._is_single:
             self._open(create=True)
-            self._dir.check_id_once()
+            self._dir.check_id_before_save()
         else:
             self._end_prefetch()
             self._join(self._coordinator)

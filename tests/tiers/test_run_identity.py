@@ -73,6 +73,19 @@ def test_a_run_without_an_id_and_without_a_save_of_the_directory_is_refused(run_
             action(ck)
 
 
+def test_a_save_after_a_listing_is_refused_too(run_dir, local, tmp_path):
+    """Nothing of the earlier run is deleted by the retention of saves that would never be uploaded."""
+    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
+        ck.save(state(1))
+    with checkpointer(run_dir, tmp_path / 'other') as ck:
+        ck.save(state(2))
+    with checkpointer(run_dir, local, local_keep=1) as ck:
+        for action in (ck.all_steps, lambda: ck.save(state(3)), lambda: ck.save_async(state(4)), ck.latest_step):
+            with pytest.raises(LocalDirError, match='another run at'):
+                action()
+    assert t5ckpt.all_steps(local) == [1]
+
+
 def test_ls_says_that_the_local_steps_are_of_an_earlier_run(run_dir, local, tmp_path):
     with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
         ck.save(state(1))

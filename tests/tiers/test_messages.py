@@ -1,0 +1,57 @@
+"""What two tiers log and raise: the numbers add up, the cures fit, and each line is said once."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.cli.shell_messages import in_shell_terms
+from t5ckpt.errors import LocalDirError, NoSpaceError
+from t5ckpt.storage.error_mapping import foreign_errors
+
+
+def state(step):
+    rng = np.random.default_rng(step)
+    return {'w': rng.standard_normal((256, 256), dtype=np.float32), 'step': np.int32(step)}
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / 'local'
+
+
+def checkpointer(run, local, **options):
+    options = {'chunk_bytes': 2**16, 'compression': None} | options
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local_dir=local, **options)
+
+
+@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_local_disk_names_local_keep(local, number):
+    with (
+        pytest.raises(NoSpaceError, match='keep=, or local_keep= in a local_dir') as raised,
+        foreign_errors(str(local), writing=True),
+    ):
+        raise OSError(number, os.strerror(number))
+    text = in_shell_terms(str(raised.value), None)
+    assert 'delete steps (t5ckpt rm, t5ckpt prune)' in text
+    assert 'keep=' not in text
+
+
+def test_a_file_in_the_place_of_the_directory(run_dir, local):
+    local.write_text('a file')
+    for action in (lambda ck: ck.all_steps(), lambda ck: ck.save(state(1)), lambda ck: ck.restore()):
+        with checkpointer(run_dir, local) as ck, pytest.raises(LocalDirError, match='is a file, and local_dir must be'):
+            action(ck)
+
+
+def test_the_cures_of_a_refused_directory(run_dir, tmp_path, local):
+    with checkpointer(tmp_path / 'other', local) as ck:
+        ck.save(state(1))
+    with pytest.raises(LocalDirError, match=r'Pass another local_dir to start without its steps\. Before you delete'):
+        checkpointer(run_dir, local).save(state(2))
+    # The directory of a run is not to be deleted.
+    with pytest.raises(LocalDirError, match=r'Pass another local_dir\.$') as raised:
+        checkpointer(run_dir, tmp_path / 'other').save(state(2))
+    assert 'delete' not in str(raised.value)

@@ -14,6 +14,7 @@ from typing import Any
 # Of a name or a pattern that is compared with others; the comparison is quadratic.
 CURE_OF_DAMAGE = 'Restore an older step, or copy the checkpoint again.'
 """The last sentence of errors about a damaged checkpoint."""
+_CURE_AND_REST = re.compile(r'[.;]?\s+[Rr]estore an older step.*', re.DOTALL)
 _LONGEST = 300
 _LISTED = 20
 _WORD = re.compile(r'\w{2,}')
@@ -107,6 +108,11 @@ def _printed(value: object) -> object:
 
 # Added to the logger itself, so that it applies to all modules.
 logging.getLogger('t5ckpt').addFilter(_PrintableArguments())
+
+
+def without_cure_of_damage(text: str) -> str:
+    """An error about a damaged checkpoint without its cures, for a log line about a checkpoint that has another copy."""
+    return _CURE_AND_REST.sub('', text)
 
 
 def human_bytes(nbytes: int | None) -> str:

@@ -11,6 +11,7 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage
+from t5ckpt.tiers.part import array_bytes
 from t5ckpt.tiers.upload import is_same_save
 
 _log = logging.getLogger('t5ckpt')
@@ -20,7 +21,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     """Replaces the damaged files of a local step by those of the run's storage; reads every local file to find them.
 
     Returns:
-      The bytes that were read from the run's storage; None if it does not have this save, or the step is still damaged.
+      The bytes of arrays that were read from the run's storage; None if it does not have this save, or the step is still damaged.
 
     Raises:
       StorageError: the run's storage does not answer, or the local disk failed.
@@ -35,7 +36,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         key = join(located.directory, name)
         local.make_dir(key.rpartition('/')[0])
         local.write(key, data)
-        nbytes += len(data)
+        nbytes += array_bytes(name, data)
     if not damaged or verify_located(located, full=True, accepts_part=True).damages:
         return None
     _log.warning(

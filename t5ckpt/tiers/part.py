@@ -15,7 +15,15 @@ from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.names import COPIES, DATASET_REMOVED, MANIFEST, SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.names import (
+    COPIES,
+    DATASET_REMOVED,
+    MANIFEST,
+    SIDECAR,
+    TRAIN_DS_PREFIX,
+    file_checksums_name,
+    step_dir,
+)
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage
@@ -150,6 +158,12 @@ def is_incomplete(storage: Storage, step: int) -> bool:
     """Whether a local directory has only a part without all chunks, which a job of one process cannot restore."""
     part = part_alone(storage, step)
     return part is not None and not part.has_all_chunks()
+
+
+def array_bytes(name: str, data: bytes) -> int:
+    """The size of a file that is a chunk of an array, for the log; 0 for metadata and for positions of data iterators."""
+    is_chunk = '/' in name and not name.endswith('/.zarray') and not name.startswith(TRAIN_DS_PREFIX)
+    return len(data) if is_chunk else 0
 
 
 def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:

@@ -28,7 +28,7 @@ from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import File, Memory, exchange
-from t5ckpt.tiers.part import Part, positions_in
+from t5ckpt.tiers.part import Part, array_bytes, positions_in
 
 _log = logging.getLogger('t5ckpt')
 _TURNS = 4
@@ -37,7 +37,7 @@ _ACTION = 'a restore from local directories'
 
 @dataclasses.dataclass
 class Provided:
-    """The bytes that this process read, by source."""
+    """The bytes of arrays that this process read, by source."""
 
     own: int = 0
     peers: int = 0
@@ -187,7 +187,7 @@ class Provider:
         name, entry, data = file
         if name not in self._there and entry_of(data) == entry:
             self._write(name, entry, data)
-            self.provided.peers += len(data)
+            self.provided.peers += array_bytes(name, data)
 
     def _fetch(self, name: str) -> None:
         """Fetches a file from the run's storage, which has the same save."""
@@ -199,7 +199,7 @@ class Provider:
             self._run_checksums = file_checksums_of(located) or FileChecksums()
         self._run_checksums.check(name, entry_of(data), self._run.url(join(located.directory, name)))
         self._write(name, entry_of(data), data)
-        self.provided.run += len(data)
+        self.provided.run += array_bytes(name, data)
 
     def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:
         """The files of the run's storage with the position of this process, if no disk had it.

@@ -12,6 +12,7 @@ from typing import Any
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.core.text import without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -69,7 +70,8 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
                     restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)
-    local_bytes, run_bytes = (counted.nbytes, fetched) if is_local else (0, counted.nbytes)
+    # The files that were fetched are read from the local directory, too.
+    local_bytes, run_bytes = (max(0, counted.nbytes - fetched), fetched) if is_local else (0, counted.nbytes)
     urls = catalog.local.url(), catalog.run.url()
     _log.info(
         't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s',
@@ -101,13 +103,14 @@ def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
     """Finds the step elsewhere after its local files failed.
 
     Returns:
-      The bytes that were fetched from the run's storage; None if the step is to be read from there.
+      The bytes of arrays that were fetched from the run's storage; None if the step is to be read from there.
 
     Raises:
       T5CkptError: ``error``, if the run does not have the step; a CorruptCheckpointError if a local file cannot be read.
     """
     where = catalog.local.url(step_dir(step))
-    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), error)
+    text = without_cure_of_damage(str(error))
+    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), text)
     try:
         nbytes = None if catalog.read_only else complete_from(catalog.run, catalog.local, step)
         is_there = nbytes is not None or has_step(catalog.run, step)

@@ -1,7 +1,9 @@
 """What two tiers log and raise: the numbers add up, the cures fit, and each line is said once."""
 
 import errno
+import logging
 import os
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +19,22 @@ def state(step):
     return {'w': rng.standard_normal((256, 256), dtype=np.float32), 'step': np.int32(step)}
 
 
+class Position:
+    def __init__(self):
+        self.state = {'pad': b'x' * 100_000}
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+@pytest.fixture(autouse=True)
+def _at_info(caplog):
+    caplog.set_level(logging.INFO, 't5ckpt')
+
+
 @pytest.fixture
 def local(tmp_path):
     return tmp_path / 'local'
@@ -25,6 +43,32 @@ def local(tmp_path):
 def checkpointer(run, local, **options):
     options = {'chunk_bytes': 2**16, 'compression': None} | options
     return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local_dir=local, **options)
+
+
+def lines(caplog, text):
+    return [line for line in caplog.messages if text in line]
+
+
+def restored_bytes(caplog):
+    (line,) = lines(caplog, 'restored step')
+    return [int(found) for found in re.findall(r': ([0-9]+) bytes of arrays from .*, ([0-9]+) from', line)[0]]
+
+
+@pytest.mark.parametrize('what', ['chunk', 'position', 'metadata'])
+def test_restored_bytes_are_counted_once(run_dir, local, caplog, what):
+    """A repair fetches files, and the restore then reads them from the local directory. Only chunks are bytes of arrays."""
+    with checkpointer(run_dir, local, dataset_iterator=Position()) as ck:
+        ck.save(state(1))
+    pattern = {'chunk': 'w/0.0', 'position': 'train_ds-*', 'metadata': 'w/.zarray'}[what]
+    (damaged,) = (local / 'checkpoint_1').glob(pattern)
+    nbytes = damaged.stat().st_size
+    damaged.write_bytes(b'\1' * nbytes)
+    with checkpointer(run_dir, local, dataset_iterator=Position()) as ck:
+        ck.restore()
+    fetched = nbytes if what == 'chunk' else 0
+    assert restored_bytes(caplog) == [256 * 256 * 4 - fetched, fetched]
+    (line,) = lines(caplog, 'looking for its files in')
+    assert 'estore an older step' not in line
 
 
 @pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])

@@ -27,7 +27,7 @@ from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
-from t5ckpt.errors import StepKeptError
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.format.names import parse_step_dir
 from t5ckpt.policies import WAITS
 from t5ckpt.storage import Storage, open_storage, split_path
@@ -111,12 +111,19 @@ class _Target(NamedTuple):
 
 
 def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_Target]:
-    """The steps in each tier; the run's first, because its storage may not answer. A step may be in one tier only."""
+    """The steps in each tier; the run's first, because its storage may not answer. A step may be in one tier only.
+
+    Raises:
+      CheckpointNotFoundError: neither tier has one of the steps.
+    """
     storages = {name: open_run_storage(location) for name, location in tier_paths(storage.url(), tier).items()}
     found = [_Target(name, storages[name], step) for name in sorted(storages, key=str, reverse=True) for step in steps]
     there = [each for each in found if len(storages) == 1 or has_step(each.storage, each.step)]
-    absent = set(steps) - {each.step for each in there}
-    return [*there, *(each for each in found if each.step in absent)]
+    absent = sorted(set(steps) - {each.step for each in there})
+    if absent:
+        urls = ' nor '.join(each.url() for each in storages.values())
+        raise CheckpointNotFoundError(f'step {", ".join(map(str, absent))} is in neither {urls}.')
+    return there
 
 
 def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[Storage, list[int]]:

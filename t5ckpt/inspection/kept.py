@@ -30,11 +30,9 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     policy = policy or (policy_of(complete[-1].policy) if complete else None)
     waiting = waiting_steps(storage)
     if policy is None:
-        none = {entry.step: WAITS if entry.step in waiting else _NO_POLICY for entry in complete if not entry.kept}
-        return [
-            dataclasses.replace(entry, kept=none[entry.step]) if _has_policy(entry) and entry.step in none else entry
-            for entry in found
-        ]
+        own = {entry.step: entry.kept for entry in complete}
+        none = {step: _and_waits(kept, waits=step in waiting) or _NO_POLICY for step, kept in own.items()}
+        return [dataclasses.replace(entry, kept=none[entry.step]) if _has_policy(entry) else entry for entry in found]
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}
@@ -53,17 +51,19 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     plan = {decision.step: decision for decision in retention_plan(policy, infos)}
     kept = {step: _reason(decision, waits=step in waiting) for step, decision in plan.items()}
     # A pinned step has the reason for its pin already.
-    return [
-        dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) and not entry.pinned else entry
-        for entry in found
-    ]
+    kept |= {entry.step: _and_waits(entry.kept, waits=entry.step in waiting) for entry in complete if entry.pinned}
+    return [dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) else entry for entry in found]
 
 
 def _has_policy(entry: StepSummary) -> bool:
     return entry.complete and entry.layout == 't5x'
 
 
+def _and_waits(reason: str, *, waits: bool) -> str:
+    return '; '.join(filter(None, [reason, WAITS if waits else '']))
+
+
 def _reason(decision: Decision, *, waits: bool) -> str:
     if waits and decision.reason != WAITS:
-        return f'{decision.reason}; {WAITS}'
+        return _and_waits(decision.reason, waits=True)
     return decision.reason if decision.keep else f'{GOES}{decision.reason}'

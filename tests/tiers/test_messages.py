@@ -1,12 +1,14 @@
 """What two tiers log and raise: the numbers add up, the cures fit, and each line is said once."""
 
 import errno
+import json
 import logging
 import os
 import re
 
 import numpy as np
 import pytest
+from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt.cli.shell_messages import in_shell_terms
@@ -99,3 +101,29 @@ def test_the_cures_of_a_refused_directory(run_dir, tmp_path, local):
     with pytest.raises(LocalDirError, match=r'Pass another local_dir\.$') as raised:
         checkpointer(run_dir, tmp_path / 'other').save(state(2))
     assert 'delete' not in str(raised.value)
+
+
+def test_rm_of_a_step_of_neither_tier_names_both(run_dir, local):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    text = t5ckpt_cli('rm', local, 1, 9, '--tier', 'all', '--yes', code=3)
+    assert f'step 9 is in neither {local} nor {run_dir}' in text
+    assert t5ckpt.all_steps(local) == [1]
+
+
+@pytest.mark.parametrize('policy', ['recorded', 'not recorded'])
+def test_ls_shows_a_pin_and_that_the_step_waits(run_dir, local, policy):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    for step in ('1', '2'):
+        (local / '.t5ckpt' / 'to_persist' / step).touch()
+    t5ckpt.pin_checkpoint(local / 'checkpoint_1', 'for a talk')
+    if policy == 'not recorded':
+        os.remove(local / '.t5ckpt' / 'tier.json')
+        for step in (1, 2):
+            os.remove(local / f'checkpoint_{step}' / 't5ckpt.json')
+    kept = [each['kept'] for each in json.loads(t5ckpt_cli('ls', local, '--json')) if each.get('tier') != 'persistent']
+    assert kept[0] == 'pinned: for a talk; waits for its upload'
+    assert 'latest' in kept[1]
+    assert 'waits for its upload' in kept[1]

@@ -160,7 +160,7 @@ def test_rm_of_both_deletes_nothing_if_one_is_pinned(local, run):
     assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([3, 4], [1, 4])
     t5ckpt_cli('rm', local, 1, 3, 4, '--yes', '--tier', 'all', '--pinned')
     assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([], [])
-    assert 'step 9 does not exist' in t5ckpt_cli('rm', local, 9, '--yes', '--tier', 'all', code=3)
+    assert f'step 9 is in neither {local} nor {run}' in t5ckpt_cli('rm', local, 9, '--yes', '--tier', 'all', code=3)
 
 
 @pytest.mark.parametrize('verb', ['ls', 'show', 'verify', 'prune', 'rm'])

@@ -18,7 +18,7 @@ from t5ckpt.commit.step_facts import StepFacts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
-from t5ckpt.policies import Decision, StepInfo
+from t5ckpt.policies import WAITS, Decision, StepInfo
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -30,16 +30,20 @@ class StayLog:
     def __init__(self, storage: Storage):
         """Takes the run."""
         self._storage = storage
-        self._logged: set[tuple[int, str]] = set()
+        self._logged: set[tuple[int | None, str]] = set()
 
-    def _is_new(self, step: int, reason: str) -> bool:
+    def _is_new(self, step: int | None, reason: str) -> bool:
         is_new = (step, reason) not in self._logged
         self._logged.add((step, reason))
         return is_new
 
     def log(self, decision: Decision) -> None:
-        """Logs that a step is kept for another reason than the policy."""
-        if decision.overruled and self._is_new(decision.step, decision.reason):
+        """Logs that a step is kept for another reason than the policy.
+
+        Of the steps that wait for their upload only the first is logged, since each of them waits while uploads are slow.
+        """
+        step = None if decision.reason == WAITS else decision.step
+        if decision.overruled and self._is_new(step, decision.reason):
             _log.info('t5ckpt: step %d is kept regardless of the keep policy: %s', decision.step, decision.reason)
 
     def warn(self, step: int, name: str, reason: str, verb: str) -> None:

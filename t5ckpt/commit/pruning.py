@@ -53,13 +53,13 @@ class Pruning:
         Args:
           plan: the decisions.
           others: those of the steps that are in another layout.
-          confirmed: the steps that may go; None allows all of them.
+          confirmed: the steps that may go; None allows all of them. Of the others, nothing is logged.
         """
         for decision in plan:
+            if confirmed is not None and decision.step not in confirmed:
+                continue
             if decision.keep:
                 self._stay_log.log(decision)
-            elif confirmed is not None and decision.step not in confirmed:
-                continue
             elif not self._hide_logged(decision, others.get(decision.step)):
                 break
 
@@ -75,7 +75,7 @@ class Pruning:
             else:
                 self._hidden.append(found)
                 self.done.append(decision)
-                _log.info('t5ckpt: deleted step %d: %s', decision.step, decision.reason)
+                _log.info('t5ckpt: deleted step %d of %s: %s', decision.step, self._storage.url(), decision.reason)
         except CheckpointNotFoundError:
             # Another process has deleted it.
             self.done.append(decision)

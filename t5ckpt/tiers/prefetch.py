@@ -70,7 +70,8 @@ def fetch_alone(catalog: TierCatalog, begin_fetch: Callable[[], None], check: Ch
     with source.checked_on_failure('fetched'):
         options = TransferOptions(pace=lambda _: check())
         done = Transfer(source, catalog.local, choice.step, options).run(catalog.clock)
-    _log.info('t5ckpt: fetched step %d to %s: %d bytes', choice.step, catalog.local.url(), done.nbytes)
+    urls = catalog.run.url(), catalog.local.url()
+    _log.info('t5ckpt: fetched step %d from %s to %s: %d bytes', choice.step, *urls, done.nbytes)
 
 
 def read_ahead(local: Storage, step: int, check: Check) -> None:

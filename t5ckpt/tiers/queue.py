@@ -210,7 +210,7 @@ class UploadQueue(StepUploads):
 
     def _drop_all(self, older: dict[int, str]) -> None:
         for step, reason in sorted(older.items()):
-            _log.info('t5ckpt: step %d is not uploaded to %s: %s', step, self._target, reason)
+            _log.info('t5ckpt: skipping the upload of step %d to %s: %s', step, self._target, reason)
             self._drop(step, reason)
 
     def _run(self) -> None:

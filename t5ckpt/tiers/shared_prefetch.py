@@ -68,7 +68,8 @@ def fetch_together(
     located = locate_step(catalog.run, found.step)
     names = files_to_read(request, part.contents()) + _positions(located, request, coordinator)
     nbytes = _fetch(part, located, names, checksums, check)
-    _log.info('t5ckpt: fetched step %d to %s: %d bytes', found.step, catalog.local.url(), nbytes)
+    urls = catalog.run.url(), catalog.local.url()
+    _log.info('t5ckpt: fetched step %d from %s to %s: %d bytes', found.step, *urls, nbytes)
 
 
 def _files_of_run(catalog: TierCatalog, coordinator: Coordinator, step: int) -> dict[str, bytes] | None:

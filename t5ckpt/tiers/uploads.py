@@ -194,7 +194,7 @@ class Uploads:
                     self._intents.drop(step)
                 raise
         self._schedule.note_taken(step, call.metrics)
-        _log.info('t5ckpt: step %d is uploaded to %s: %s', step, self.run.url(), reason)
+        _log.info('t5ckpt: will upload step %d to %s: %s', step, self.run.url(), reason)
         self._queue.add([step], [step] if overwrites else ())
         if failure is not None:
             raise failure

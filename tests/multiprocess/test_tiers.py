@@ -286,7 +286,9 @@ def test_a_prefetch_fetches_what_each_process_reads(four, place):
         (fetched,) = answer['fetched']
         step, position = place.disks[index] / 'checkpoint_2', f'train_ds-00{index}-of-004'
         files = [*step.glob('target.*/*'), *step.glob(f'{position}*')]
-        assert f' fetched step 2 to {place.disks[index]}: {sum(file.stat().st_size for file in files)} bytes' in fetched
+        assert (
+            f' from {place.run} to {place.disks[index]}: {sum(file.stat().st_size for file in files)} bytes' in fetched
+        )
         assert any(file.name.startswith(position) for file in files)
         # Of the leaf that is sharded over all devices, a process reads a quarter.
         assert len([*(step / 'target.both').iterdir()]) == chunks / COUNT

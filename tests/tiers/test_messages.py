@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -71,6 +72,53 @@ def test_restored_bytes_are_counted_once(run_dir, local, caplog, what):
     assert restored_bytes(caplog) == [256 * 256 * 4 - fetched, fetched]
     (line,) = lines(caplog, 'looking for its files in')
     assert 'estore an older step' not in line
+
+
+def test_lines_of_saves(run_dir, local, caplog):
+    with checkpointer(run_dir, local, local_keep=1) as ck:
+        for step in (1, 2, 3):
+            ck.save(state(step))
+            ck.wait_until_persisted(step)
+    assert lines(caplog, f'will upload step 2 to {run_dir}: every save')
+    assert lines(caplog, f'deleted step 1 of {local}: older than the latest')
+    assert not lines(caplog, 'is uploaded to')
+
+
+def test_waiting_steps_are_logged_once(gs, local, caplog):
+    """Each of them waits while the others are uploaded, or the bucket is away."""
+    run = gs.url()
+    with checkpointer(run, local, local_keep=1, storage_options={'retry_seconds': 1.0}) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        gs.proxy.choose = lambda kind, key: '503'
+        for step in (2, 3, 4, 5):
+            ck.save(state(step), overwrite=True)
+        gs.proxy.choose = lambda kind, key: None
+    assert len(lines(caplog, 'waits for its upload')) == 1
+    assert not lines(caplog, 'is not uploaded to')
+
+
+def test_an_upload_that_a_newer_step_replaces_is_skipped(gs, local, caplog):
+    run = gs.url()
+    with checkpointer(run, local, local_keep=1, storage_options={'retry_seconds': 1.0}) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        gs.proxy.choose = lambda kind, key: '503'
+        for step in (2, 3, 4):
+            ck.save(state(step))
+        gs.proxy.choose = lambda kind, key: None
+    assert lines(caplog, f'skipping the upload of step 3 to {run}: step 4 is newer')
+    assert not lines(caplog, 'is not uploaded to')
+
+
+def test_a_prefetch_names_its_source(run_dir, local, caplog):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    shutil.rmtree(local)
+    with checkpointer(run_dir, local) as ck:
+        ck.prefetch()
+        ck.restore()
+    assert lines(caplog, f'fetched step 1 from {run_dir} to {local}')
 
 
 @pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])

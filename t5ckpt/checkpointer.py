@@ -485,7 +485,7 @@ class Checkpointer:
     def wait_until_persisted(self, step: int | None = None) -> None:
         """Waits until a step is in ``checkpoints_dir``; None waits for all steps that are to be uploaded.
 
-        Without ``local_dir``, waits for the save that is running.
+        Without ``local_dir``, waits for the save that is running, and warns once that this is the only effect.
 
         Raises:
           NotPersistedError: an attempt to upload it failed during the wait, or the step is not uploaded: the persist policy did

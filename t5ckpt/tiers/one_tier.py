@@ -158,8 +158,12 @@ class OneTier(StepTiers):
     def note_save(self, has_ended: Callable[[], bool]) -> None:
         pass
 
-    def wait_until_persisted(self, step: int | None) -> None:
-        pass
+    def wait_until_persisted(self, step: int | None) -> None:  # noqa: ARG002
+        text = (
+            'wait_until_persisted has no effect without local_dir, except that it waits for a running save. Pass local_dir= to '
+            'the constructor, or call wait_until_finished.'
+        )
+        self._notices.warn('wait_until_persisted', NoEffectWarning(text))
 
     def restore(self, request: RestoreRequest) -> Any:
         return run_restore(request)

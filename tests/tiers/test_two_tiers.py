@@ -837,7 +837,6 @@ with t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, save_policy=t5ckpt.
             thread.join(20)  # Those of saves and of retention end.
     threads = [thread.name for thread in threading.enumerate()]
     ck.restore()
-    ck.wait_until_persisted()
 modules = [name for name in sys.modules if name.startswith('t5ckpt.tiers')]
 print(json.dumps([modules, threads, lines]))
 """
@@ -855,6 +854,16 @@ def test_prefetching_without_a_local_directory_says_so(run_dir):
     ck = t5ckpt.Checkpointer(state(0), None, run_dir)
     with pytest.warns(t5ckpt.errors.NoEffectWarning, match='prefetch has no effect without local_dir'):
         ck.prefetch()
+
+
+def test_waiting_for_uploads_without_a_local_directory_says_so_once(run_dir):
+    ck = t5ckpt.Checkpointer(state(0), None, run_dir)
+    saved = ck.save_async(state(1))
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='wait_until_persisted has no effect without local_dir'):
+        ck.wait_until_persisted()
+    assert saved.done()
+    # A second warning would be an error.
+    ck.wait_until_persisted(1)
 
 
 def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):

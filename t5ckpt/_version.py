@@ -1,4 +1,4 @@
-"""The version, in the one place that setup.py reads it from."""
+"""The version of the package, which setup.py also reads from this file."""
 
 __all__ = ['__version__']
 

@@ -95,7 +95,7 @@ class Checkpointer:
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       prune_other_layouts: the policy also counts and deletes steps of Orbax and Flax, on file systems; see docs/migration.md.
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
-      save_policy: when ``maybe_save`` saves, see ``save_policies.py``.
+      save_policy: decides when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
       compression: None, 'lz4', 'zstd', 'gzip', 'blosc', or 'auto', which chooses the codec of each leaf by the time that it
         saves; by default 'auto' on object stores and None on disks. See docs/storage.md.
@@ -111,13 +111,13 @@ class Checkpointer:
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
-      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions).
-      verify: what ``restore`` compares: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read whole from a disk.
+      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions). verify:
+      the check of a ``restore``: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read completely from a disk.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
-      read_only: saving and deleting raise ReadOnlyError.
-      local_dir: a directory of this machine that saves go to, one for each process; uploads to ``checkpoints_dir`` follow in the
-        background, and ``restore`` takes the newest step of both. See docs/tiers.md.
+      read_only: saving and deleting raise ReadOnlyError. local_dir: a directory of this machine to which saves are written, one
+      for each process; uploads to ``checkpoints_dir`` follow in the background, and ``restore`` takes the newest step of both.
+      See docs/tiers.md.
       local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
       persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
       upload_gbps: the limit on the rate of a process' uploads, in gigabits (10^9 bits) per second; None sets none.
@@ -536,13 +536,13 @@ class Checkpointer:
           fallback_state: values for leaves that the checkpoint lacks, nested like the template's state dict.
           lazy_parameters: returns arrays as LazyArray, but passes numpy arrays to the ``load_state_dict`` of an object in the
             state. Not with a partitioner that puts parameters on devices.
-          strict: how closely checkpoint and template must match: 'exact' includes every dtype; 'up_to_dtype' allows
+          strict: the required match of checkpoint and template: 'exact' includes every dtype; 'up_to_dtype' allows
             float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template.
             None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any
             other pytree. The log counts the leaves that are left out.
           donate: frees the arrays of the template before reading, so memory does not have to hold two states. They are freed
             only if the checkpoint matches, but stay freed if a read fails.
-          restore_iterator: whether the data iterator, if there is one, takes its position from the checkpoint.
+          restore_iterator: whether the position of the data iterator, if there is one, is restored, too.
           resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
             their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names
             each leaf.
@@ -592,7 +592,7 @@ class Checkpointer:
         )
 
     def prefetch(self) -> None:
-        """Begins to fetch the newest step in the background, for a :meth:`restore` that follows; needs no state.
+        """Starts to fetch the newest step in the background, for a later :meth:`restore`; needs no state.
 
         A local step is read into memory, and one of ``checkpoints_dir`` is copied to ``local_dir``: of several processes, each
         copies the chunks that its template needs. All processes of the job call it.
@@ -692,13 +692,13 @@ class Checkpointer:
         return open_checkpoint(path, step, storage_options=options, follow_links=self._reading.follow_links)
 
     def _restore_cast(self) -> Cast | None:
-        # Made anew, because callers may set ``restore_dtype``, as in T5X.
+        # Made for each call, because callers may set ``restore_dtype``, as in T5X.
         return Cast.of_restore(self.restore_dtype, self._cast_leaves)
 
     # --- asking and deleting -----------------------------------------------------------------------------------------
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Whether ``maybe_save`` would begin a save at this step. Has no side effects and does not communicate.
+        """Whether ``maybe_save`` would start a save at this step. Has no side effects and does not communicate.
 
         Before the first ``maybe_save``, each call lists the steps on storage. In a job of several processes, the answer is
         based on the latest coordination round of ``maybe_save``, so it is the same in all of them.

@@ -1,4 +1,4 @@
-"""Every error t5ckpt raises on purpose.
+"""The error and warning classes of t5ckpt.
 
     T5CkptError
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run

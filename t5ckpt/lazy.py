@@ -85,7 +85,7 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory once read."""
+        """The number of bytes in memory after the array is read."""
         return self.size * self._dtype.itemsize
 
     @property

@@ -169,9 +169,9 @@ class KeepBest(KeepPolicy):
       count: the number of best steps.
       metric: its name, such as ``'eval/accuracy'``.
       mode: ``'max'`` or ``'min'``. The default warns about a metric such as a loss.
-      keep_without_metric: True keeps steps without the metric in addition; False deletes them first. None is True if this policy
+      keep_without_metric: True also keeps steps without the metric; False deletes them first. None is True if this policy
         decides alone, which is T5X's rule, and False if it is joined with others, which then decide on these steps.
-      period: keeps multiples of it in addition.
+      period: its multiples are also kept.
     """
 
     count: int

@@ -198,7 +198,7 @@ def restore_or_init(
         failed[step] = kind
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
-        # Raises where an older step could not be inspected: it may be whole.
+        # Raises if an older step could not be inspected: it may be complete.
         checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
         raise CorruptCheckpointError(
             f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log has the errors. Repair '

@@ -34,7 +34,7 @@ class SaveBestCheckpointer(Checkpointer):
       metric_mode: ``'max'`` or ``'min'``; the default warns about a metric such as a loss. NaN is never best. Of equal values
         the newer one is better.
       keep_checkpoints_without_metrics: keeps steps without the metric; if False they are deleted first, the oldest before others.
-      force_keep_period: keeps multiples of it in addition.
+      force_keep_period: its multiples are also kept.
       **options: of ``Checkpointer``.
     """
 

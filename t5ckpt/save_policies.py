@@ -110,7 +110,7 @@ class SaveEvery(SavePolicy):
         set_fields(self, steps=integer('steps', self.steps, 1), min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         if moment.step < self.min_step:
             return None
         before = moment.step - 1 if moment.previous_step is None else moment.previous_step
@@ -127,7 +127,7 @@ class SaveAt(SavePolicy):
         set_fields(self, steps=given_steps(self.steps))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         return 'one of the given steps' if moment.step in self.steps else None
 
 
@@ -142,7 +142,7 @@ class SaveEverySeconds(SavePolicy):
         set_fields(self, seconds=number('seconds', self.seconds), min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         if moment.step < self.min_step:
             return None
         return f'every {self.seconds:g} s' if moment.seconds_since_save >= self.seconds else None
@@ -153,7 +153,7 @@ class SaveFirst(SavePolicy):
     """Saves at the first call of a run that has no checkpoint, so that a storage error shows at the start of the run."""
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         is_first = moment.previous_step is None and moment.last_saved_step is None
         return 'the first of the run' if is_first else None
 
@@ -168,7 +168,7 @@ class SaveLast(SavePolicy):
         set_fields(self, step=integer('step', self.step))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         is_new = moment.previous_step is None or moment.previous_step < self.step
         return 'the last of the run' if moment.step >= self.step and is_new else None
 
@@ -186,7 +186,7 @@ class SaveWhenIdle(SavePolicy):
         set_fields(self, min_step=integer('min_step', self.min_step))
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         return None if moment.saving or moment.step < self.min_step else 'no save is running'
 
 
@@ -195,7 +195,7 @@ class SaveOnPreemption(SavePolicy):
     """Saves when a process of the job is preempted, see ``PreemptionNotice``."""
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         return 'preempted' if moment.preempted else None
 
 
@@ -227,7 +227,7 @@ class SaveOnImprovement(SavePolicy):
         return (self.metric,)
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         value = moment.metrics.get(self.metric)
         if value is None or math.isnan(value) or moment.step < self.min_step:
             return None
@@ -267,7 +267,7 @@ class YoungDaly(SavePolicy):
         return max(math.sqrt(2 * cost * self.mtbf_seconds), 0.0 if write_seconds is None else write_seconds)
 
     def reason(self, moment: Moment) -> str | None:
-        """Why to save now."""
+        """The reason to save now, or None."""
         if moment.step < self.min_step:
             return None
         interval = self.interval(moment.blocked_seconds, moment.write_seconds)

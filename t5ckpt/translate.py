@@ -123,7 +123,7 @@ def apply_assignment_map(
       optimizer_state: the template's state.
       assignment_map: (pattern, replacement or None), in order. A pattern is text or compiled.
       require_all_rules_match: whether a pattern that matches nothing is an error.
-      is_resuming: True returns the state as it is, for the restart of a run whose state was mapped before.
+      is_resuming: True returns the state unchanged, for the restart of a run whose state was mapped before.
 
     Returns:
       The new state.

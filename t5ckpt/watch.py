@@ -72,7 +72,10 @@ def _steps(
 
 
 def _waiter(timeout: float | None, poll_seconds: float) -> Callable[[bool], bool]:
-    """A function that waits before the next listing, given whether the last one found a step; False at the time-out."""
+    """Makes a function that waits before the next listing; its argument is whether the last one had a new step.
+
+    It returns False at the time-out.
+    """
     started: float | None = None
 
     def wait(found: bool) -> bool:

@@ -271,7 +271,7 @@ def detect_checkpoint_type(
 
     Args:
       checkpoint_path: its file ``checkpoint``, or the directory of a step.
-      expected: another format than this one is logged as a warning.
+      expected: any other format is logged as a warning.
       storage_options: see docs/storage.md.
 
     Returns:

@@ -41,5 +41,5 @@ def pin_text(storage: Storage, directory: str) -> str:
 
 
 def pin_reason(storage: Storage, directory: str) -> str:
-    """Why a pinned step is kept: 'pinned', or 'pinned: ' and the reason."""
+    """The reason to keep a pinned step: 'pinned', or 'pinned: ' and the user's reason."""
     return ': '.join(filter(None, ['pinned', pin_text(storage, directory)]))

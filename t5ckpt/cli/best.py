@@ -1,4 +1,4 @@
-"""``t5ckpt best``: the step of a run that is best by a metric."""
+"""``t5ckpt best``: prints the step of a run that is best by a metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``t5ckpt cat``: the values of one leaf, or of a slice of it."""
+"""``t5ckpt cat``: prints the values of one leaf, or of a slice of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``t5ckpt convert``: from other formats."""
+"""``t5ckpt convert``: converts checkpoints from other formats, and to Orbax's."""
 
 from __future__ import annotations
 

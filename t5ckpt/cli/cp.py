@@ -1,4 +1,4 @@
-"""``t5ckpt cp``: a checkpoint to another storage, as it is or with changes."""
+"""``t5ckpt cp``: copies a checkpoint to another storage, byte for byte or with changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``t5ckpt diff``: the differences between two checkpoints."""
+"""``t5ckpt diff``: compares two checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``t5ckpt export``: a checkpoint as a file or a directory of another format."""
+"""``t5ckpt export``: writes a checkpoint as a file or a directory of another format."""
 
 from __future__ import annotations
 

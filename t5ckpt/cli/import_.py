@@ -1,4 +1,4 @@
-"""``t5ckpt import``: a file or a directory of another format as a checkpoint."""
+"""``t5ckpt import``: writes a checkpoint from a file or a directory of another format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _common = with_options(
 def command() -> None:
     """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
 
-    Writes checkpoint_<step> into the run OUT, complete or not at all. Tensors are read in pieces, so memory is bounded. Pickles
+    Writes checkpoint_<step> into the run OUT, atomically. Tensors are read in pieces, so memory is bounded. Pickles
     are not read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.
 
     \b

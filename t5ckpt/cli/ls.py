@@ -1,4 +1,4 @@
-"""``t5ckpt ls``: the steps of a run."""
+"""``t5ckpt ls``: lists the steps of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @tier_option(both=True)
 @json_option
 def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
-    """Lists the steps of the run at PATH: size, age, metrics, why each is kept.
+    """Lists the steps of the run at PATH: size, age, metrics, and the reason to keep each.
 
     Complete steps are listed in the layouts of T5X, Orbax and Flax; if there are several layouts, a column names them. A
     step that cannot be read is listed with the reason. The size is that of the files that the save wrote. For a step
@@ -96,7 +96,7 @@ class _Row(NamedTuple):
 
 
 def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | None) -> list[StepSummary]:
-    """The steps to list of one run or local directory, with the reasons why each is kept."""
+    """The steps of one run or local directory, each with the reasons to keep it."""
     storage = run_at(path) if tier != PERSISTENT else open_run_storage(path)
     entries = summaries(storage)
     found = [entry for entry in entries if entry.complete or entry.reason or show_all]

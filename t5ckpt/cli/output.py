@@ -194,7 +194,7 @@ class _Cell:
 
 
 def print_decisions(plan: Iterable[tuple[str | None, Decision]]) -> None:
-    """Prints which steps are kept and which are deleted, with the reasons; each with the name of its tier, if it has one."""
+    """Prints the decision about each step and its reason, with the name of its tier, if it has one."""
     rows = list(plan)
     has_tiers = any(tier is not None for tier, _ in rows)
     columns = [Column('step', right=True), *[Column('tier')] * has_tiers, Column(''), Column('because')]

@@ -68,7 +68,7 @@ _SHOWN = 20  # deleted steps that are named
 @tier_option(both=True)
 @json_option
 def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool, **rules: Any) -> None:
-    """Deletes the steps of the run at PATH that no rule keeps, and prints why each step is kept or deleted.
+    """Deletes the steps of the run at PATH that no rule keeps, and prints the reason for each step.
 
     A step is kept if any of the options keeps it. The latest step, pinned steps and steps with a read lease are always kept.
     Steps in the layouts of Orbax and Flax are kept and not counted. With --other-layouts, on file systems, they are counted
@@ -153,7 +153,7 @@ class _Planned:
         return [decision.step for decision in deleted]
 
     def left(self) -> list[Decision]:
-        """The decisions about the steps that were to be deleted and are there, after :meth:`carry_out`.
+        """The decisions about the steps that were to be deleted and still exist after :meth:`carry_out`.
 
         Steps that another process has deleted in the meantime do not count as failed.
         """

@@ -40,7 +40,7 @@ def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
 def command(path: str, output: str, steps: Sequence[int], sample: int | None, force: bool, as_json: bool) -> None:
     """Writes one HTML page, which a browser opens without a server or a network.
 
-    For a run, the page shows the steps with sizes, metrics and why each is kept; the tree, statistics and a histogram of
+    For a run, the page shows the steps with sizes, metrics and the reason to keep each; the tree, statistics and a histogram of
     each leaf of the latest step; and the changes since the previous step. --step selects another step, and a second --step
     the step to compare it with. For a checkpoint outside a run, the page shows its leaves and their statistics.
 

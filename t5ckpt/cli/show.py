@@ -1,4 +1,4 @@
-"""``t5ckpt show``: the tree of one checkpoint."""
+"""``t5ckpt show``: prints the tree of one checkpoint."""
 
 from __future__ import annotations
 

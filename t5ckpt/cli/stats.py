@@ -1,4 +1,4 @@
-"""``t5ckpt stats``: mean, spread, extremes, zeros and NaN of every leaf."""
+"""``t5ckpt stats``: prints mean, spread, extremes, zeros and NaN of every leaf."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Exit(enum.IntEnum):
     READER_GONE = 141
 
 
-# The first class that fits. That a target exists already is an answer (1), like a difference, and not an error of the storage.
+# The first class that fits counts. An existing target is an answer (1), like a difference, and not an error of the storage.
 _CODES: tuple[tuple[type[T5CkptError], Exit], ...] = (
     (InvalidPathError, Exit.USAGE),
     (CheckpointExistsError, Exit.NO),
@@ -97,7 +97,7 @@ class _Seconds(click.FloatRange):
 
 
 class Summarized(click.Command):
-    """A command that is listed with the whole first sentence of its help, which click would cut."""
+    """A command that is listed with the complete first sentence of its help, which click would cut."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """The first sentence of the help."""

@@ -1,4 +1,4 @@
-"""``t5ckpt verify``: is a checkpoint complete and intact?"""
+"""``t5ckpt verify``: checks whether a checkpoint is complete and intact."""
 
 from __future__ import annotations
 

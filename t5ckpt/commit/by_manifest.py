@@ -103,7 +103,7 @@ class _ManifestWrite:
 
         The manifest that the write expects may have been removed: a program has deleted the step, or a writer has removed its
         manifest again. Then the write is repeated, and expects none. A manifest whose files were collected counts as removed,
-        since its writer removes it.
+        because its writer removes it.
 
         Raises:
           AlreadyCommittedError: the step has the manifest of another writer.
@@ -165,7 +165,7 @@ class ManifestTransaction(Transaction):
         self._write = _ManifestWrite(storage, self.directory, self._keep_files)
         # Whether the directory has files that do not belong to this write.
         self._has_others = False
-        # Once it was written: the manifest of the sidecar, and the sidecar's key.
+        # Set when the sidecar is written: the manifest that it belongs to, and its key.
         self._manifest, self._sidecar = b'', ''
 
     @classmethod
@@ -197,7 +197,7 @@ class ManifestTransaction(Transaction):
         try:
             check_room_in_bucket(storage, step)
             if storage.is_file(work._key):
-                # Broken, or left of a step that was deleted.
+                # The manifest is broken, or remained when the step was deleted.
                 work._write.version = storage.version(work._key)
             if resume_text(storage, work.directory) != options.resume:
                 work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))

@@ -28,7 +28,7 @@ def remove_old_datasets(
 ) -> None:
     """Removes the iterator files of all but the latest ``keep`` steps that have some.
 
-    Pinned steps, as in T5X, and steps that wait for their upload keep theirs, too.
+    Pinned steps also keep their files, as in T5X, and so do steps that wait for their upload.
 
     Args:
       storage: the run.

@@ -90,8 +90,8 @@ def _remove_leases(storage: Storage, keys: Iterable[str]) -> None:
 def _is_torn(storage: Storage, name: str, now: Clock, stale_after: float) -> bool:
     """Whether a partial lease belongs to a dead process.
 
-    That of a writer has the owner; a live process writes an empty one again (``WriteLease``), and the time file, too. That of
-    a reader is always empty, so only its age counts.
+    The lease of a writer contains its owner. A live process writes an empty lease again (``WriteLease``), and an empty time file.
+    The lease of a reader is always empty, so only its age counts.
     """
     if name.startswith(READ_LEASE_PREFIX) and not name.startswith(TIME_PREFIX):
         written = storage.modified(name)
@@ -130,7 +130,7 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
 
 
 def _has_lease_in_part(names: Collection[str]) -> bool:
-    """Whether the writer of a directory has written nothing, or a part of its lease. T5X and Orbax never use such a name."""
+    """Whether the writer of a directory has written nothing, or only a part of its lease. T5X and Orbax never use such a name."""
     return SIDECAR not in names and all(name.startswith(SIDECAR) for name in names)
 
 
@@ -144,7 +144,7 @@ def _remove_without_lease(storage: Storage, name: str, names: Iterable[str]) -> 
 
 
 def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after: float, *, has_lock: bool) -> bool:
-    """Returns whether no process writes a temporary directory anymore; the caller holds the lock of the directory.
+    """Returns whether a temporary directory has no live writer; the caller holds the lock of the directory.
 
     Args:
       storage: the run.

@@ -15,7 +15,7 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.format.names import ReadLease, WriteLeaseName, parse_write_lease
 from t5ckpt.storage import Storage
 
-# How long a lease may last of which nothing says it.
+# The assumed longest duration of a lease whose name does not have one.
 _LONGEST_SECONDS = 30 * 86400
 
 
@@ -45,7 +45,7 @@ def is_live(storage: Storage, lease: ReadLease, clock: Clock) -> bool:
 
 
 def warn_of_lease(storage: Storage, lease: ReadLease, clock: Clock) -> None:
-    """Warns of a read lease that expires later than one that is taken now; the arguments are those of :func:`is_live`."""
+    """Warns of a read lease that expires later than a new one would; the arguments are those of :func:`is_live`."""
     key = join(leased_directory(storage), lease.name)
     lasts = _LONGEST_SECONDS if lease.seconds is None else lease.seconds
     warn_if_ahead(storage, key, _expiry(storage, lease), lasts, clock())

@@ -34,8 +34,8 @@ class Owner:
     """The contents of a write lease.
 
     Attributes:
-      nonce: which lease it is.
-      host: for people alone, since machines of one job may all have the same name.
+      nonce: identifies the lease.
+      host: only for messages, since machines of one job may all have the same name.
       boot_id: the boot of the machine, and the container, in which ``pid`` is a process.
       pid: the process.
       started: when the process started, in clock ticks since boot.
@@ -130,7 +130,7 @@ def read_owner(storage: Storage, key: str) -> Owner | None:
     except AccessDeniedError:
         if storage.modified(key) is None:
             raise
-        # The file is there, and the umask of its user hides its contents. It must not keep this one from saving other steps.
+        # The file exists, and the umask of its user hides its contents. It must not prevent this process from saving other steps.
         return UNKNOWN
     try:
         record = json.loads(data)

@@ -1,10 +1,10 @@
-"""The clock by which leases expire: one place decides it for all of them.
+"""The clock by which all leases expire.
 
-Where files have times, a lease counts from the time of its file, and now is the time of a file that the observer has just
-written beside it. The file server stamps both, so the clocks of hosts do not matter.
+On a file system, a lease starts at the modification time of its file. The current time is that of a file that the observer has
+just written beside it. The file server sets both times, so the clocks of hosts do not matter.
 
-TensorStore passes on no time of an object store. There the time in the lease, by the clock of its owner, is compared with the
-clock of the observer. The two may differ by ten minutes.
+TensorStore does not return the modification times of objects. On an object store, the time in the lease, by the clock of its
+owner, is compared with the clock of the observer. The two may differ by ten minutes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _LeaseClock:
 
 
 def warn_if_ahead(storage: Storage, key: str, expires: float, lasts: float, now: float) -> None:
-    """Warns of a lease that expires later than any lease that is taken now; it may be in the way for years."""
+    """Warns of a lease that expires later than any new lease would; it may block its step for years."""
     if expires - now > lasts + 2 * CLOCK_SECONDS:
         _log.warning(
             't5ckpt: %s expires at %s, although it lasts %.0f s and now is %s: the clock of its owner or of this machine '

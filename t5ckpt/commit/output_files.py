@@ -1,9 +1,9 @@
 """Writes the outputs of exports atomically: files and directories that appear complete, and replace others only on request.
 
-Exports go to a local file system. An output is written to ``<name>.tmp-<pid>`` next to its target and renamed when it is
-durable. A crash leaves the temporary name. The next export to the same name removes it if no process has that number and
-nothing was written to it for ten minutes, since other machines may share the directory. A directory that is replaced is first
-renamed to ``<name>.old-<pid>``, where a crash between the two renames leaves it.
+Exports go to a local file system. An output is written to ``<name>.tmp-<pid>`` next to its target and renamed when it is durable.
+A crash leaves the temporary output. The next export to the same name removes it if no process has that number and nothing was
+written to it for ten minutes, since other machines may share the directory. A directory that is replaced is first renamed to
+``<name>.old-<pid>``, where a crash between the two renames leaves it.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def move_aside(storage: Storage, name: str, step: int, unix: float, foreign: Seq
 
 
 def few(names: Sequence[str]) -> str:
-    """The first names of many."""
+    """The first three of some names, as text with the number of the others."""
     return some_of(names, 3)
 
 
@@ -266,7 +266,7 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
 
 
 def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
-    """Renames a directory to ``aside_dir`` of its step and a state, from a time on the first free one; returns the new name.
+    """Renames a directory to the first free ``aside_dir`` of its step and a state, starting at a time; returns the new name.
 
     Garbage collection removes a ``'deleted'`` one, and restores a ``'replaced'`` one if the step is missing. Another process may
     take a name between the check and the rename.

@@ -159,9 +159,9 @@ class Retention:
     def _decide(
         self, infos: list[StepInfo], unchecked: set[int], others: Mapping[int, ListedStep], just_saved: int | None
     ) -> tuple[list[StepInfo], list[Decision]]:
-        """What the policy decides about the steps in T5X's layout and in others, and the facts of those that exist.
+        """Decides about the steps in T5X's layout and ``others``; also returns the facts of the former, without missing steps.
 
-        Steps that are ``unchecked`` may not exist. The policy decides without those that it would keep and that do not exist.
+        The ``unchecked`` steps may not exist. If the policy would keep a step that does not exist, it decides again without it.
         """
         given = self._infos_of([*others.values()])
         while True:
@@ -214,7 +214,7 @@ class Retention:
         return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
 
     def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
-        """Hides the steps that the policy does not keep, and starts to remove their files. The plan is made anew.
+        """Plans again, hides the steps that the policy does not keep, and starts to remove their files.
 
         Args:
           just_saved: the step of the save that this follows.

@@ -112,7 +112,7 @@ def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | No
 
 
 def known_sidecar(storage: Storage, directory: str) -> Sidecar:
-    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, because retention continues then."""
+    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, so that retention continues."""
     key = join(directory, SIDECAR)
     try:
         data = read_sidecar(storage, directory)

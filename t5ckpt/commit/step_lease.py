@@ -144,7 +144,7 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
 
 
 def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
-    """Waits until no other lease of the step is live, removes dead ones, and notes the read leases."""
+    """Waits until no other lease of the step is live, removes dead ones, and records the read leases."""
     now = lease_clock(storage, clock)
     for has_time in attempts(_GIVE_UP_SECONDS):
         listed = catalog_of(storage).leases()

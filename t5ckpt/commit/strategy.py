@@ -30,7 +30,7 @@ class _Hide(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CommitStrategy:
-    """How the checkpoints of a run are written, replaced and hidden.
+    """The functions that write, replace and hide the checkpoints of a run.
 
     Attributes:
       transaction: writes a checkpoint.
@@ -68,7 +68,7 @@ _BY_MANIFEST = CommitStrategy(
 
 
 def strategy_of(storage: Storage) -> CommitStrategy:
-    """How the checkpoints of a run are committed: by a rename where directories can be renamed, else by the manifest."""
+    """The strategy of a run: a commit by rename where directories can be renamed, else by the write of the manifest."""
     return _BY_RENAME if storage.commits_by_rename else _BY_MANIFEST
 
 

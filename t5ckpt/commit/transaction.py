@@ -55,7 +55,7 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class TransactionOptions:
-    """What a transaction replaces, resumes and keeps.
+    """The options of a transaction: what it replaces, resumes and keeps.
 
     Attributes:
       may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or the write lease.

@@ -106,10 +106,10 @@ def _encode_record(owner: Mapping[str, Any]) -> bytes:
 class WriteLease:
     """The write lease of this process on a step or a directory: the record, the heartbeat and the directory lock.
 
-    The record is written anew each minute until the lease is closed or taken over.
+    A thread rewrites the record each minute until the lease is closed or taken over.
 
     Attributes:
-      nonce: which lease it is.
+      nonce: identifies the lease.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
       may_leave_files: whether an overwrite in place, by this owner or a dead one, may have left files.
       predecessors: for a lease of a step, the dead owners whose records were removed.
@@ -128,7 +128,7 @@ class WriteLease:
         encode: Callable[[Mapping[str, Any]], bytes] = _encode_record,
         action: str = SAVE,
     ):
-        """Writes the record, which ``encode`` makes of the owner's facts; ``key`` is its name, or gives it for the nonce."""
+        """Writes the record, which ``encode`` makes of the owner; ``key`` is its name, or a function of the nonce."""
         self.nonce = secrets.token_hex(8)
         self.key = key if isinstance(key, str) else key(self.nonce)
         self._storage = storage
@@ -227,19 +227,19 @@ class WriteLease:
 
     @property
     def last_beat(self) -> float:
-        """When the record was last written, or -inf if it was not renewed in time.
+        """The time of the last write of the record, or -inf if it was not renewed in time.
 
-        It may be taken over from ``TAKE_OVER_SECONDS`` later on, at any moment.
+        Another process may take the lease over ``TAKE_OVER_SECONDS`` after this time.
         """
         return -math.inf if self._has_expired else self._beat
 
     def is_ours(self) -> bool:
-        """Returns whether the record on storage is that of this lease. An expired one may be taken over right after."""
+        """Returns whether the record on storage is that of this lease. An expired lease may be taken over at any time."""
         owner = None if self._is_lost else read_owner(self._storage, self.key)
         return owner is not None and owner.nonce == self.nonce
 
     def update(self, *, action: str | None = None, may_leave_files: bool | None = None) -> None:
-        """Writes the record anew, with another ``action`` or ``may_leave_files``."""
+        """Rewrites the record with another ``action`` or ``may_leave_files``."""
         with self._lock:
             self._action = self._action if action is None else action
             self.may_leave_files = self.may_leave_files if may_leave_files is None else may_leave_files

@@ -1,4 +1,4 @@
-"""Copies a checkpoint byte for byte, between any two storages; ``commit/transfer.py`` documents how."""
+"""Copies a checkpoint byte for byte, between any two storages; ``commit/transfer.py`` documents the method."""
 
 from __future__ import annotations
 

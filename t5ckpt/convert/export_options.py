@@ -50,7 +50,7 @@ class ExportOptions(_Checked):
       max_shard_bytes: the size of a Hugging Face model's files; a larger tensor has a separate file.
       force: replaces the output of an earlier export.
       dry_run: writes nothing; the result describes the export.
-      piece_bytes: how much is read at once, unless one chunk is larger.
+      piece_bytes: the bytes that are read at once, unless one chunk is larger.
       progress: called with (bytes done, bytes in all).
     """
 

@@ -3,7 +3,8 @@
 An array has the name of its leaf, ``target/encoder/layers_0/mlp/wi/kernel``. Neither format can hold other leaves (None, text,
 empty containers); the report lists them. For dtypes that npz lacks see ``reading/npz.py``.
 
-Notes: holds one array or a part of one in memory at a time; an import from npz holds whole arrays. npz files are not compressed.
+Notes: holds one array or a part of one in memory at a time; an import from npz holds complete arrays. npz files are not
+compressed.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _export(
 
 
 def _read_rows(source: Source, spec: TensorSpec, options: ExportOptions, meter: Meter) -> Iterator[_Rows]:
-    """Yields the array along its first axis; an array without dimensions as a whole."""
+    """Yields the array along its first axis; an array without dimensions at once."""
     for box in boxes_of(source, 0, options.piece_bytes):
         values = source.read(box.slices)
         yield box[0][0] if box else 0, cast(source.name, values, spec.dtype)

@@ -102,7 +102,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
 def boxes_of(source: Source, axis: int, box_bytes: int) -> Iterator[Box]:
     """Yields boxes that cover an array, divided along one axis, each of whole chunks and of about ``box_bytes``.
 
-    A chunk is always read whole, so a box that ended inside a chunk would read it twice. If the chunks of one box have more
+    Chunks are always read completely, so a chunk in which a box ended would be read twice. If the chunks of one box have more
     than eight times ``box_bytes``, the box is smaller than a chunk, to limit memory.
     """
     whole = Box.whole(source.shape)

@@ -1,6 +1,6 @@
 """Writes a checkpoint in Orbax's layout with Orbax itself (extra ``orbax``), one array after another.
 
-Writes what ``orbax.checkpoint.PyTreeCheckpointer`` or, as a step of a run, ``CheckpointManager`` writes; both restore it.
+The files are those of ``orbax.checkpoint.PyTreeCheckpointer`` or, for a step of a run, ``CheckpointManager``; both restore them.
 Orbax takes all arrays at once. A handler for LazyArrays reads each array and waits until it is written, so that one is in memory
 at a time. Orbax makes the directory visible in one step.
 """

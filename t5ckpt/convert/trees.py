@@ -1,7 +1,7 @@
 """Reads checkpoints of other JAX programs for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax.
 
-The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; small msgpack files are held as a
-whole.
+The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; small msgpack files are held
+completely.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RunConversion:
     Attributes:
       path: the new run's directory.
       converted: the conversions that were written, ascending by step.
-      there: the steps that were skipped because an earlier call has converted them.
+      there: the steps that were skipped because an earlier call had converted them.
       gone: the steps that were deleted from the source during the call.
     """
 
@@ -65,7 +65,7 @@ def convert_run(
         steps have an item ``default`` and their metrics. Orbax records no other time than the time of the conversion.
       source: the run's directory. Its steps in other layouts are left out.
       directory: the new run's.
-      options: see :class:`ConvertOptions`; without ``step``. ``overwrite`` converts every step anew.
+      options: see :class:`ConvertOptions`; without ``step``. ``overwrite`` converts every step again.
       steps: which steps; None takes all.
 
     Raises:

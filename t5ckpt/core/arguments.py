@@ -132,7 +132,7 @@ def set_fields(policy: Any, **fields: Any) -> None:
 
 
 def given_steps(steps: Any) -> Collection[int]:
-    """Returns a caller's steps as integers. A range is returned as it is, since it may be large.
+    """Returns a caller's steps as integers. A range is returned unchanged, since it may be large.
 
     Raises:
       ValueError: not a collection, or an element is not a step.

@@ -3,7 +3,7 @@
 In a save, ``save/stage.py`` gives one half of ``concurrent_gb`` to staged copies and the other half to ``save/write.py``. A
 restore has one budget for all leaves in flight, in ``restore/read_arrays.py``.
 
-A request larger than the whole budget is admitted alone, when no other bytes are held. T5X's condition variable waits forever in
+A request larger than the budget is admitted alone, when no other bytes are held. T5X's condition variable waits forever in
 this case, because its comparison is strict.
 
 Notes: thread-safe. Requests are not served in order, but every release wakes all waiters.
@@ -40,7 +40,7 @@ class ByteBudget:
 
     @property
     def peak(self) -> int:
-        """The most bytes ever held at once."""
+        """The largest number of bytes held at once so far."""
         return self._peak
 
     def try_acquire(self, size: int) -> bool:

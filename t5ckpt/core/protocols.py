@@ -15,7 +15,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Compiles a pattern for names of leaves; a compiled one is returned as it is.
+    """Compiles a pattern for names of leaves; a compiled one is returned unchanged.
 
     A key may contain line breaks, and a pattern such as ``params/.*`` has to match these names, too.
     """
@@ -25,7 +25,7 @@ def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 def meant_pattern(
     pattern: str | re.Pattern[str], names: Iterable[str], *, option: str = '', anywhere: bool = False
 ) -> str:
-    """' Did you mean ...?' for a pattern that matches no whole name, or no part of one (``anywhere``); or ''."""
+    """' Did you mean ...?' for a pattern that matches no name or, with ``anywhere``, no part of one; or ''."""
     text = leaf_pattern(pattern).pattern
     meant = corrected(text, names, lambda found, name: _match(found, name, anywhere))
     return f' Did you mean {option}{meant!r}?' if meant else ''

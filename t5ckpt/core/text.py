@@ -1,4 +1,4 @@
-"""Text for people: aligned tables, bytes, durations."""
+"""Text of messages: aligned tables, bytes, durations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lines_of_error(error: BaseException) -> Lines:
 
 
 def printable(text: str) -> str:
-    """Escapes control characters, line breaks and marks of direction; ``Lines`` are returned as they are.
+    """Escapes control characters, line breaks and marks of direction; ``Lines`` are returned unchanged.
 
     The names in a message come from checkpoints, and a terminal executes control sequences in the text that it shows.
     """

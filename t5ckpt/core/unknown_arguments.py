@@ -1,6 +1,6 @@
 """Names the argument of t5ckpt for a keyword of another library, in the TypeError for the unexpected keyword.
 
-The signatures stay as they are written, because inspect, gin and editors read them. With a parameter ``**others`` they would
+The signatures do not change, because inspect, gin and editors read them. With a parameter ``**others`` they would
 accept every misspelling.
 """
 

@@ -112,7 +112,7 @@ class _Renamed:
 
 
 def as_dataset_iterator(iterator: Any) -> DatasetIterator:
-    """Adapts an iterator to the protocol; one that implements it is returned as it is.
+    """Adapts an iterator to the protocol; one that implements it is returned unchanged.
 
     Raises:
       UnsupportedLeafError: it cannot return and restore a position; the message names the methods that are needed.

@@ -25,7 +25,7 @@ from t5ckpt.errors import T5CkptError
 
 DEFAULT_TIMEOUT_SECONDS = 1200.0
 
-# The answer of the service says more than a time-out, so the service may be so much later.
+# The error of the service says more than a local time-out, so the service gets this much more time.
 _GRACE_SECONDS = 1.0
 # absl's names of status codes, which begin the text of every error of jaxlib's client.
 _CODE = re.compile(r'([A-Z][A-Z_]+)(?:: |$)')
@@ -159,7 +159,7 @@ class _Coordinated(Processes):
 
 
 def _call(timeout_seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls the client in a thread of its own, since the service keeps the time-outs, and may be stopped or out of reach."""
+    """Calls the client in a thread of its own: the service enforces the time-outs, and may be stopped or out of reach."""
     answer: Future[Any] = Future()
 
     def run() -> None:

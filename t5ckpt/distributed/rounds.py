@@ -96,7 +96,7 @@ class Channel:
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round; ``action`` is for errors, such as 'the save of step 5'."""
         prefix = f'{self.prefix}/{next(self._numbers)}'
-        # A process that enters this round has left the earlier ones, so their keys are removed after its first barrier.
+        # All processes that enter this round have left the earlier ones, so their keys are removed after its first barrier.
         old, self._finished = self._finished, [prefix]
         opening = self.opening
         if opening is not None and opening.is_over:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX
 
-# What other files of a step begin with.
+# The prefixes of other files of a step.
 _OF_OURS = (TRAIN_DS_PREFIX, 'integrity.', 't5ckpt-', 't5ckpt.')
 # One component of a file key. Slashes, control characters and leading dots are not written to disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')

@@ -60,7 +60,7 @@ class SpecDict(dict[str, Any]):
 
 
 class ArrayLayout(enum.Enum):
-    """How the values of an array lie in a checkpoint: as zarr chunks in files or in an OCDBT database, or as bytes of a file."""
+    """The layout of an array in a checkpoint: zarr chunks in files or in an OCDBT database, or bytes of a file."""
 
     ZARR = enum.auto()
     ZARR3 = enum.auto()
@@ -218,7 +218,7 @@ def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[P
 def typed_by_zarray(spec: SpecDict, name: str, read: Callable[[str], bytes]) -> None:
     """Adds the dtype in the array's ``.zarray`` to a spec without one; ``read`` takes the file's name.
 
-    If the ``.zarray`` has none either, the spec stays as it is and ``parse_spec`` raises the error.
+    If the ``.zarray`` has none either, the spec is unchanged and ``parse_spec`` raises the error.
     """
     text = read(f'{_location(spec, name)}/.zarray')
     try:

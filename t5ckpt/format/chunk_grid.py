@@ -187,7 +187,7 @@ class ChunkGrid:
         return Box([(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in sizes])
 
     def full_box(self, chunk_index: Sequence[int]) -> Box:
-        """The whole chunk as it is stored, in the array's coordinates; it may extend beyond the array's end."""
+        """The complete chunk as it is stored, in the array's coordinates; it may extend beyond the array's end."""
         return Box([(at * chunk, (at + 1) * chunk) for at, chunk in zip(chunk_index, self.chunk_shape, strict=True)])
 
     def index_of(self, box: Box) -> ChunkIndex:
@@ -195,7 +195,7 @@ class ChunkGrid:
         return tuple([start // chunk for (start, _), chunk in zip(box, self.chunk_shape, strict=True)])
 
     def ranges(self, box: Box) -> list[range]:
-        """The chunk indices that a box overlaps, as one range per axis; all are empty for an empty box."""
+        """The chunk indices that a box overlaps, as one range per axis; for an empty box, all ranges are empty."""
         if box.is_empty:
             return [range(0)] * len(box)
         return [

@@ -43,7 +43,7 @@ _WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
 
 
 def codec_text(compressor: Any) -> str:
-    """A zarr compressor for people, such as ``'lz4, bit shuffle'``; ``'none'`` without one."""
+    """A zarr compressor as text for messages, such as ``'lz4, bit shuffle'``; ``'none'`` without one."""
     if not isinstance(compressor, Mapping):
         return 'none'
     name = str(compressor.get('id', '?'))
@@ -56,7 +56,7 @@ def codec_text(compressor: Any) -> str:
 
 
 def takes(compressor: Any, nbytes: int) -> bool:
-    """Whether a codec encodes a chunk of so many bytes."""
+    """Whether a codec can encode a chunk of ``nbytes`` bytes."""
     return nbytes <= _BLOSC_BYTES or not isinstance(compressor, Mapping) or compressor.get('id') != 'blosc'
 
 

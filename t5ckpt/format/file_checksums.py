@@ -37,7 +37,7 @@ def entry_of(data: bytes | memoryview) -> FileEntry:
 
 
 def size_text(found: int, expected: int) -> str:
-    """The predicate that a file has another size than it should, such as 'has 5 bytes, expected 8'."""
+    """The predicate of a sentence about a file of the wrong size, such as 'has 5 bytes, expected 8'."""
     return f'has {found:,} bytes, expected {expected:,}'
 
 

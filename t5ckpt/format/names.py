@@ -18,7 +18,7 @@ t5ckpt's names:
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     checkpoint_<step>/t5ckpt-<hex>/        on object stores, arrays and file checksums of one save; t5ckpt.<hex>.json its sidecar
-    held_<step>.<unix>.<who>s<seconds>     a read lease, which keeps the step from being deleted for so long, until that second
+    held_<step>.<unix>.<who>s<seconds>     a read lease of so many seconds, until this unix time; the step is not deleted
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
 
@@ -92,8 +92,8 @@ class ReadLease:
     Attributes:
       name: of the file.
       step: the number of the step.
-      until: when the lease expires, in unix seconds of the reader's clock.
-      seconds: that it lasts; None in the names of older versions.
+      until: the expiry of the lease, in unix seconds of the reader's clock.
+      seconds: the duration of the lease; None in the names of older versions.
     """
 
     name: str
@@ -299,7 +299,7 @@ def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
 
 
 def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
-    """Whose part of a step a local directory has, such as 'process 2 of 4'; None if it has the lists of all processes.
+    """The process whose part of a step a local directory has, as 'process 2 of 4'; None if it has the lists of all processes.
 
     Args:
       lists: the files with the file checksums of all processes.

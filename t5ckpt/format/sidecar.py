@@ -102,7 +102,7 @@ class Sidecar:
         machine. In an unfinished directory also the write lease (``commit/lease_owner.py``), and as ``resume`` the checksum
         of the copy or conversion that can resume it.
       step: of the checkpoint.
-      created_unix: when it was saved, in unix seconds.
+      created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
       digests: {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json. Parsed by
         :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
@@ -113,7 +113,7 @@ class Sidecar:
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
       facts: ``'unknown'`` if a copy or a repair had no sidecar to take ``tree`` from: typed PRNG keys are then not recorded.
       source: of a conversion or of a copy with changes.
-      repaired: when a repair wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
+      repaired: the time of the repair that wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
       other: fields that this program does not know, and values that are not usable. :func:`encode_sidecar` writes them again.
     """
 

@@ -19,7 +19,7 @@ from t5ckpt.reading.checkpoint_files import in_threads
 BLOCK_BYTES = 8 * 2**20
 # Larger chunks are divided, although each part decodes the chunk again.
 _CHUNK_BYTES = 64 * 2**20
-# A sample takes strips of this size, so that it covers many parts of an array. A compressed chunk is decoded whole anyway.
+# A sample takes strips of this size, so that it covers many parts of an array. A compressed chunk is always decoded completely.
 _STRIP_BYTES = 256 * 2**10
 # The elements of a piece, which fits into a core's cache in float64 with its temporaries.
 _PIECE = 2**16
@@ -64,8 +64,8 @@ def blocks_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> Ite
 
     Args:
       infos: the leaves.
-      sample_bytes: about how many bytes to read: leaves are read whole up to a common size, and larger ones in strips of this
-        size together, one at a random place of each of as many equal parts. The places are the same for the same shapes.
+      sample_bytes: about how many bytes to read: leaves up to a common size are read completely, and larger ones in strips of
+        this size together, one at a random place of each of as many equal parts. The places are the same for the same shapes.
         Compressed leaves are read by the chunk, at least one of each. None reads everything.
     """
     limit = _common_limit([info.nbytes for info in infos], sample_bytes)

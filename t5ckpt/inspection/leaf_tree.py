@@ -59,7 +59,7 @@ class LeafInfo:
 
     @property
     def location(self) -> str:
-        """Where the values are stored, in words."""
+        """The location of the values, as text."""
         if self.kind != 'stored':
             return self.kind
         codec = '' if self.codec == 'none' else f', {self.codec}'

@@ -35,7 +35,7 @@ from t5ckpt.storage import Storage
 
 @checks_kinds
 def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None) -> Run:
-    """Opens a run's directory; each access lists its steps anew.
+    """Opens a run's directory; each access lists its steps again.
 
     Args:
       path: the directory, or a Storage with it as its root.
@@ -87,7 +87,7 @@ class _StepNotFoundError(CheckpointNotFoundError, KeyError):
 class Run(Mapping[int, CheckpointView]):
     """A mapping from step to CheckpointView; its repr is a table of the steps with their metrics.
 
-    Notes: each access lists the steps anew, so that new steps of a running training appear. The results of :meth:`series` are
+    Notes: each access lists the steps again, so that new steps of a running training appear. The results of :meth:`series` are
     cached by this object.
     """
 

@@ -47,7 +47,7 @@ class RepairReport:
     """The result of a repair or, with ``dry_run``, its description.
 
     Attributes:
-      path: the directory of the repaired checkpoint, as a path or URL; the original's if nothing was to be repaired.
+      path: the directory of the repaired checkpoint, as a path or URL; the original's if it needed no repair.
       step: of the checkpoint.
       rebuilt: files that were rebuilt.
       dropped: leaves, and files of data iterators, that were left out.

@@ -102,7 +102,7 @@ def verify_located(
 ) -> VerifyReport:
     """As :func:`verify`, for a directory that may not be a step yet.
 
-    With ``accepts_part``, the part of one process need not have the files of the others, see ``save/parts.py``.
+    With ``accepts_part``, the part of one process may lack the files of the others, see ``save/parts.py``.
     """
     started = time.monotonic()
     files = CheckpointFiles.of(located)
@@ -157,7 +157,7 @@ class _Check:
       findings: the damages and the stored leaves so far.
       implied: lists the files of arrays without file checksums.
       accepts_part: see :func:`verify_located`.
-      part: of whom the files are, if they are a part.
+      part: the process whose files they are, if they are a part.
       notes: so far.
       checksums: the file checksums of all processes.
       unlisted: these files.

@@ -30,7 +30,7 @@ _USUAL = ('bfloat16', 'float16', 'float32', 'float64')
 
 
 def _floating_dtype(dtype: Any, option: str) -> np.dtype | None:
-    """Checks the dtype of a cast option; None is returned as it is.
+    """Checks the dtype of a cast option; None is returned unchanged.
 
     Raises:
       ValueError: the dtype is not floating; a cast to integers would lose the weights. Or no checkpoint holds it.

@@ -1,4 +1,4 @@
-"""The leaves that a restore reads: which part of each array this process needs, and in which dtype."""
+"""The leaves that a restore reads: the part of each array that this process needs, and its dtype."""
 
 from __future__ import annotations
 

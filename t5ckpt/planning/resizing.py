@@ -22,7 +22,7 @@ Patterns: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 
 class Resize:
-    """Which leaves may be resized."""
+    """The patterns of the leaves that may be resized."""
 
     def __init__(self, patterns: Patterns | None):
         """Takes regular expressions, as text or compiled, for the whole names of leaves.

@@ -35,7 +35,7 @@ from t5ckpt.planning.resizing import Resize
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
 
-# How closely the two must match: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
+# The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
 _STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # The kinds of template leaves that leave out the checkpoint's leaf.
@@ -79,7 +79,7 @@ class RestoreOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
-    """The leaves to restore, and where each comes from.
+    """The leaves to restore, and the source of each.
 
     Attributes:
       stored: arrays to read from storage.
@@ -273,7 +273,7 @@ class _Matcher:
         return cast
 
     def _problem_of(self, pair: _Pair, template_dtype: np.dtype, cast: np.dtype) -> LeafProblem | None:
-        """Why a leaf does not fit: the first of its keys, its shape, its kind of dtype, and its dtype after the cast."""
+        """The first reason why a leaf does not fit: its keys, its shape, its kind of dtype, or its dtype after the cast."""
         template, shape, dtype = pair.template, tuple(pair.leaf.shape), np.dtype(pair.leaf.dtype)
         problem = self._wrong_keys(pair)
         if problem is not None:

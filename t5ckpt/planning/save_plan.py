@@ -4,8 +4,8 @@
 with which chunks, from which shards of this process. It reads no device and no file.
 
 Inline or stored: an inline leaf takes 13 us and no file, a zarr array 750 us and two files (10,000 leaves of 1 KB: 0.13 s
-compared with 7.5 s). So small leaves that this process holds whole go inline, smallest first, up to a total size. T5X reads
-inline leaves everywhere it reads stored ones.
+compared with 7.5 s). So small leaves of which this process holds all values go inline, smallest first, up to a total size. T5X
+reads inline leaves everywhere it reads stored ones.
 
 The reverse is not true: T5X inlines a leaf whose mesh axes are None, whatever its size, and cannot restore such a leaf when
 it is stored. With a partitioner, ``t5x_inlines`` names these leaves. Without one, the vectors of the optimizer state
@@ -197,10 +197,10 @@ def _sized(leaf: LeafToSave, dtype: np.dtype, info: ParameterInfo | None) -> _Ar
 def _stored_paths(
     arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, t5x_inlines: Mapping[Path, bool]
 ) -> set[Path]:
-    """The leaves to store as arrays: those too large to inline, and those that process 0 does not hold whole.
+    """The leaves to store as arrays: those too large to inline, and those that process 0 does not hold completely.
 
     Empty arrays go inline, since zarr has no chunk of size 0, and so do scalars that process 0 holds. A leaf that process 0 holds
-    whole, and of which ``t5x_inlines`` is True, goes inline whatever its size.
+    completely, and of which ``t5x_inlines`` is True, goes inline whatever its size.
     """
     stored: set[Path] = set()
     total = 0

@@ -1,7 +1,7 @@
 """Opens a checkpoint to read its arrays, by index (lazily) or into the buffers of a restore.
 
-``ArrayReader`` chooses how an array is read. It takes the first way that the array supports. A restore first calls ``map_boxes``
-for all arrays (``restore/read_arrays.py``), and then reads the others:
+``ArrayReader`` chooses how an array is read. It uses the first method that the array supports. A restore first calls
+``map_boxes`` for all arrays (``restore/read_arrays.py``), and then reads the others:
 
 1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index in a bucket with ``cache_dir``;
 2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
@@ -162,7 +162,7 @@ class ArrayReader:
         return self._checks is not None and not self._checks.only_whole_chunks
 
     def in_one(self) -> Self:
-        """This reader for many reads, after which the caller checks the checkpoint's identity once."""
+        """A reader for many reads, after which the caller checks the checkpoint's identity once."""
         reader = copy.copy(self)
         reader._identity = None  # noqa: SLF001 - a copy of itself
         return reader

@@ -72,7 +72,7 @@ def open_source(path: str) -> BinaryIO:
 
 
 def read_source(path: str, limit: int) -> bytes:
-    """Reads a small file whole, such as an index.
+    """Reads all of a small file, such as an index.
 
     Raises:
       CorruptCheckpointError: the file has more than ``limit`` bytes; nothing was read.
@@ -158,7 +158,7 @@ class ContainedDirectory:
             mode = self._check_link(each, where)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise self._irregular(where, self._path(each))
-        # TensorStore allocates the size that the file has, and ends the process where this fails.
+        # TensorStore allocates memory of the size of the file, and ends the process if this fails.
         metadata = os.path.join(self._path(name), '.zarray')
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{where}: {metadata}')

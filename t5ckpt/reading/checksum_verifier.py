@@ -25,8 +25,8 @@ class ChecksumVerifier:
     def __init__(self, checksums: FileChecksums, files: CheckpointFiles, *, only_whole_chunks: bool = False):
         """Takes the checkpoint's file checksums, and the reader of its files.
 
-        With ``only_whole_chunks`` an uncompressed chunk is verified only if one request reads all of it. A compressed chunk
-        is always read whole, and so verified.
+        With ``only_whole_chunks`` an uncompressed chunk is verified only if one request reads all of it. A compressed chunk is
+        always read completely, and so verified.
         """
         self.only_whole_chunks = only_whole_chunks
         self._checksums = checksums

@@ -29,8 +29,8 @@ class Identity:
 
     Attributes:
       located: where the checkpoint was found.
-      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an
-        Orbax directory, of which only the deletion is noticed.
+      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an Orbax
+      directory, of which only the deletion is detected.
     """
 
     located: Located
@@ -38,7 +38,7 @@ class Identity:
 
     @classmethod
     def now(cls, located: Located) -> Identity:
-        """The identity of the current checkpoint, for readers that do not use ``read_contents``."""
+        """Reads the identity of the checkpoint, for readers that do not use ``read_contents``."""
         storage, names = located.storage, list[str]()
         if located.manifest:
             names = [located.manifest, *catalog_of(storage).sidecars(located.directory)]

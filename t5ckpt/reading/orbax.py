@@ -75,7 +75,7 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
 
 
 def _facts(files: CheckpointFiles) -> Sidecar:
-    """The metrics and metadata of a step; without them the arrays are read all the same."""
+    """The metrics and metadata of a step; the arrays are also read without them."""
     try:
         return read_orbax_facts(files.storage, files.directory, of_run=True)
     except (FormatError, StorageError) as error:

@@ -1,4 +1,4 @@
-"""How the arrays of a checkpoint are read: memory-mapped, verified, through links, within a budget."""
+"""The options of reads: memory maps, verification, symbolic links and the byte budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VERIFY_LEVELS = ('auto', 'full', 'quick')
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """How a checkpoint is read; see ``Checkpointer`` for each field.
+    """The options of a read; see ``Checkpointer`` for each field.
 
     Raises:
       ValueError: ``verify`` is none of 'auto', 'full' and 'quick'.
@@ -28,7 +28,7 @@ class ReadOptions:
         check_word('verify', self.verify, _VERIFY_LEVELS)
 
     def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
-        """Whether checksums are verified: always, never, or with 'auto' only for files that are read whole.
+        """Whether checksums are verified: always, never, or with 'auto' only for files that are read completely.
 
         On storage without local files, verification would fetch each file twice, except through a cache, which serves
         reads ``by_index`` (``ArrayReader.read``).

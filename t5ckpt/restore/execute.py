@@ -118,7 +118,7 @@ def _chunk_files(request: RestoreRequest, plan: RestorePlan) -> list[str]:
 
 
 def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
-    """Brings the files that this process reads to its storage."""
+    """Fetches the files that this process reads into its storage."""
     dataset = None if request.call.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
     checksums = part.provide(request.round, _chunk_files(request, planned.plan), prefix)

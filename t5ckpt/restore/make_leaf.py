@@ -1,4 +1,4 @@
-"""Converts host buffers to what the template asks for: a jax.Array of any sharding, a numpy array, or a number.
+"""Converts host buffers to the type of the template: a jax.Array of any sharding, a numpy array, or a number.
 
 ``make_inline_leaf`` casts a leaf that the manifest holds.
 
@@ -59,12 +59,12 @@ def _check_narrowed(values: np.ndarray, name: str) -> None:
 def make_leaf(
     hosts: Mapping[Box, np.ndarray], template: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> Any:
-    """Makes a leaf from its host buffers, as its template asks.
+    """Makes a leaf from its host buffers, in the type and sharding of its template.
 
     Args:
       hosts: one buffer for each box of ``planning/device_boxes.py``; must not be written to afterwards.
       template: the template of the leaf.
-      shape: of the whole leaf.
+      shape: of the complete leaf.
       dtype: of the result; needed also in a process that holds no part of it.
       name: the name of the leaf, for errors.
 
@@ -110,7 +110,7 @@ def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
 
 @makes_private
 def make_inline_leaf(read: InlineRead) -> Any:
-    """Makes an inline leaf as its template asks; each device gets only its part."""
+    """Makes an inline leaf in the type and sharding of its template; each device gets only its part."""
     value = np.asarray(read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)

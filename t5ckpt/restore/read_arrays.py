@@ -78,7 +78,7 @@ def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> Lazy
 def read_arrays(
     reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget, progress: Progress | None = None
 ) -> dict[Path, Any]:
-    """Reads stored leaves and puts them where their templates ask.
+    """Reads stored leaves and puts them on the devices of their templates.
 
     Args:
       reader: of the checkpoint.
@@ -87,7 +87,7 @@ def read_arrays(
       progress: called with (bytes done, bytes in total).
 
     Returns:
-      The values by path: jax.Array, numpy array, or Python number, as the template of each leaf asks.
+      The values by path: jax.Array, numpy array, or Python number, as the template of each leaf.
     """
     values: dict[Path, Any] = {}
     rest: list[StoredRead] = []
@@ -231,7 +231,7 @@ def _bytes_in_flight(read: StoredRead) -> int:
 
 
 def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-    """The buffers that the template asks for, from the buffers of the stored array's boxes."""
+    """The buffers of the template's shape, from the buffers of the stored array's boxes."""
     padded: dict[Box, np.ndarray] = {}
     for box in read.boxes:
         part = clipped(box, read.leaf.shape)

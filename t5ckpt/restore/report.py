@@ -1,4 +1,4 @@
-"""Reports what a restore does with the leaves, before it reads them: in the log, and as warnings at the caller's line."""
+"""Reports casts, left-out leaves and unused options before a restore reads: in the log, and as warnings at the caller's line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report_plan(
 
     Args:
       plan: of the restore.
-      request: what the caller asked for.
+      request: of the caller.
       contents: of the checkpoint.
       template: the template's leaves.
       fallback: the leaves of ``fallback_state``.
@@ -142,7 +142,7 @@ def _warn_if_local(plan: RestorePlan) -> None:
 def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int | None, notices: Notices) -> None:
     """Warns once of abstract leaves without a sharding, if the checkpoint was saved from several devices.
 
-    A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template asks for
+    A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template is restored as
     an array on the host.
 
     Args:

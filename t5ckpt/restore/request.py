@@ -60,7 +60,7 @@ class LocalPart:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequest:
-    """A call, and what its checkpointer was made with.
+    """A call, and the arguments of its checkpointer.
 
     Attributes:
       template: the state whose structure, dtypes and shardings the result has.
@@ -69,7 +69,7 @@ class RestoreRequest:
       storage, storage_options: of the run, and for a ``path`` elsewhere.
       round: of all processes of the job.
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
-      reading: how arrays are read, such as memory-mapped.
+      reading: the options of reads, such as memory maps.
       note_read: called with the bytes of arrays that this process has read.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """

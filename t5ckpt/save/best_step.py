@@ -38,7 +38,7 @@ def best_step_of(facts: RunFacts, known: Sequence[tuple[str, str]], metric: str 
 def _monitored(
     known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
 ) -> tuple[str, str]:
-    """The metric to rank by, and its mode; what the caller leaves open is taken from the policies.
+    """The metric to rank by, and its mode; an argument that is None is taken from the policies.
 
     Args:
       known: (metric, mode) of the policies.

@@ -10,9 +10,9 @@ A chunk is linked in one of four cases:
   previous checkpoint, which used the same codec. Then it is not encoded.
 - The chunk has a codec, and its encoded bytes equal those in the previous checkpoint, as after a restart.
 
-An object store copies a chunk inside itself, if its values have the xxh3-64 and the codec that this process wrote before, and
-its object still has the version (ETag, generation) of that write. The server compares the version, and no byte is sent. If the
-copy fails, the chunk is uploaded. The first save of a process uploads all chunks.
+An object store copies a chunk on the server, if its values have the xxh3-64 and the codec that this process wrote before, and its
+object still has the version (ETag, generation) of that write. The server compares the version, and no byte is sent. If the copy
+fails, the chunk is uploaded. The first save of a process uploads all chunks.
 
 Every checkpoint stays complete and can be deleted independently: a file is removed with its last link. TensorStore writes
 by rename and never into an existing file, so no save changes the chunks of another checkpoint. Where a link cannot be
@@ -119,7 +119,7 @@ class PreviousCheckpoint:
 
 
 class ReusedChunks:
-    """The chunks that one save takes over from the previous checkpoint. Safe from any thread.
+    """The chunks that one save links or copies from the previous checkpoint. Safe from any thread.
 
     Attributes:
       storage, directory: of the new checkpoint.

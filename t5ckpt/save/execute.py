@@ -81,7 +81,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
 
 
 class _Leader:
-    """What process 0 does for all: makes the directory, and commits it. ``stack`` rolls back what it does not commit."""
+    """The work of process 0 for all processes: it makes the directory and commits it. Without a commit, ``stack`` rolls back."""
 
     def __init__(self, prepared: PreparedSave, stack: contextlib.ExitStack):
         self._prepared = prepared
@@ -144,7 +144,7 @@ def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -
 def _previous_of(
     prepared: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str
 ) -> PreviousCheckpoint:
-    """This checkpoint, whose arrays are in a directory, for the next save to link or copy chunks from."""
+    """The committed checkpoint as the source of unchanged chunks for the next save; ``directory`` has its arrays."""
     storage, versions = prepared.request.context.storage, written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
@@ -155,7 +155,7 @@ def _previous_of(
 
 
 def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
-    """Raises with the difference between the plan of process 0 and the first plan that differs; the same on all processes."""
+    """Raises an error with the difference between the plan of process 0 and the first other plan; the same on all processes."""
     if not different:
         return
     save_round, process = prepared.request.round, different[0]
@@ -203,8 +203,8 @@ def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[s
 def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
     """After an error, lists the files of this process for garbage collection, on an object store.
 
-    The leader's transaction does so for those that it waited for. If this process was stopped for an hour, garbage collection
-    may have finished with the step before this process wrote its last file.
+    The leader's transaction lists the files of the processes that it waited for. If this process was stopped for an hour, garbage
+    collection may have finished with the step before this process wrote its last file.
     """
     context = request.context
     try:

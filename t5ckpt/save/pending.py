@@ -1,7 +1,7 @@
 """The handle of a save, which runs in a thread: a blocking save is one whose caller waits for it.
 
-Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. Where no thread can be
-started, the save is done in the caller's.
+Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. If no thread can be
+started, the save runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PendingSave:
         # Thread.join is not used: an interrupt during join marks a running thread as ended (CPython issue 90010).
         self._ended = InterruptSafeEvent()
         self._is_started = False
-        # Who runs the work: the thread that saves, or the call that cancelled before a thread had begun. Set with
+        # The runner of the work: the thread of the save, or the call that cancelled it before a thread had begun. Set with
         # dict.setdefault, which is atomic and idempotent, because an interrupt may come between any two operations.
         self._runner: dict[str, object] = {}
         self._begun = InterruptSafeEvent()
@@ -150,7 +150,7 @@ class PendingSave:
         try:
             self._cancel_once()
         except BaseException:
-            # Another interrupt: cancel all the same.
+            # Another interrupt does not stop the cancellation.
             self._cancel_once()
             raise
         self.wait()

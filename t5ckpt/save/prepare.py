@@ -99,7 +99,7 @@ def _unchanged(
     writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None, *, with_metadata: bool
 ) -> list[Path]:
     """The leaves that are not staged, because all of their files are linked."""
-    # All processes must write the chunks of an array with one codec, which process 0 may choose anew from the data. A copy
+    # All processes must write the chunks of an array with one codec, which process 0 may choose again from the data. A copy
     # inside an object store may fail after the caller has donated the array, so the array is staged.
     has_one_codec = request.round.is_single_process or request.context.options.codec != 'auto'
     if previous is None or not request.context.storage.links or not has_one_codec:

@@ -108,7 +108,7 @@ class SaveRequest:
           AccessDeniedError: the step is to be replaced, and belongs to another user.
           StepKeptError, CheckpointExistsError: as :meth:`may_replace`.
         """
-        # If another process has deleted a step that is to be replaced, the save writes it anew.
+        # If another process has deleted a step that is to be replaced, the save writes it.
         if occupant.is_t5x and (self.may_replace() or self.call.overwrite):
             check_removable(self.context.storage, occupant.name)
             return True

@@ -79,22 +79,22 @@ class LocalSignals:
 
 
 class _WatchedMetrics:
-    """The metrics that a save policy compares; warns of one that the calls of ``maybe_save`` never give."""
+    """The metrics that a save policy compares; warns of one that is never passed to ``maybe_save``."""
 
     def __init__(self, policy: SavePolicy | None, notices: Notices):
         self.names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
         self._policy = policy
         self._notices = notices
-        # Metrics that no call has given yet.
+        # Metrics that were not passed so far.
         self._awaited = set(self.names)
         self._calls = 0
 
     def of(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The watched ones of the metrics that a call gives."""
+        """The watched ones of the metrics that were passed to a call."""
         return {name: metrics[name] for name in self.names & metrics.keys()} if self.names and metrics else {}
 
     def warn_if_missing(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Counts a call, and warns if a metric was not given by now; in one process of the job."""
+        """Counts a call, and warns if a metric was not passed so far; in one process of the job."""
         if not self._awaited:
             return
         given = {} if metrics is None else metrics
@@ -187,7 +187,7 @@ class SaveSchedule:
         return step != view.last_step and policy.reason(_moment(view, step, self._previous)) is not None
 
     def _looked(self, step: int) -> _SharedState:
-        """The state that this process observes now; to be called on a copy, since it updates this object."""
+        """The state that this process observes now; called on a copy, since it updates this object."""
         self._view = None if self._view is None else dataclasses.replace(self._view)
         self._channel = None
         if self._coordinator.processes_of_job().count > 1:
@@ -229,7 +229,7 @@ class SaveSchedule:
         return self._policy
 
     def _reason(self, step: int, metrics: Mapping[str, Any] | None) -> str | None:
-        """Why to save this step, or None."""
+        """The reason to save this step, or None."""
         policy = self._given_policy('maybe_save')
         is_back = self._previous is not None and step <= self._previous
         view = self._updated(step, self._watched.of(metrics), is_back)
@@ -279,7 +279,7 @@ class SaveSchedule:
             view = self._first_view(now)
         if self._begun is not None and self._begun.pending.done():
             self._record_result(view, self._begun)
-        # A clock that was set back does not stop the saves until it has caught up.
+        # If the clock was set back, saves continue without waiting until it has caught up.
         view.now, view.last_unix = now, min(view.last_unix, now)
         view.preempted = view.preempted or self._preempted()
         view.metrics = metrics

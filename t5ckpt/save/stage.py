@@ -35,8 +35,8 @@ class StagingMode(enum.StrEnum):
 
     Attributes:
       VIEW: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be donated in
-        place, so XLA allocates anew for the step's output and the view stays as it was. Taking the view waits for the array to
-        be computed.
+        place, so XLA allocates a new buffer for the step's output and the view does not change. Taking the view waits for the
+        array to be computed.
       COPY: a copy on the device is dispatched without waiting; it is ordered before any later step that donates the original.
         Takes the size of the state in device memory until the state is written.
       PINNED_HOST: the same, with the copy in pinned host memory, from which GPU and TPU data is written without another copy.

@@ -1,4 +1,4 @@
-"""The values of staged leaves, cast: chunk after chunk for the writer (``save/write.py``), or whole for the manifest.
+"""The values of staged leaves, cast: by chunk for the writer (``save/write.py``), or complete for the manifest.
 
 ``save/stage.py`` chooses the class by the leaf's memory.
 """

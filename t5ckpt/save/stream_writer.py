@@ -99,7 +99,7 @@ class _Taken:
 
 
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
-    """Raises what :func:`write_stream` would before it reads or writes anything; for dry runs."""
+    """Raises the errors that :func:`write_stream` would raise before it reads or writes anything; for dry runs."""
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
     plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
 
@@ -137,7 +137,7 @@ def _transaction_options(request: StreamRequest, plan: SavePlan) -> TransactionO
     return TransactionOptions(
         may_replace=lambda: may_replace,
         resume=digest(plan_text(plan, header).encode()),
-        # Stopped by the user: complete files are kept for the next attempt, or for the garbage collection of the next save.
+        # The user stopped it: complete files stay for the next attempt, or for the garbage collection of the next save.
         kept_after=_INTERRUPTS,
         collects=True,
     )

@@ -1,4 +1,4 @@
-"""Checks that the checkpointer that saves a state could restore it; again only after the tree has changed."""
+"""Checks that a checkpointer could restore the state that it saves; checks again only after the tree has changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedLeaf:
 class TemplateCheck:
     """Compares the saved state with the template of the same checkpointer.
 
-    It plans a restore of the saved leaves. That takes long, so it is done only if the tree differs from that of the previous
+    It plans a restore of the saved leaves. This is slow, so it is done only if the tree differs from that of the previous
     save and from that of the template.
 
     Notes: 2 ms for 10,000 unchanged leaves; the first check takes as long as flattening the template.

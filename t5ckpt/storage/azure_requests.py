@@ -311,7 +311,7 @@ def _refused(error: Any, container: str) -> RefusedError:
         # From azure-identity.
         status = 401
     first, *more = str(error.message).splitlines() or ['']
-    # Of the other lines, this one alone does not repeat the first.
+    # Only this one of the other lines does not repeat the first.
     details = [line for line in more if line.startswith('authenticationerrordetail')]
     text = ' '.join([first, *details, *([f'({code})'] if code else [])])
     if code == _NO_CONTAINER:

@@ -90,7 +90,7 @@ class Storage(ABC):
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
     is_absent = False
-    """Whether it stands for a checkpointer without a directory, so that every operation is an error."""
+    """Whether it is the storage of a checkpointer without a directory, so that every operation is an error."""
     driver: str
     """The kvstore driver in the manifest for arrays on this storage: 'file' or 'gcs', the two that T5X accepts."""
 
@@ -116,10 +116,10 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Writes a key durably and whole."""
+        """Writes a complete key durably."""
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
-        """The size from which a save writes chunk files with ``write_direct``; None for no file."""
+        """The smallest size of a chunk file that a save writes with ``write_direct``; None for no file."""
         del in_background
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
@@ -316,7 +316,7 @@ class Storage(ABC):
         """The TensorStore context for that spec; an error in a process that was forked after the first use."""
 
     def requests(self) -> Mapping[str, int]:
-        """How many requests of each method this process has sent to servers of this kind; empty without a server.
+        """The number of requests that this process has sent to servers of this kind, by method; empty without a server.
 
         On object stores these are the requests of TensorStore (``storage/connection.py``) and those that t5ckpt sends itself
         (``storage/server_requests.py``). ``save/execute.py`` logs those of a save.

@@ -35,7 +35,7 @@ class ConditionalWrites:
         self._connection = connection
 
     def are_ignored(self, version: bytes) -> bool:
-        """Whether the server does not compare this version, ``ABSENT`` or that of an object, as far as it is known."""
+        """Whether the server does not compare this version, ``ABSENT`` or that of an object, as far as is known."""
         return self._is_ignored or (self._refuses_changes and version != ABSENT)
 
     def write(self, path: str, url: str, data: bytes | None, version: bytes) -> bytes:

@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock(Lock):
-    """An open directory, and whether its flock is held, or why not; ``close`` releases it."""
+    """An open directory, and whether its flock is held, or the reason why not; ``close`` releases it."""
 
     def __init__(self, fd: int, path: str, is_held: bool, reason: str = ''):
         """Takes the open directory, and its path."""

@@ -207,7 +207,7 @@ class FileStorage(Storage):
             raise
         if info is None:
             return None
-        # The version of a directory does not change with its entries, only if it is created anew.
+        # The version of a directory does not change with its entries, only if it is removed and created again.
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
 

@@ -15,7 +15,7 @@ _BEYOND_THE_END = 'OUT_OF_RANGE'
 
 
 class KeyReader:
-    """Reads keys of one bucket. Each method takes the whole key, and its URL for errors."""
+    """Reads keys of one bucket. Each method takes the complete key, and its URL for errors."""
 
     def __init__(self, connection: Connection, cache: FileCache | None):
         """Sends nothing."""

@@ -1,4 +1,4 @@
-"""The memory of this machine, and the size of files that are read whole."""
+"""The memory of this machine, and the largest file that is read at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEEDS_NO_PROOF = 256 * 2**20
 
 
 def check_whole_read(nbytes: int, where: str) -> None:
-    """Checks the size of a file before it is read whole: its bytes and the values decoded from them must fit in memory.
+    """Checks the size of a file before all of it is read: its bytes and the values decoded from them must fit in memory.
 
     Raises:
       NotEnoughMemoryError: the file is larger than half of the memory.

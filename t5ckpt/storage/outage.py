@@ -68,7 +68,7 @@ def probe(ask: Callable[[], Any], seconds: float) -> str | None:
         left = deadline - time.monotonic()
         if left <= 0:
             return last
-        # The whole time, which the error names.
+        # The total time, which the error names.
         time.sleep(min(pause, left))
         # A server that throttles gets few requests.
         pause = min(2 * pause, _MAX_REPEAT_SECONDS)

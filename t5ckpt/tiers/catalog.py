@@ -157,7 +157,7 @@ class TierCatalog(StepCatalog):
         found = sorted({*local, *of_run})
         if found:
             self.warn_of_parts(found[-1])
-        # A part alone is an error, never a fresh start.
+        # A single part is an error, never a fresh start.
         return found or partial
 
     def choose(self, step: int | None) -> Choice:
@@ -195,7 +195,7 @@ class TierCatalog(StepCatalog):
         return self._damaged.get(step, [])
 
     def unusable(self) -> dict[int, str]:
-        """Why local steps are not complete, by step."""
+        """The reasons why local steps are not complete, by step."""
         try:
             found = summaries(self.local)
         except T5CkptError:

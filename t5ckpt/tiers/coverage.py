@@ -21,7 +21,7 @@ import numpy as np
 
 from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
-# A manifest of more chunks is not one of a save that this program writes.
+# This program writes no manifest with more chunks.
 _MOST_CHUNKS = 2**31
 
 
@@ -59,7 +59,7 @@ class Candidate:
     """A step that the disks together may have completely.
 
     Attributes:
-      step, save: which.
+      step, save: identify it.
       missing: the indices whose files are not all on one disk; if there are none, the disks have all chunks.
       positions: how many positions of data iterators are on no disk.
     """
@@ -193,7 +193,7 @@ def decode_bits(text: str, count: int) -> np.ndarray:
 
 
 def num_bits(bits: np.ndarray) -> int:
-    """How many chunks a packed bitmap has."""
+    """The number of chunks in a packed bitmap."""
     return int(np.bitwise_count(bits).sum())
 
 
@@ -220,7 +220,7 @@ class SendPlan:
 
 
 def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPlan:
-    """Assigns each lacking chunk to a process that has it.
+    """Assigns each missing chunk to a process that has it.
 
     Every process first takes up to its equal part, and then the processes take the remaining chunks, in order.
 
@@ -250,7 +250,7 @@ def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPla
 
 
 def _first_bits(bits: np.ndarray, count: int) -> np.ndarray:
-    """The bitmap without all bits after the first ``count``."""
+    """The bitmap with only its first ``count`` bits."""
     if num_bits(bits) <= count:
         return bits
     totals = np.cumsum(np.bitwise_count(bits), dtype=np.int64)

@@ -65,7 +65,7 @@ def exchange(files: Iterator[File], wanted: Collection[str], receive: Callable[[
     """Sends files to all processes; every process calls it.
 
     Args:
-      files: what this process sends.
+      files: the files that this process sends.
       wanted: the names of the files that this process takes.
       receive: called with each of them.
       memory: the same in all processes.

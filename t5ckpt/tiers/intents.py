@@ -38,7 +38,7 @@ class Intents:
         self._local = local
         self._guard = threading.RLock()
         self._committing: int | None = None
-        # Steps that do not wait anymore, whose records could not be removed.
+        # Steps that no longer wait, whose records could not be removed.
         self._ended = set[int]()
         # Whether a write that failed may have left a file.
         self._has_partial = False
@@ -110,7 +110,7 @@ class Intents:
           save: that was uploaded. The record stays if the directory has another save of the step, or is getting one.
 
         Returns:
-          Whether the step does not wait anymore.
+          Whether the step no longer waits.
         """
         with self._guard:
             if save is not None and not self.is_of(step, save):
@@ -170,7 +170,7 @@ class PersistSchedule:
         """How long the latest upload took."""
 
     def reason(self, step: int, metrics: Mapping[str, float], *, preempted: bool, is_uploading: bool) -> str | None:
-        """Why to upload a step that is being saved, or None.
+        """The reason to upload a step that is being saved, or None.
 
         Args:
           step: the step.
@@ -187,7 +187,7 @@ class PersistSchedule:
             self._previous = max((each for each in steps_in(self._local) if each < step), default=None)
         previous, self._previous = self._previous, step
         now, taken = self._clock(), self._last()
-        # A clock that was set back does not stop the uploads until it has caught up.
+        # If the clock was set back, uploads continue without waiting until it has caught up.
         self._began = min(self._began, now)
         self._taken = taken = dataclasses.replace(taken, unix=None if taken.unix is None else min(taken.unix, now))
         return self._policy.reason(
@@ -206,7 +206,7 @@ class PersistSchedule:
         )
 
     def owe(self, step: int) -> None:
-        """The next save is uploaded, in place of a step that could not be."""
+        """Requests the upload of the next save, in place of a step that could not be uploaded."""
         self._owed = f'step {step} was not uploaded'
 
     def note_taken(self, step: int, metrics: Mapping[str, float]) -> None:

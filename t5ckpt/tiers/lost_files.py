@@ -26,10 +26,10 @@ _MOST_TEXT_BYTES = 3 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class LostFiles:
-    """What this process uploads of the files that a lost disk was to upload.
+    """The files of a lost disk that this process uploads.
 
     Attributes:
-      save: whose step is uploaded.
+      save: identifies the save that is uploaded.
       index: of the process in the save.
       names: of the files.
     """

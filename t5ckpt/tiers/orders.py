@@ -59,7 +59,7 @@ _ORDERS = {order.__name__: order for order in (Upload, Failed, Refused, Ended, C
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a process did of an :class:`Upload`: it sent all files of these lists, or failed.
+    """The result of an :class:`Upload` in one process: it sent all files of these lists, or failed.
 
     ``lost`` are the packed entries of the files that it sent for a lost disk. With ``is_fatal``, no later attempt can succeed.
     """
@@ -76,7 +76,7 @@ class Orders:
 
     Attributes:
       processes: of the job.
-      lost: what this process uploads in place of a lost disk.
+      lost: the files that this process uploads in place of a lost disk.
     """
 
     def __init__(self, processes: Processes, prefix: str, lost: LostFiles):

@@ -1,6 +1,6 @@
-"""What the local directory of one process has of a step that several processes saved, see ``save/parts.py``.
+"""The part of a step in the local directory of one of the processes that saved it, see ``save/parts.py``.
 
-A complete checkpoint, which a job of one process saved, is a part with everything.
+A complete checkpoint, which a job of one process saved, is a part with all files.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Part:
     """A part of a step.
 
     Attributes:
-      storage, step: where it is.
+      storage, step: the local directory, and the step in it.
       manifest, sidecar: undecoded; the same on all disks of a save.
-      lists: the names of the processes' lists of file checksums that are there.
-      checksums: of the files that were written here; also of those that are not there anymore.
-      there: the names of the files that are there, with the right size.
+      lists: the lists of file checksums in the directory, by name; one for each process.
+      checksums: of the files that were written here, including those that no longer exist.
+      there: the names of the files that exist and have the recorded size.
       count: of the processes of the save.
       has_removed_positions: whether ``keep_dataset_checkpoints`` has removed the positions of data iterators.
     """
@@ -91,11 +91,11 @@ class Part:
 
     @property
     def located(self) -> Located:
-        """Where a restore reads it."""
+        """The location from which a restore reads it."""
         return Located(self.storage, step_dir(self.step), MANIFEST, self.step)
 
     def has_all_chunks(self) -> bool:
-        """Whether all chunks of the step are there, with the right size."""
+        """Whether all chunks of the step exist and have the recorded size."""
         numbers = self.numbers()
         return num_bits(numbers.bits(self.there)) == numbers.count
 
@@ -112,12 +112,12 @@ class Part:
         return [name for index in self.complete_lists() for name in self.lists[file_checksums_name(index)]]
 
     def positions_of(self, index: int) -> list[str]:
-        """The files that are there of the position of the data iterator of a process of the save."""
+        """The existing files with the data-iterator position of one process of the save."""
         found = {name: match for name in sorted(self.there) if (match := _POSITION.match(name)) is not None}
         return [name for name, match in found.items() if int(match[1]) == index]
 
     def as_vote(self) -> DiskStep:
-        """What this process reports of it."""
+        """The vote of this process about the step."""
         index = next(iter(self.complete_lists()), -1)
         recorded = () if self.has_removed_positions else positions_in(self.checksums)
         num_positions = max((of for _, of in recorded), default=0)
@@ -149,7 +149,7 @@ def part_alone(storage: Storage, step: int) -> Part | None:
     try:
         part = Part.read(storage, step)
     except FormatError:
-        # The reader says what is damaged.
+        # The reader reports the damage.
         return None
     return part if len(part.lists) < part.count else None
 
@@ -174,7 +174,7 @@ def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LocalParts:
-    """What a local directory has.
+    """The steps of a local directory.
 
     Attributes:
       parts: by step.

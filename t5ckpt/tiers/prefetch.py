@@ -75,7 +75,7 @@ def fetch_alone(catalog: TierCatalog, begin_fetch: Callable[[], None], check: Ch
 
 
 def read_ahead(local: Storage, step: int, check: Check) -> None:
-    """Asks the kernel to read the files that a local directory has of a step into memory."""
+    """Asks the kernel to read the files of a step in a local directory into memory."""
     if not hasattr(os, 'posix_fadvise'):
         return
     for key, _ in local.walk(step_dir(step)):

@@ -38,7 +38,7 @@ class RateLimit:
             raise
 
     def give_back(self, nbytes: int) -> None:
-        """Leaves the time of a file of this size, which is not sent, to other files."""
+        """Returns the time of a file of this size, which is not sent, to other files."""
         with self._guard:
             self._free -= nbytes * self._seconds_per_byte
 
@@ -60,7 +60,7 @@ class SavesFirst:
         self._free_until = 0.0
 
     def note_save(self, has_ended: Callable[[], bool]) -> None:
-        """Takes the save that begins."""
+        """Records the save that has started."""
         self._has_ended = has_ended
 
     def wait(self, check: Callable[[], None]) -> None:

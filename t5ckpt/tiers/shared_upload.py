@@ -252,7 +252,7 @@ class Follower(StepUploads):
         with self._condition:
             failed = self._failed_attempts
             while self.refusal is None:
-                # Before the look at the steps: the last orders may end them.
+                # Before the steps are read: the last orders may end them.
                 has_ended = self._ended.is_set() or self._has_left
                 waiting = [each for each in self._waiting() if step in (each, None)]
                 if not waiting:
@@ -267,7 +267,7 @@ class Follower(StepUploads):
             self.outcomes.check(step)
 
     def leave(self) -> None:
-        """Answers all orders with an error from now on, and waits for nothing.
+        """From now on, answers all orders with an error; does not wait.
 
         An error ends this program, and process 0 may wait for it elsewhere, such as in a collective of the training.
         """

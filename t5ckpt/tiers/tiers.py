@@ -184,7 +184,7 @@ class Tiers(StepTiers):
         aside = rename_damaged(self.local, step, self._catalog.clock)
         self._uploads.drop(step)
         _log.warning(
-            't5ckpt: local step %d is the part of one of several processes, and this process saves the step anew; the part was '
+            't5ckpt: local step %d is the part of one of several processes, and this process saves the step again; the part was '
             'renamed to %s',
             step,
             self.local.url(aside),

@@ -33,7 +33,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.tiers.part import save_of
 
 _log = logging.getLogger('t5ckpt')
-# An upload is not to take all connections, or the processor, from the training.
+# An upload must not take all connections or the processor from the training.
 _WORKERS = 4
 Copy = Callable[[bool], int]
 
@@ -153,7 +153,7 @@ def remove_unfinished(run: Storage, step: int, clock: Clock) -> None:
     try:
         options = TransactionOptions(resume='removed', has_source_names=True)
         with open_transaction(run, step, clock, options):
-            # It is left without a commit.
+            # The transaction ends without a commit, which removes the files.
             pass
     except T5CkptError as error:
         _log.warning('t5ckpt: the files of the upload of step %d are left to garbage collection: %s', step, error)

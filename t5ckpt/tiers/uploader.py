@@ -79,7 +79,7 @@ class Uploader:
         Raises:
           UploadStopped: the upload has ended, and its files stay.
           UploadOutdated: the step is being overwritten.
-          NotUploadableError: no later attempt can upload the step, which does not wait anymore.
+          NotUploadableError: no later attempt can upload the step, which no longer waits.
           LocalDirError: the local directory is of another run.
           Exception: the attempt failed.
         """

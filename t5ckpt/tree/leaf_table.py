@@ -18,7 +18,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import UnsupportedLeafError
 
-# The most levels of a tree that is read, and that is saved, and the most dimensions of an array. A file with more is damaged.
+# The limits on the levels of a tree that is read or saved, and on the dimensions of an array. A file above them is damaged.
 MAX_DEPTH = 250
 MAX_SAVED_DEPTH = 200
 MAX_RANK = 32

@@ -1,4 +1,4 @@
-"""Which values can be leaves, and what a save or a restore needs to know of each.
+"""Describes leaves: the values that can be leaves, and the facts about each that a save or a restore needs.
 
 jax.Arrays, numpy arrays and scalars, Python numbers, text and LazyArrays are leaves. A save reads a ``jax.Ref`` or an object with
 ``__array__``. An object of any other type is an error that names it, before anything is planned.
@@ -227,7 +227,7 @@ class LeafToSave(NamedTuple):
       kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none' or 'empty'.
       shape: of the array; of the key data for keys.
       dtype: of the array; None for text, none and empty.
-      note: what the sidecar records of the kind: the name of the number's type, of the keys' implementation, or of the
+      note: the sidecar's record of the kind: the name of the number's type, of the keys' implementation, or of the
         empty container's type; the text itself.
     """
 

@@ -25,7 +25,7 @@ _log = logging.getLogger('t5ckpt')
 
 
 def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partitioner | None, *, strict: bool) -> Any:
-    """Restores a state of the structure of ``state``. The tensors are read whole, one after another.
+    """Restores a state of the structure of ``state``. Complete tensors are read, one after another.
 
     Args:
       found: of the TensorFlow checkpoint.

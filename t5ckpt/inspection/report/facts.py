@@ -119,7 +119,7 @@ def leaf_facts(infos: Sequence[LeafInfo], stats: Mapping[str, LeafStats]) -> lis
 
 
 def _stats(stats: LeafStats | None, size: int) -> dict[str, Any] | None:
-    """Statistics of a leaf; those of a sample have ``read`` below the leaf's size, and a norm for the whole leaf."""
+    """Statistics of a leaf; those of a sample have ``read`` below the leaf's size, and a norm for the complete leaf."""
     if stats is None or not stats.size:
         return None
     bins: dict[str, Any] = {}

@@ -77,7 +77,7 @@ class ChunkMemory:
 
 
 class _Memory:
-    """Memory of the largest size that was asked for."""
+    """Memory of the largest size that was requested."""
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)

@@ -3,7 +3,7 @@
 TensorStore would read a chunk into its own memory first, which halves the speed on machines with expensive page faults. An
 array is read in three stages:
 
-1. ``reading/local/regions.py`` says which elements of which chunk each buffer takes.
+1. ``reading/local/regions.py`` computes which elements of which chunk each buffer gets.
 2. ``DirectArray.tasks`` divides the chunks into tasks of at least 8 MiB, each for one thread, which opens the files.
 3. ``reading/local/chunk_reader.py`` reads an open file into the regions: decoded, verified, scattered, or through a scratch.
 
@@ -40,7 +40,7 @@ class DirectReader:
     """Opens arrays of one checkpoint in a local directory. Safe from any thread.
 
     Attributes:
-      checks: with them, chunks are read whole and their checksums compared.
+      checks: if set, complete chunks are read and their checksums compared.
       limits: sizes of reads.
       memory: of all reads.
     """

@@ -1,4 +1,4 @@
-"""Which elements, and so which bytes, of which chunk each buffer of a read takes."""
+"""Computes the elements of each chunk, and their bytes, that each buffer of a read gets."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def regions_by_chunk(request: ReadRequest, chunks: NativeChunks) -> dict[ChunkIn
 
 def _region(chunks: NativeChunks, chunk: Box, box: Box, buffer: np.ndarray, *, converts: bool) -> Region:
     if box == chunk:
-        # A fast path: most leaves of a model have one chunk, which one device reads whole.
+        # A fast path: most leaves of a model have one chunk, which one device reads completely.
         box_in_chunk, view = Box.whole(box.shape), buffer
     else:
         both = box.intersect(chunk)
@@ -90,7 +90,7 @@ def _region(chunks: NativeChunks, chunk: Box, box: Box, buffer: np.ndarray, *, c
 
 
 def takes_whole_chunks(regions: Mapping[ChunkIndex, Sequence[Region]], chunks: NativeChunks) -> bool:
-    """Whether each chunk is read whole into one buffer, except for elements outside the array."""
+    """Whether each chunk is read completely into one buffer, except for elements outside the array."""
     for chunk_index, found in regions.items():
         inside = Box.whole(chunks.grid.box(chunk_index).shape)
         if all(region.box != inside for region in found):

@@ -1,4 +1,4 @@
-"""The scenarios that every storage runs, for a storage of one's own.
+"""The scenarios that every storage runs, for a user's storage.
 
 Those of ``scenarios`` that copy, repair or restore are not among them: they read arrays with TensorStore, which has no driver for
 the storage.
@@ -33,7 +33,7 @@ _WITH_FAULTS = (
 
 
 def scenarios_of(make: Callable[[], Storage]) -> dict[str, Scenario]:
-    """Returns savers, readers, deleters and pins on a storage of one's own, with faults, by name.
+    """Returns savers, readers, deleters and pins on a user's storage, with faults, by name.
 
     Args:
       make: makes an empty storage.

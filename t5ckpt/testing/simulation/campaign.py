@@ -26,7 +26,7 @@ class Failure:
       scenario: its name.
       seed: runs the schedule again, unless ``switches`` is set.
       switches: the bound of the exhaustive search that found it; None for a seed.
-      schedules: how many schedules of the scenario it took.
+      schedules: the number of schedules of the scenario until this one.
       violation: the invariant that does not hold.
       decisions: the shortest schedule that still fails.
       trace: its operations, one a line.
@@ -57,8 +57,8 @@ class Campaign:
     """The results of an exploration.
 
     Attributes:
-      schedules, points, states: how many there were; the states are the different sets of keys that a storage had.
-      faults: how many of each, and 'run' for switches.
+      schedules, points, states: their numbers; the states are the different sets of keys that a storage had.
+      faults: the number of each, and 'run' for switches.
       failures: at most one for each scenario and worker.
     """
 

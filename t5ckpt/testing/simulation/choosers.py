@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from t5ckpt.testing.simulation.scheduler import Decision, Scheduler
 from t5ckpt.testing.simulation.tasks import Task
 
-# How long a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write lease, and the
-# hour of garbage collection.
+# The durations for which a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write
+# lease, and the hour of garbage collection.
 _PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0)
 # A late request arrives while its record lingers (``commit/write_lease.py``).
 _LATE = (2.0, 8.0, 90.0, 700.0, 2000.0)

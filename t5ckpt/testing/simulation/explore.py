@@ -29,7 +29,7 @@ class Outcome:
     Attributes:
       failure: the violation; None if the schedule is good.
       decisions: those that had an effect, for a replay.
-      points: how many operations there were.
+      points: the number of operations.
       trace: the lines of the trace, if it was kept.
     """
 

@@ -21,7 +21,7 @@ from t5ckpt.testing.simulation.world import World
 
 # For the operations of a save and its own retries, in addition to the wait for the others.
 _OWN_SECONDS = 60.0
-# How many steps a process dispatches before it waits for the slowest one.
+# The number of steps that a process dispatches before it waits for the slowest one.
 _STEPS_AHEAD = 2
 
 

@@ -1,4 +1,4 @@
-"""A storage of one's own in the simulator: each of its operations is a point of the schedule, and may fail.
+"""A user's storage in the simulator: each of its operations is a point of the schedule, and may fail.
 
 The class is not changed. It should keep its data in memory, and its modules are not simulated: an operation of it may wait for no
 other process, and reads no clock that the schedule should decide.
@@ -107,7 +107,7 @@ def _pointed(name: str, convert: Callable[[Any], Any] = lambda found: found) -> 
 
 
 class OwnStorage(FaultyStorage):
-    """A storage of one's own, as a process of the simulation opens it. Chunks are written and read through it."""
+    """A user's storage, as a process of the simulation opens it. Chunks are written and read through it."""
 
     read = _pointed('read')
     read_range = _pointed('read_range')

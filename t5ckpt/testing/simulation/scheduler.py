@@ -33,7 +33,7 @@ _active: list[Scheduler] = []
 
 
 class Killed(BaseException):
-    """The process of the task is dead. It is raised at the next operation, and at all that the thread tries afterwards."""
+    """The process of the task is dead. Raised at the next operation, and at each one that the thread tries afterwards."""
 
 
 @dataclasses.dataclass(frozen=True)

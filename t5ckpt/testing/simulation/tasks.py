@@ -49,7 +49,7 @@ class Task:
         return is_wanted is None or self.deadline <= now or is_wanted()
 
     def wakes(self) -> float:
-        """When it can run at the latest, as far as it depends on time alone."""
+        """The latest time at which it can run, as far as this depends only on time."""
         stopped = max(self.process.paused_until, self.delayed_until)
         if self.is_wanted is None or self.is_wanted():
             return stopped

@@ -126,7 +126,7 @@ def holder(world: World, step: int, seconds: float = 600.0) -> Callable[[], None
 
 
 def restarter(world: World) -> Callable[[], None]:
-    """A trainer that starts with ``restore_or_init``. It may not begin anew where the run has a step, nor get a mixture."""
+    """A trainer that starts with ``restore_or_init``. It may not begin a new run if the run has a step, nor get a mixture."""
 
     def run() -> None:
         observer = world.observer

@@ -148,7 +148,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def enter() -> None:
-    """Forgets all modules of the package, and loads them anew, in the simulated world, when they are next imported."""
+    """Unloads all modules of the package, so that their next import loads them in the simulated world."""
     kept = {f'{_HERE}.{name}' for name in ('scheduler', 'tasks', 'primitives', 'arrays', 'posix', 'disk', 'virtual')}
     for name in [name for name in sys.modules if name.partition('.')[0] == 't5ckpt' and name not in kept]:
         del sys.modules[name]

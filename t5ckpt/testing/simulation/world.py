@@ -22,7 +22,7 @@ from t5ckpt.testing.simulation.own_storage import OwnServer, OwnStorage
 from t5ckpt.testing.simulation.scheduler import Scheduler
 from t5ckpt.testing.simulation.tasks import Process, Task
 
-# After so long without a heartbeat, garbage collection takes the files of a writer.
+# After this time without a heartbeat, garbage collection takes the files of a writer.
 _COLLECTED_SECONDS = 3600.0
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
 
@@ -188,7 +188,7 @@ class Observer:
     def _was_collected(self, step: int, manifest: bytes) -> bool:
         """Whether a manifest without a sidecar is of a writer that was stopped for an hour, and has not saved the step yet.
 
-        Its writer removes it, or another one replaces it. Otherwise it is left over at the end.
+        Its writer removes it, or another one replaces it. Otherwise it is a leftover at the end.
         """
         task = self._scheduler.current
         name = self._writers.get(step) if step in self.visible else None if task is None else task.process.name

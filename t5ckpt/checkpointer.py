@@ -111,13 +111,14 @@ class Checkpointer:
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
-      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions). verify:
-      the check of a ``restore``: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read completely from a disk.
+      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions).
+      verify: the check of a ``restore``: 'full', checksums; 'quick', sizes; 'auto', checksums of chunks read completely from a
+        disk.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
-      read_only: saving and deleting raise ReadOnlyError. local_dir: a directory of this machine to which saves are written, one
-      for each process; uploads to ``checkpoints_dir`` follow in the background, and ``restore`` takes the newest step of both.
-      See docs/tiers.md.
+      read_only: saving and deleting raise ReadOnlyError.
+      local_dir: a directory of this machine to which saves are written, one for each process; uploads to ``checkpoints_dir``
+        follow in the background, and ``restore`` takes the newest step of both. See docs/tiers.md.
       local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
       persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
       upload_gbps: the limit on the rate of a process' uploads, in gigabits (10^9 bits) per second; None sets none.

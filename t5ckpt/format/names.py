@@ -18,7 +18,7 @@ t5ckpt's names:
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     checkpoint_<step>/t5ckpt-<hex>/        on object stores, arrays and file checksums of one save; t5ckpt.<hex>.json its sidecar
-    held_<step>.<unix>.<who>s<seconds>     a read lease of so many seconds, until this unix time; the step is not deleted
+    held_<step>.<unix>.<who>s<seconds>     a read lease of <seconds>, until <unix>, during which the step is not deleted
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, see ``catalog/step_index.py``
 

@@ -30,7 +30,7 @@ class Identity:
     Attributes:
       located: where the checkpoint was found.
       versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an Orbax
-      directory, of which only the deletion is detected.
+        directory, of which only the deletion is detected.
     """
 
     located: Located

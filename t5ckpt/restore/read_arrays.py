@@ -87,7 +87,7 @@ def read_arrays(
       progress: called with (bytes done, bytes in total).
 
     Returns:
-      The values by path: jax.Array, numpy array, or Python number, as the template of each leaf.
+      The values by path: jax.Array, numpy array, or Python number, depending on the template of each leaf.
     """
     values: dict[Path, Any] = {}
     rest: list[StoredRead] = []

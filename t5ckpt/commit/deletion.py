@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
@@ -11,7 +12,7 @@ from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.bucket_deletion import Hidden, remove_in_bucket
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known, check_not_kept, is_pinned, kept_error, remove_checkpoint, rename_aside
-from t5ckpt.commit.step_lease import acquire_to_hide
+from t5ckpt.commit.step_lease import acquire_to_hide, attempts
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -19,7 +20,9 @@ from t5ckpt.errors import StepKeptError, T5CkptError
 from t5ckpt.format.names import MANIFEST, step_dir, to_persist_file
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
+from t5ckpt.storage.base import Lock
 
+_RIVAL_SECONDS = 2.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -30,13 +33,23 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     if hidden.lease is not None:
         remove_in_bucket(storage, hidden, hidden.lease)
         return
-    lock = storage.try_lock(hidden.directory)
+    lock = _locked(storage, hidden.directory)
     if lock is None:
         return
-    try:
+    with contextlib.closing(lock):
         remove_checkpoint(storage, hidden.directory, hidden.step, clock())
-    finally:
-        lock.close()
+
+
+def _locked(storage: Storage, directory: str) -> Lock | None:
+    """Locks a hidden directory; None if it is gone, or stays locked.
+
+    A process that wants to hide the same step may have opened the directory under its old name, and locks it for a moment.
+    """
+    for has_time in attempts(_RIVAL_SECONDS):
+        lock = storage.try_lock(directory)
+        if lock is not None or not has_time or storage.kind(directory) is None:
+            return lock
+    raise AssertionError('the last attempt returns')
 
 
 def decide_deletion(

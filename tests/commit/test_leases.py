@@ -450,6 +450,32 @@ def test_leases_of_a_clock_years_ahead_are_named(caplog):
     assert caplog.text == ''
 
 
+class _LockedOnce(FaultyStorage):
+    """Another process has the lock of a directory, and releases it after the first attempt to get it."""
+
+    other = None
+
+    def try_lock(self, key):
+        found = super().try_lock(key)
+        if self.other is not None:
+            assert found is None
+            self.other.close()
+            self.other = None
+        return found
+
+
+def test_a_hidden_step_that_is_locked_for_a_moment_is_removed(tmp_path):
+    """A rival that wants to hide the same step may have opened its directory before the rename."""
+    state = {'w': np.ones(64)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(state, step=1)
+    storage = _LockedOnce(open_storage(tmp_path))
+    hidden = strategy_of(storage).hide(storage, 1, time.time)
+    storage.other = open_storage(tmp_path).try_lock(hidden.directory)
+    remove_hidden(storage, hidden, time.time)
+    assert not (tmp_path / hidden.directory).exists()
+
+
 _DELETER = """
 import sys, time
 from t5ckpt.commit.deletion import remove_hidden

@@ -55,10 +55,13 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
     try:
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
-                vote = {'plan': digest(prepared.text.encode()), 'is_free': request.decide_to_save()}
+                kept = request.find_kept()
+                vote = {'plan': digest(prepared.text.encode()), 'is_free': kept is None}
             started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(prepared, votes))
             check_agreement(prepared, started.get('different', ()))
             if started.get('skip'):
+                if kept is not None:
+                    request.log_skipped(kept)
                 return None
             with request.round.failing_together(Phase.WRITE):
                 # Before the disk may fail: another process waits for it.

@@ -94,14 +94,32 @@ class SaveRequest:
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def decide_to_save(self) -> bool:
-        """Returns whether to save: no complete step exists, or :meth:`decide_to_replace` returns True."""
-        if self.context.retention.is_surely_new(self.step):
-            return True
-        occupant = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
-        return occupant is None or self.frees_step() or self.decide_to_replace(occupant)
+        """Returns whether to save: no complete step exists, or the save replaces it. Logs a save that is skipped."""
+        occupant = self.find_kept()
+        if occupant is not None:
+            self.log_skipped(occupant)
+        return occupant is None
 
     def decide_to_replace(self, occupant: ListedStep) -> bool:
-        """Returns whether the save replaces a complete step. Logs a save that is skipped.
+        """Returns whether the save replaces a complete step. Logs a save that is skipped."""
+        is_replaced = self._is_replaced(occupant)
+        if not is_replaced:
+            self.log_skipped(occupant)
+        return is_replaced
+
+    def find_kept(self) -> ListedStep | None:
+        """The complete step that exists, unless the save replaces it; None if the save may write the step.
+
+        Raises:
+          UnsupportedFormatError, AccessDeniedError, StepKeptError, CheckpointExistsError: the save cannot replace the step.
+        """
+        if self.context.retention.is_surely_new(self.step):
+            return None
+        occupant = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
+        return None if occupant is None or self.frees_step() or self._is_replaced(occupant) else occupant
+
+    def _is_replaced(self, occupant: ListedStep) -> bool:
+        """Returns whether the save replaces a complete step.
 
         Raises:
           UnsupportedFormatError: the step is to be replaced, and is in another layout.
@@ -112,13 +130,17 @@ class SaveRequest:
         if occupant.is_t5x and (self.may_replace() or self.call.overwrite):
             check_removable(self.context.storage, occupant.name)
             return True
-        where = self.context.storage.url(occupant.name)
         if self.call.overwrite and not occupant.is_t5x:
             cure = 'Remove it with the program that wrote it, or save as another step.'
+            where = self.context.storage.url(occupant.name)
             raise other_layout(where, occupant.layout, 'which t5ckpt does not replace', cure)
+        return False
+
+    def log_skipped(self, occupant: ListedStep) -> None:
+        """Logs that the save is skipped, since a complete step exists."""
+        where = self.context.storage.url(occupant.name)
         written = '' if occupant.is_t5x else f', in the layout of {occupant.layout}'
         _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', self.step, where, written)
-        return False
 
     def may_replace(self) -> bool:
         """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.

@@ -273,7 +273,7 @@ def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str]) -> No
             except T5CkptError as error:
                 _log.warning('t5ckpt: could not rename %s: %s', where, error)
             else:
-                _log.error('t5ckpt: %s is damaged and was renamed to %s', where, storage.url(aside))
+                _log.error('t5ckpt: %s cannot be restored and was renamed to %s', where, storage.url(aside))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.core.text import some_of
 from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
 # This program writes no manifest with more chunks.
@@ -98,9 +99,9 @@ def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequen
       parts: of each process, the votes on the steps of its disk, see :meth:`DiskStep.vote`.
 
     Returns:
-      In JSON's types: ``waiting``, the steps to upload; ``dropped``, the others; ``incomplete``, for the newest step [its number,
-      its save, the index of the lost disk, a process that has a part], with the index -1 if no disk is lost; ``overwriting``, the
-      steps whose upload may replace one of the run.
+      In JSON's types: ``waiting``, the steps to upload; ``dropped``, the others, each with the reason; ``incomplete``, for the
+      newest step [its number, its save, the index of the lost disk, a process that has a part], with the index -1 if no disk is
+      lost; ``overwriting``, the steps whose upload may replace one of the run.
     """
     flags = [(step, overwrites) for each in records for step, overwrites in each]
     recorded = {step for step, _ in flags}
@@ -117,12 +118,24 @@ def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequen
                 process for process, part in enumerate(holders) if part is not None and part.save == each.save
             )
             incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
+    dropped = sorted(recorded - waiting - {step for step, *_ in incomplete})
     return {
         'waiting': sorted(waiting),
-        'dropped': sorted(recorded - waiting - {step for step, *_ in incomplete}),
+        'dropped': [[step, _why_dropped(step, known)] for step in dropped],
         'incomplete': incomplete,
         'overwriting': sorted({step for step, overwrites in flags if overwrites}),
     }
+
+
+def _why_dropped(step: int, known: Sequence[Candidate]) -> str:
+    """Why the upload of a step is not resumed, from the candidates of all steps."""
+    found = next((each for each in known if each.step == step), None)
+    if found is None:
+        return 'no disk has a part of it that can be read'
+    if found.missing:
+        lost = some_of([*map(str, found.missing)], 8)
+        return f'the disks with the files of process {lost} of the save are lost'
+    return f'process 0 has no part of this save, and step {known[0].step} is newer'
 
 
 class ChunkNumbers:

@@ -129,7 +129,10 @@ class Tiers(StepTiers):
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
             lost = self._find_lost_files(coordinator, step, save, index, sender)
-            (dropped if lost is None else waiting).append(step)
+            if lost is None:
+                dropped.append([step, f'files that process {index} of the save was to upload are on no disk'])
+            else:
+                waiting.append(step)
         channel = channel or self._coordinator.new_channel()
         orders = Orders(channel.processes, channel.prefix, lost or LostFiles())
         self._uploads.join(orders, waiting, dropped, decided['overwriting'])

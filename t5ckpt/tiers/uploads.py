@@ -117,24 +117,28 @@ class Uploads:
         return part if part.save == save else None
 
     def join(
-        self, orders: Orders, waiting: Sequence[int], dropped: Sequence[int], overwriting: Collection[int]
+        self,
+        orders: Orders,
+        waiting: Sequence[int],
+        dropped: Iterable[tuple[int, str]],
+        overwriting: Collection[int],
     ) -> None:
         """Begins the uploads of a job of several processes.
 
         Args:
           orders: of process 0 to the others.
           waiting: the steps of earlier processes that can be uploaded.
-          dropped: those that cannot.
+          dropped: those that cannot, each with the reason.
           overwriting: those that may replace a step of the run.
         """
         self._has_resumed = True
         is_leader = orders.processes.index == 0
-        for step in dropped:
+        for step, why in dropped:
             if is_leader:
                 _log.warning(
-                    't5ckpt: step %d was to be uploaded, and the local disks do not have all of its files anymore; the next save '
-                    'is uploaded in its place',
+                    't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.',
                     step,
+                    why,
                 )
             self._intents.drop(step)
             self._schedule.owe(step)

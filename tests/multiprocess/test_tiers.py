@@ -514,7 +514,7 @@ def test_a_step_that_waits_in_a_smaller_job(four, two, place, tmp_path):
     two.run('tiers', place.run, TWICE, options, each=[str(disk) for disk in place.disks[::3]])
     answers = two.run('tiers_restore')
     assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(1, 0)] * 2
-    assert 'step 1 was to be uploaded, and the local disks do not have all' in ' '.join(answers[0]['why'])
+    assert 'the disks with the files of process 1, 2 of the save are lost' in ' '.join(answers[0]['why'])
     errors = two.run('tiers_wait', 1)
     assert all('step 1 is not in' in text for text in errors)
     assert [two.run('tiers_save', step) for step in (2, 3)] == [[2] * 2, [3] * 2]

@@ -11,6 +11,7 @@ from t5ckpt.tiers.coverage import (
     candidates,
     decode_bits,
     encode_bits,
+    interrupted_uploads,
     num_bits,
     plan_sends,
     union,
@@ -52,6 +53,23 @@ def test_positions_that_no_disk_has():
     assert candidates(disks[1:])[0].positions == 1
     assert candidates([disk(s5=('a', 0, 2, (), 2))])[0].positions == 2
     assert candidates([disk(s5=('a', 0, 2))])[0].positions == 0
+
+
+def test_uploads_that_are_dropped_have_a_reason():
+    """Step 5 is uploaded. Of step 4, process 0 has another save; of 3, two disks are lost; of 2, there is only a record."""
+    disks = [
+        disk(s5=('a', 0, 2), s4=('c', 0, 3), s3=('d', 0, 3)),
+        disk(s5=('a', 1, 2), s4=('b', 0, 2)),
+        disk(s4=('b', 1, 2)),
+    ]
+    parts = [[each.vote(step) for step, each in found.items()] for found in disks]
+    found = interrupted_uploads([[(step, False) for step in (2, 3, 4, 5)], [], []], parts)
+    assert (found['waiting'], found['incomplete']) == ([5], [])
+    assert found['dropped'] == [
+        [2, 'no disk has a part of it that can be read'],
+        [3, 'the disks with the files of process 1, 2 of the save are lost'],
+        [4, 'process 0 has no part of this save, and step 5 is newer'],
+    ]
 
 
 @given(st.integers(0, 10**9), st.text('0123456789abcdef', min_size=16, max_size=16), st.integers(-1, 5))

@@ -6,11 +6,12 @@ import logging
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
-from t5ckpt.core.keys import join
-from t5ckpt.errors import T5CkptError
+from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.integrity.verify import verify_located
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
+from t5ckpt.tiers.fetch import Fetch
 from t5ckpt.tiers.part import array_bytes
 from t5ckpt.tiers.upload import is_same_save
 
@@ -28,15 +29,14 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     """
     if not has_step(run, step) or not _is_same(local, run, step):
         return None
-    located, nbytes = locate_step(local, step), 0
-    files = CheckpointFiles.of(locate_step(run, step))
+    located, source = locate_step(local, step), locate_step(run, step)
     damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
-    for name in damaged:
-        data = files.read(name)
-        key = join(located.directory, name)
-        local.make_dir(key.rpartition('/')[0])
-        local.write(key, data)
-        nbytes += array_bytes(name, data)
+    try:
+        fetch = Fetch(source, file_checksums_of(source) or FileChecksums(), local, located.directory)
+        fetch.run(damaged)
+    except FormatError:
+        # The copy in the run's storage is damaged, too, which its restore reports.
+        return None
     if not damaged or verify_located(located, full=True, accepts_part=True).damages:
         return None
     _log.warning(
@@ -46,7 +46,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         run.url(),
         ', '.join(damaged[:5]),
     )
-    return nbytes
+    return sum(array_bytes(name, size) for name, (size, _) in fetch.entries.items())
 
 
 def _is_same(local: Storage, run: Storage, step: int) -> bool:

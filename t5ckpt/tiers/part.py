@@ -160,10 +160,10 @@ def is_incomplete(storage: Storage, step: int) -> bool:
     return part is not None and not part.has_all_chunks()
 
 
-def array_bytes(name: str, data: bytes) -> int:
+def array_bytes(name: str, size: int) -> int:
     """The size of a file that is a chunk of an array, for the log; 0 for metadata and for positions of data iterators."""
     is_chunk = '/' in name and not name.endswith('/.zarray') and not name.startswith(TRAIN_DS_PREFIX)
-    return len(data) if is_chunk else 0
+    return size if is_chunk else 0
 
 
 def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:

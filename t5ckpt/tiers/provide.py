@@ -23,11 +23,11 @@ from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import File, Memory, exchange
+from t5ckpt.tiers.fetch import Fetch
 from t5ckpt.tiers.part import Part, array_bytes, positions_in
 
 _log = logging.getLogger('t5ckpt')
@@ -57,7 +57,6 @@ class Provider:
         self._storage, self._directory = part.storage, step_dir(part.step)
         self._entries: dict[str, FileEntry] = dict(part.checksums)
         self._there = set(part.there)
-        self._run_checksums: FileChecksums | None = None
         self._brought = set[str]()
         self._num_dropped = 0
         # Whether the step has no position of this process's data iterator.
@@ -157,8 +156,7 @@ class Provider:
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
             if wanted_prefix is not None and prefix is not None:
                 from_run += self._lacking_positions(prefix, answer['positions'], answer['shards'])
-            for name in from_run:
-                self._fetch(name)
+            self._fetch(from_run)
             self._record()
         return following
 
@@ -187,19 +185,21 @@ class Provider:
         name, entry, data = file
         if name not in self._there and entry_of(data) == entry:
             self._write(name, entry, data)
-            self.provided.peers += array_bytes(name, data)
+            self.provided.peers += array_bytes(name, entry[0])
 
-    def _fetch(self, name: str) -> None:
-        """Fetches a file from the run's storage, which has the same save."""
-        if self._run is None:
+    def _fetch(self, names: Sequence[str]) -> None:
+        """Fetches files from the run's storage, which has the same save."""
+        if self._run is None or not names:
             return
         located = locate_step(self._run, self.part.step)
-        data = CheckpointFiles.of(located).read(name)
-        if self._run_checksums is None:
-            self._run_checksums = file_checksums_of(located) or FileChecksums()
-        self._run_checksums.check(name, entry_of(data), self._run.url(join(located.directory, name)))
-        self._write(name, entry_of(data), data)
-        self.provided.run += array_bytes(name, data)
+        checksums = file_checksums_of(located) or FileChecksums()
+        fetch = Fetch(located, checksums, self._storage, self._directory, budget_bytes=self._budget_bytes)
+        try:
+            fetch.run(names)
+        finally:
+            for name, entry in fetch.entries.items():
+                self._note_brought(name, entry)
+                self.provided.run += array_bytes(name, entry[0])
 
     def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:
         """The files of the run's storage with the position of this process, if no disk had it.
@@ -233,6 +233,9 @@ class Provider:
         key = join(self._directory, name)
         self._storage.make_dir(key.rpartition('/')[0])
         self._storage.write(key, data)
+        self._note_brought(name, entry)
+
+    def _note_brought(self, name: str, entry: FileEntry) -> None:
         self._entries[name] = entry
         self._there.add(name)
         self._brought.add(name)

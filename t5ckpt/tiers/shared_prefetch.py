@@ -17,20 +17,17 @@ from typing import Any
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import Located, locate_step
-from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
-from t5ckpt.core.byte_budget import ByteBudget
-from t5ckpt.core.keys import join, parents_of
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.keys import join
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import COPIES, MANIFEST, SIDECAR, TRAIN_DS_PREFIX, step_dir
 from t5ckpt.format.sidecar import decode_sidecar
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import files_to_read
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tiers.catalog import TierCatalog
+from t5ckpt.tiers.fetch import Fetch
 from t5ckpt.tiers.part import Part
 from t5ckpt.tiers.prefetch import Check, read_ahead
 from t5ckpt.tiers.provide import begin_part
@@ -38,7 +35,6 @@ from t5ckpt.tiers.shared_restore import SharedRestore
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a prefetch'
-_WORKERS = 16
 
 
 def fetch_together(
@@ -110,32 +106,9 @@ def _positions(located: Located, request: RestoreRequest, coordinator: Coordinat
 
 def _fetch(part: Part, located: Located, names: Sequence[str], checksums: FileChecksums, check: Check) -> int:
     """Copies files of the run to a part; returns their bytes. After an error, the part has those that were copied."""
-    storage, directory, files = part.storage, step_dir(part.step), CheckpointFiles.of(located)
-    entries, budget = dict[str, FileEntry](), ByteBudget(IN_FLIGHT_BYTES)
-    for parent in parents_of(names):
-        storage.make_dir(join(directory, parent))
-
-    def copy(name: str) -> int:
-        check()
-        size = checksums[name][0] if name in checksums else 0
-        budget.acquire(size)
-        try:
-            data = files.read(name)
-            entry = entry_of(data)
-            checksums.check(name, entry, located.storage.url(join(located.directory, name)))
-            storage.write(join(directory, name), data)
-        finally:
-            budget.release(size)
-        entries[name] = entry
-        return len(data)
-
+    fetch = Fetch(located, checksums, part.storage, step_dir(part.step))
     try:
-        with Pool(_WORKERS, 't5ckpt-prefetch') as pool:
-            futures = [pool.submit(copy, name) for name in names]
-            try:
-                return sum(future.result() for future in futures)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        fetch.run(names, check)
     finally:
-        storage.write(join(directory, COPIES), FileChecksums(entries).encode())
+        part.storage.write(join(step_dir(part.step), COPIES), FileChecksums(fetch.entries).encode())
+    return sum(size for size, _ in fetch.entries.values())

@@ -865,3 +865,16 @@ def test_the_power_of_both_machines_is_cut_in_a_save(place, tmp_path):
             shutil.rmtree(root)
             count += 1
     assert count >= 100
+
+
+@pytest.mark.parametrize('process', [0, 2])
+def test_a_local_directory_that_is_lost_in_use_fails_the_save_in_all_processes(four, place, process):
+    place.begin(four, persist=[])
+    assert four.run('tiers_save', 1) == [1] * COUNT
+    shutil.rmtree(place.disks[process])
+    place.disks[process].write_text('a file')
+    errors = four.errors('tiers_save', 2)
+    assert [kind for kind, _ in errors] == [
+        'LocalDirError' if each == process else 'RemoteError' for each in range(COUNT)
+    ]
+    assert all('is a file, and local_dir must be a directory' in text for _, text in errors)

@@ -1,0 +1,80 @@
+"""Copies files of a step from the run's storage to a part in a local directory, several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from t5ckpt.catalog.locate import Located
+from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.storage import Storage
+
+_WORKERS = 16
+
+
+class Fetch:
+    """The copies of one step's files.
+
+    Attributes:
+      entries: of the files that were copied; also after an error.
+    """
+
+    def __init__(
+        self,
+        source: Located,
+        checksums: FileChecksums,
+        target: Storage,
+        directory: str,
+        *,
+        budget_bytes: int = IN_FLIGHT_BYTES,
+    ):
+        """Copies nothing.
+
+        Args:
+          source: the step in the run's storage.
+          checksums: of its files, as far as they are known.
+          target: the local directory.
+          directory: of the part.
+          budget_bytes: for the files in flight.
+        """
+        self._source, self._files = source, CheckpointFiles.of(source)
+        self._checksums = checksums
+        self._target, self._directory = target, directory
+        self._budget = ByteBudget(min(budget_bytes, IN_FLIGHT_BYTES))
+        self.entries: dict[str, FileEntry] = {}
+
+    def run(self, names: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Copies files; ``check`` is called before each, and may raise.
+
+        Raises:
+          CorruptCheckpointError: a file has another checksum.
+          CheckpointNotFoundError: a file does not exist.
+          StorageError: a file could not be read or written.
+        """
+        for parent in parents_of(names):
+            self._target.make_dir(join(self._directory, parent))
+        with Pool(_WORKERS, 't5ckpt-fetch') as pool:
+            futures = [pool.submit(self._copy, name, check) for name in names]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _copy(self, name: str, check: Callable[[], None]) -> None:
+        check()
+        size = self._checksums[name][0] if name in self._checksums else 0
+        self._budget.acquire(size)
+        try:
+            data = self._files.read(name)
+            entry = entry_of(data)
+            self._checksums.check(name, entry, self._source.storage.url(join(self._source.directory, name)))
+            self._target.write(join(self._directory, name), data)
+        finally:
+            self._budget.release(size)
+        self.entries[name] = entry

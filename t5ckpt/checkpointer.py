@@ -502,7 +502,7 @@ class Checkpointer:
         """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
 
         Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete``, ``prefetch`` and
-        ``wait_until_persisted``; ``restore`` still works.
+        ``wait_until_persisted``. ``restore`` still works, except with ``local_dir`` in a job of several processes.
         """
         self._is_closed = True
         self.wait_until_finished()

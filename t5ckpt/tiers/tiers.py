@@ -206,6 +206,8 @@ class Tiers(StepTiers):
             return run_restore(request)
         self._end_prefetch()
         if not self._is_single:
+            # It would write to the local directory.
+            self._check_not_closed('restore')
             local = self._join(self._coordinator)
             shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop, local)
             return shared.restore(request)

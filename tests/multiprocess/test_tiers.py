@@ -878,3 +878,12 @@ def test_a_local_directory_that_is_lost_in_use_fails_the_save_in_all_processes(f
         'LocalDirError' if each == process else 'RemoteError' for each in range(COUNT)
     ]
     assert all('is a file, and local_dir must be a directory' in text for _, text in errors)
+
+
+def test_a_closed_checkpointer_restores_nothing(four, place):
+    """It would write to local directories that it has unlocked."""
+    saved(four, place, [1], persist=[])
+    place.begin(four, persist=[])
+    four.run('tiers_restore')
+    for kind, text in four.errors('tiers_restore_after_close'):
+        assert (kind, 'is closed' in text, 'Call restore inside the with block' in text) == ('ClosedError', True, True)

@@ -295,6 +295,12 @@ def tiers_leave(process):
     return True
 
 
+def tiers_restore_after_close():
+    """Restores with a checkpointer that is closed, whose local directory another one may have."""
+    _held['ck'].close()
+    _held.pop('ck').restore()
+
+
 def tiers_close():
     """Closes the checkpointer."""
     _held.pop('ck').close()

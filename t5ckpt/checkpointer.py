@@ -416,11 +416,11 @@ class Checkpointer:
         Raises:
           SaveFailedError: an earlier save failed; raised when the next one is due.
         """
-        at, state = in_order(step, train_state, 'maybe_save')
+        saved_step, state = in_order(step, train_state, 'maybe_save')
         save = functools.partial(
-            self.save_async, state, state_transformation_fns, step=at, custom_metadata=custom_metadata
+            self.save_async, state, state_transformation_fns, step=saved_step, custom_metadata=custom_metadata
         )
-        return self._schedule.save_if_due(int(at), metrics, lambda numbers: save(metrics=numbers))
+        return self._schedule.save_if_due(int(saved_step), metrics, lambda numbers: save(metrics=numbers))
 
     @property
     def should_stop(self) -> bool:
@@ -577,7 +577,7 @@ class Checkpointer:
     def _restored(self, call: RestoreCall) -> Any:
         return self._tiers.restore(self._restore_request(call, self._round('a restore')))
 
-    def _restore_request(self, call: RestoreCall, at: CoordinationRound) -> RestoreRequest:
+    def _restore_request(self, call: RestoreCall, restore_round: CoordinationRound) -> RestoreRequest:
         return RestoreRequest(
             call=call,
             template=self._train_state,
@@ -585,7 +585,7 @@ class Checkpointer:
             dataset=self._dataset,
             storage=self._storage,
             storage_options=self._storage_options,
-            round=at,
+            round=restore_round,
             cast=self._restore_cast(),
             progress=self._save_context.progress,
             reading=self._reading,
@@ -647,8 +647,8 @@ class Checkpointer:
 
         restore_round = self._round('a restore')
         with restore_round.together(Phase.RESTORE):
-            found = tf_leaves(open_tf(path_or_dir), translator)
-            return restore_tf(found, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
+            source = tf_leaves(open_tf(path_or_dir), translator)
+            return restore_tf(source, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
 
     def convert_from_tf_checkpoint(
         self,
@@ -681,8 +681,8 @@ class Checkpointer:
 
         def convert(_: Sequence[Any]) -> None:
             nonlocal committed
-            found = tf_leaves(open_tf(path_or_dir), translator)
-            committed = convert_tf_to_model(found, request, self._axes, state_transformation_fns)
+            source = tf_leaves(open_tf(path_or_dir), translator)
+            committed = convert_tf_to_model(source, request, self._axes, state_transformation_fns)
 
         self._round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)
         return committed
@@ -757,29 +757,29 @@ class Checkpointer:
           StepKeptError: it is pinned or has a read lease.
           StorageError: it could not be made invisible, and is unchanged.
         """
-        at = integer('step', step)
-        self._refuse_if_read_only(f'delete step {at}')
+        step_to_delete = integer('step', step)
+        self._refuse_if_read_only(f'delete step {step_to_delete}')
         self.wait_until_finished()
 
         def decide(votes: Sequence[Any]) -> int | None:
             steps, refusals, parts = zip(*votes, strict=True)
-            if any(step != at for step in steps):
+            if any(step != step_to_delete for step in steps):
                 raise DisagreementError(f'the processes were asked to delete different steps: {steps}.')
             if any(refusals):
                 raise StepKeptError(next(filter(None, refusals)))
             try:
-                self._tiers.delete(at)
+                self._tiers.delete(step_to_delete)
             except CheckpointNotFoundError:
                 # A lost disk: the other processes delete theirs.
                 if not any(parts):
                     raise
             return self.latest_step()
 
-        deletion = self._round(f'the deletion of step {at}')
-        vote = (at, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(at)))
-        self._schedule.forget(at, deletion.reduce_on_leader(Phase.DELETE, vote, decide))
+        deletion = self._round(f'the deletion of step {step_to_delete}')
+        vote = (step_to_delete, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(step_to_delete)))
+        self._schedule.forget(step_to_delete, deletion.reduce_on_leader(Phase.DELETE, vote, decide))
         if not deletion.is_leader:
-            self._tiers.delete_part(at)
+            self._tiers.delete_part(step_to_delete)
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)

@@ -87,24 +87,24 @@ def load_t5x_checkpoint(
     reading = ReadOptions(mmap, verify, follow_links)
     contents = open_contents(path, step, storage_options, reading, lazy=lazy_parameters)
     contents.check_not_part()
-    leaves, facts = leaves_of(contents, state_transformation_fns if remap else (), {})
+    leaves, tree_facts = leaves_of(contents, state_transformation_fns if remap else (), {})
     reader = reader_of(contents, reading)
     check_cast(cast, leaves)
     if lazy_parameters:
-        table = {path: _lazy(reader, path, leaf, cast, facts) for path, leaf in leaves.items()}
+        table = {path: _lazy(reader, path, leaf, cast, tree_facts) for path, leaf in leaves.items()}
     else:
         with contents.identity.reading():
-            table = _read_all(reader, leaves, cast, facts)
+            table = _read_all(reader, leaves, cast, tree_facts)
     return unflatten(table)
 
 
-def _lazy(reader: ArrayReader, path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:
-    if not hasattr(leaf, 'dtype') or path in facts.python:
-        return _inline(path, leaf, cast, facts)
+def _lazy(reader: ArrayReader, path: Path, leaf: Any, cast: Cast | None, tree_facts: TreeFacts) -> Any:
+    if not hasattr(leaf, 'dtype') or path in tree_facts.python:
+        return _inline(path, leaf, cast, tree_facts)
     return lazy_leaf(reader, leaf, leaf_name(path), cast_dtype(path, np.dtype(leaf.dtype), cast))
 
 
-def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: TreeFacts) -> LeafTable:
+def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, tree_facts: TreeFacts) -> LeafTable:
     reads = [
         StoredRead(
             path,
@@ -123,13 +123,15 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, facts: 
         # In another thread, because an event loop may be running in the caller's.
         with Pool(1) as executor:
             values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
-    return {path: values[path] if path in values else _inline(path, leaf, cast, facts) for path, leaf in leaves.items()}
+    return {
+        path: values[path] if path in values else _inline(path, leaf, cast, tree_facts) for path, leaf in leaves.items()
+    }
 
 
-def _inline(path: Path, leaf: Any, cast: Cast | None, facts: TreeFacts) -> Any:
+def _inline(path: Path, leaf: Any, cast: Cast | None, tree_facts: TreeFacts) -> Any:
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return leaf
-    python = _PYTHON.get(facts.python.get(path, ''))
+    python = _PYTHON.get(tree_facts.python.get(path, ''))
     if python is not None and np.ndim(leaf) == 0:
         return python(np.asarray(leaf)[()])
     dtype = cast_dtype(path, leaf.dtype, cast)

@@ -47,9 +47,9 @@ class DirectoryCatalog(RunCatalog):
         # The largest number first, because the manifest of each inspected step is read.
         names = sorted(self._names().items(), key=_number, reverse=True)
         for _, same in itertools.groupby(names, _number):
-            found = self._inspected(dict(same)).newest
-            if found is not None:
-                return found
+            newest_step = self._inspected(dict(same)).newest
+            if newest_step is not None:
+                return newest_step
         return None
 
     def _names(self) -> dict[str, T5CkptError | None]:
@@ -62,7 +62,7 @@ class DirectoryCatalog(RunCatalog):
 
     def _inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
         """The complete steps among some names."""
-        found: list[ListedStep] = []
+        steps: list[ListedStep] = []
         unreadable: dict[str, T5CkptError] = {}
         for name, broken in names.items():
             if broken is not None:
@@ -73,8 +73,8 @@ class DirectoryCatalog(RunCatalog):
             except T5CkptError as error:
                 unreadable[name] = error
                 continue
-            found += [] if step is None else [step]
-        return Listing(tuple(one_a_step(found)), unreadable)
+            steps += [] if step is None else [step]
+        return Listing(tuple(one_a_step(steps)), unreadable)
 
     def _broken(self) -> dict[str, T5CkptError]:
         """The steps that are links to nothing."""
@@ -82,10 +82,12 @@ class DirectoryCatalog(RunCatalog):
         return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
 
     def with_other_name(self, step: int) -> ListedStep | None:
-        storage, known = self._storage, (step_dir(step), str(step))
-        names = [entry.name for entry in storage.entries() if entry.name not in known]
-        others = [name for name in names if parse_prefixed_step(name) == step]
-        return next((found for name in others if (found := inspect_name(storage, name)) is not None), None)
+        storage, usual_names = self._storage, (step_dir(step), str(step))
+        names = [entry.name for entry in storage.entries() if entry.name not in usual_names]
+        other_names = [name for name in names if parse_prefixed_step(name) == step]
+        return next(
+            (listed_step for name in other_names if (listed_step := inspect_name(storage, name)) is not None), None
+        )
 
     def is_beside_manifest(self) -> bool:
         return self.newest() is not None
@@ -128,8 +130,8 @@ class DirectoryCatalog(RunCatalog):
         return [*self._storage.entries(), *(Entry(name, is_dir=True) for name in self._broken())]
 
     def files(self, entry: Entry) -> dict[str, Entry] | None:
-        found = self._storage.entries(entry.name) if entry.is_dir else [entry]
-        return {item.name: item for item in found} or None
+        entries = self._storage.entries(entry.name) if entry.is_dir else [entry]
+        return {item.name: item for item in entries} or None
 
     def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
         if recorded is not None:

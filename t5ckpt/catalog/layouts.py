@@ -105,7 +105,7 @@ class Listing:
         """
         for error in self.unreadable.values():
             raise error
-        return [each.step for each in self.steps]
+        return [listed_step.step for listed_step in self.steps]
 
     @property
     def to_restore(self) -> list[int]:
@@ -115,7 +115,7 @@ class Listing:
           T5CkptError: a step could not be inspected, and none above it could.
         """
         last = max((parse_prefixed_step(name) or 0 for name in self.unreadable), default=-1)
-        return [each.step for each in self.steps if each.step > last] or self.numbers
+        return [listed_step.step for listed_step in self.steps if listed_step.step > last] or self.numbers
 
     @property
     def newest(self) -> ListedStep | None:
@@ -230,11 +230,11 @@ def _map_file(storage: Storage, key: str) -> bytes | None:
     return data if is_whole(data) else None
 
 
-def one_a_step(found: list[ListedStep]) -> list[ListedStep]:
+def one_a_step(steps: list[ListedStep]) -> list[ListedStep]:
     """Sorts steps by number; of a step in two layouts, keeps that in T5X's."""
     by_step: dict[int, ListedStep] = {}
-    for each in sorted(found, key=lambda each: (each.step, each.is_t5x)):
-        by_step[each.step] = each
+    for listed_step in sorted(steps, key=lambda listed_step: (listed_step.step, listed_step.is_t5x)):
+        by_step[listed_step.step] = listed_step
     return [*by_step.values()]
 
 
@@ -248,8 +248,8 @@ def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
 
     If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
     """
-    own, there = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
-    return own if own in there else there[0] if len(there) == 1 else SIDECAR
+    expected, sidecars = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
+    return expected if expected in sidecars else sidecars[0] if len(sidecars) == 1 else SIDECAR
 
 
 class CheckpointTypes(enum.Enum):
@@ -285,11 +285,11 @@ def detect_checkpoint_type(
     storage = open_storage(parent, storage_options)
     if not storage.is_file(name):
         storage, name = open_storage(checkpoint_path, storage_options), MANIFEST
-    found = _type_of(storage, name)
-    if expected is not None and found is not expected:
+    actual = _type_of(storage, name)
+    if expected is not None and actual is not expected:
         text = 'Expected the checkpoint at %s to be %s format, but the actual detected format was %s.'
-        _log.warning(text, storage.url(name), expected, found)
-    return found
+        _log.warning(text, storage.url(name), expected, actual)
+    return actual
 
 
 def _type_of(storage: Storage, name: str) -> CheckpointTypes:

@@ -46,9 +46,9 @@ def newest(storage: Storage) -> ListedStep | None:
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:
     """The complete step with a number. Names with a prefix or leading zeros take a listing, on file systems only."""
     for name in (step_dir(step), str(step)):
-        found = inspect_name(storage, name)
-        if found is not None:
-            return found
+        listed_step = inspect_name(storage, name)
+        if listed_step is not None:
+            return listed_step
     return catalog_of(storage).with_other_name(step)
 
 

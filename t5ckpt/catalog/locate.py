@@ -140,9 +140,9 @@ def open_run_storage(
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raises CheckpointNotFoundError if a run's directory is a step's directory or is inside one."""
-    found = step_around(storage, storage_options)
-    if found is not None:
-        here, (directory, step) = storage.url().rstrip('/'), found
+    enclosing_step = step_around(storage, storage_options)
+    if enclosing_step is not None:
+        here, (directory, step) = storage.url().rstrip('/'), enclosing_step
         what = 'is' if directory == here else f'is inside {directory}, which is'
         raise CheckpointNotFoundError(
             f'{here} {what} step {step} of a run, not a run. Pass the directory of the run: {directory.rpartition("/")[0]}'
@@ -223,9 +223,9 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
         # A damaged manifest is found, too, so that decoding it raises the error.
         return Located(storage, step_dir(step), MANIFEST, step)
-    found = newest(storage) if step is None else inspect_step(storage, step)
-    if found is not None:
-        return Located(storage, found.directory, found.manifest, found.step)
+    listed_step = newest(storage) if step is None else inspect_step(storage, step)
+    if listed_step is not None:
+        return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     if storage.root_kind() == 'file':
         raise not_a_run(storage)
     if step is None:
@@ -239,10 +239,10 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             f'{storage.url()} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
         )
     steps = listing(storage).steps
-    found = next((each for each in steps if each.step == step), None)
-    if found is not None:
+    listed_step = next((candidate for candidate in steps if candidate.step == step), None)
+    if listed_step is not None:
         # On an object store, steps with a prefix in their names are found only by a listing.
-        return Located(storage, found.directory, found.manifest, found.step)
+        return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
 
 
@@ -329,17 +329,19 @@ def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str)
     where = f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are'
     if not steps:
         return CheckpointNotFoundError(f'{where}: none.')
-    return CheckpointNotFoundError(f'{where}: {", ".join(str(each.step) for each in steps[-10:])}. {cure}')
+    return CheckpointNotFoundError(
+        f'{where}: {", ".join(str(listed_step.step) for listed_step in steps[-10:])}. {cure}'
+    )
 
 
 def runs_below(storage: Storage) -> list[str]:
     """The directories with steps in a directory that is not a run; lists at most ``_MAX_RUNS`` of them."""
-    found: list[str] = []
+    runs: list[str] = []
     for entry in storage.entries()[:_MAX_RUNS]:
         with contextlib.suppress(T5CkptError):
             if entry.is_dir and any(_is_step(below) for below in storage.entries(entry.name)):
-                found.append(entry.name)
-    return found
+                runs.append(entry.name)
+    return runs
 
 
 def _is_step(entry: Entry) -> bool:
@@ -350,15 +352,15 @@ def _contents_text(storage: Storage) -> str:
     names = [entry.name for entry in storage.entries()]
     if not names:
         return 'the directory is empty'
-    known = foreign_layout(storage)
-    looks = '' if known is None else f'; it looks like {known}'
+    layout = foreign_layout(storage)
+    looks = '' if layout is None else f'; it looks like {layout}'
     return f'it contains {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
 
 
 def unread_contents(storage: Storage) -> str | None:
     """Describes the steps in a run that t5ckpt does not read, to end a sentence; None if there are none."""
-    known = foreign_layout(storage)
-    if known is not None:
-        return f'it looks like {known}'
+    layout = foreign_layout(storage)
+    if layout is not None:
+        return f'it looks like {layout}'
     holding = catalog_of(storage).incomplete()
     return f'it contains {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None

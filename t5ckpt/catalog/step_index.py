@@ -64,15 +64,15 @@ def read_index(storage: Storage) -> Index:
         parsed = parse_index(key)
         if parsed is not None:
             marked[parsed[0]].add(parsed[1])
-    own = index_complete(storage.url())
-    elsewhere = tuple(key for key in keys if is_index_complete(key) and key != own)
+    own_key = index_complete(storage.url())
+    elsewhere = tuple(key for key in keys if is_index_complete(key) and key != own_key)
     read_leases = tuple(lease for key in keys if (lease := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None)
-    write_leases = tuple(found for key in keys if (found := parse_write_lease(key)) is not None)
+    write_leases = tuple(owned for key in keys if (owned := parse_write_lease(key)) is not None)
     others = frozenset(name for key in keys if (name := parse_other(key)) is not None)
     return Index(
         frozenset(marked['steps']),
         frozenset(marked['busy']),
-        own in keys,
+        own_key in keys,
         others,
         read_leases,
         elsewhere,
@@ -88,24 +88,24 @@ def indexed_steps(storage: Storage, index: Index, assumed: Collection[int] = ())
 def _steps(
     storage: Storage, index: Index, unmarked: Collection[str], assumed: Collection[int] = ()
 ) -> list[ListedStep]:
-    known = sorted((index.steps | index.busy).difference(assumed))
-    there = storage.are_files([join(step_dir(step), MANIFEST) for step in known])
+    marked = sorted((index.steps | index.busy).difference(assumed))
+    exist = storage.are_files([join(step_dir(step), MANIFEST) for step in marked])
     # t5ckpt writes a manifest in one PUT, so an existing one is complete.
-    found = [*assumed, *(step for step, is_there in zip(known, there, strict=True) if is_there)]
-    steps = [ListedStep(step, step_dir(step)) for step in found]
+    existing = [*assumed, *(step for step, is_there in zip(marked, exist, strict=True) if is_there)]
+    steps = [ListedStep(step, step_dir(step)) for step in existing]
     looked_at = [inspect_name(storage, name) for name in sorted(index.others.union(unmarked))]
-    return one_a_step([*steps, *(found for found in looked_at if found is not None)])
+    return one_a_step([*steps, *(step for step in looked_at if step is not None)])
 
 
 def _unmarked(storage: Storage, index: Index) -> list[str]:
     """The names of steps without a marker, if the index may be incomplete or the store can list names between the known ones."""
     if index.is_complete and not storage.seeks:
         return []
-    known = {*map(step_dir, index.steps | index.busy), *index.others}
+    marked_names = {*map(step_dir, index.steps | index.busy), *index.others}
     beginnings = (STEP_PREFIX,) if index.is_complete else _STEP_PREFIXES
-    names = storage.names('', beginnings, known)
+    names = storage.names('', beginnings, marked_names)
     # The listing leaves out known directories, but not files of these names.
-    unmarked = [name for name in names if name not in known and parse_prefixed_step(name) is not None]
+    unmarked = [name for name in names if name not in marked_names and parse_prefixed_step(name) is not None]
     if unmarked and not index.is_complete:
         _log.info(
             't5ckpt: %s has no markers of its steps, so all its keys were listed. The next save writes the markers.',
@@ -129,9 +129,9 @@ def unmark_step(storage: Storage, step: int, version: Any = None) -> None:
     expected = None if version is None else storage.version_of(_marker(version))
     if expected is not None and storage.delete_unchanged(key, expected):
         return
-    found = storage.version(key)
-    if found is not None:
-        storage.delete_unchanged(key, found)
+    stored_version = storage.version(key)
+    if stored_version is not None:
+        storage.delete_unchanged(key, stored_version)
 
 
 def _marker(version: Any) -> bytes:
@@ -143,12 +143,12 @@ def mark_missing_steps(storage: Storage, *, again: bool = False) -> Index:
     index = read_index(storage)
     if index.is_complete and not again:
         return index
-    found = indexed_steps(storage, dataclasses.replace(index, is_complete=False))
-    steps = {each.step for each in found if each.is_t5x}
-    others = {each.name for each in found if not each.is_t5x}
+    listed_steps = indexed_steps(storage, dataclasses.replace(index, is_complete=False))
+    steps = {listed_step.step for listed_step in listed_steps if listed_step.is_t5x}
+    other_names = {listed_step.name for listed_step in listed_steps if not listed_step.is_t5x}
     for step in sorted(steps - index.steps):
         mark_step(storage, step)
-    for name in sorted(others - index.others):
+    for name in sorted(other_names - index.others):
         storage.write(other_marker(name), b'')
     storage.write(index_complete(storage.url()), b'')
     for key in index.elsewhere:
@@ -158,7 +158,7 @@ def mark_missing_steps(storage: Storage, *, again: bool = False) -> Index:
         index,
         steps=index.steps | steps,
         is_complete=True,
-        others=index.others | others,
+        others=index.others | other_names,
         elsewhere=(),
     )
 
@@ -188,7 +188,7 @@ class IndexCatalog(RunCatalog):
         index = read_index(self._storage)
         unmarked = _unmarked(self._storage, index)
         if index.others or unmarked:
-            return max(_steps(self._storage, index, unmarked), key=lambda each: each.step, default=None)
+            return max(_steps(self._storage, index, unmarked), key=lambda listed_step: listed_step.step, default=None)
         for step in sorted(index.steps | index.busy, reverse=True):
             if self._storage.is_file(join(step_dir(step), MANIFEST)):
                 return ListedStep(step, step_dir(step))
@@ -206,7 +206,7 @@ class IndexCatalog(RunCatalog):
         return parse_step_dir(name)
 
     def directories(self) -> list[str]:
-        return [each.directory for each in self.listing().steps if each.directory]
+        return [listed_step.directory for listed_step in self.listing().steps if listed_step.directory]
 
     def sidecars(self, directory: str) -> list[str]:
         return sidecars_in(self._storage, directory)
@@ -227,8 +227,8 @@ class IndexCatalog(RunCatalog):
 
     def reindex(self) -> list[int]:
         before, after = read_index(self._storage), mark_missing_steps(self._storage, again=True)
-        others = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
-        return sorted({*(after.steps - before.steps), *others})
+        other_steps = [step for name in after.others - before.others if (step := parse_prefixed_step(name)) is not None]
+        return sorted({*(after.steps - before.steps), *other_steps})
 
     def entries(self, complete: Iterable[str]) -> list[Entry]:
         # From the index: a listing of the names would list every chunk.

@@ -77,9 +77,9 @@ def summaries(storage: Storage) -> list[StepSummary]:
     """
     catalog = catalog_of(storage)
     listed = catalog.listing()
-    complete = {each.name: each for each in listed.steps}
+    complete = {listed_step.name: listed_step for listed_step in listed.steps}
     latest = listed.steps[-1].step if listed.steps else None
-    found: list[StepSummary] = []
+    rows: list[StepSummary] = []
     for entry in catalog.entries(complete):
         named = _state_of(entry, complete, catalog.incomplete_state)
         if named is None:
@@ -90,8 +90,8 @@ def summaries(storage: Storage) -> list[StepSummary]:
             summary = _summary(storage, catalog, entry, named, latest)
         except T5CkptError as error:
             summary = _unreadable(storage, entry, named, error)
-        found += [] if summary is None else [summary]
-    return sorted(found, key=lambda summary: (summary.step, not summary.complete))
+        rows += [] if summary is None else [summary]
+    return sorted(rows, key=lambda summary: (summary.step, not summary.complete))
 
 
 def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptError) -> StepSummary:
@@ -115,9 +115,9 @@ class _Named:
 
 
 def _state_of(entry: Entry, complete: Mapping[str, ListedStep], incomplete: str) -> _Named | None:
-    found = complete.get(entry.name)
-    if found is not None:
-        return _Named(found.step, 'complete', found.layout)
+    listed_step = complete.get(entry.name)
+    if listed_step is not None:
+        return _Named(listed_step.step, 'complete', listed_step.layout)
     if not entry.is_dir:
         return None
     for state, parse in ((incomplete, parse_step_dir), ('damaged', parse_damaged), ('moved aside', parse_foreign)):
@@ -197,10 +197,10 @@ def _is_part(sidecar: Sidecar, files: Mapping[str, Entry]) -> bool:
         return False
 
 
-def _recorded_bytes(sidecar: Sidecar, own: int) -> int | None:
+def _recorded_bytes(sidecar: Sidecar, sidecar_bytes: int) -> int | None:
     """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the sidecar itself."""
     try:
         beside = FileChecksums.recorded_by(sidecar, SIDECAR).values()
     except FormatError:
         return None
-    return None if sidecar.bytes is None else sidecar.bytes + own + sum(size for size, _ in beside)
+    return None if sidecar.bytes is None else sidecar.bytes + sidecar_bytes + sum(size for size, _ in beside)

@@ -53,12 +53,12 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     for lease in live:
         warn_of_lease(storage, lease, now)
     _remove_leases(
-        storage, [join(leased_directory(storage), each.name) for each in leases.of_readers if each not in live]
+        storage, [join(leased_directory(storage), lease.name) for lease in leases.of_readers if lease not in live]
     )
     if index is not None:
         return collect_in_bucket(storage, index, clock, stale_after)
     # On object stores, the write lease of a step is removed after its leftovers. File systems have no such leftovers.
-    ended = [each.key for each in leases.of_writers if not has_live_lease(storage, [each], clock, stale_after)]
+    ended = [lease.key for lease in leases.of_writers if not has_live_lease(storage, [lease], clock, stale_after)]
     _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, now, stale_after)])
     removed: list[str] = []
     for entry in storage.entries():
@@ -139,7 +139,7 @@ def _remove_without_lease(storage: Storage, name: str, names: Iterable[str]) -> 
 
     A live writer of another host, whose lock is not visible, begins again if it finds the directory gone before its lease.
     """
-    storage.delete_files([join(name, each) for each in names])
+    storage.delete_files([join(name, entry) for entry in names])
     return storage.delete_empty(name)
 
 

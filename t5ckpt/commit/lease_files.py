@@ -29,8 +29,8 @@ def write_leases_of(storage: Storage, step: int) -> list[WriteLeaseName]:
     beginning = catalog_of(storage).write_lease_key(step, '').removesuffix('.')
     directory, _, prefix = beginning.rpartition('/')
     names = storage.names(directory, prefix)
-    found = [parse_write_lease(f'{directory}/{name}' if directory else name) for name in names]
-    return [lease for lease in found if lease is not None and lease.step == step]
+    leases = [parse_write_lease(f'{directory}/{name}' if directory else name) for name in names]
+    return [lease for lease in leases if lease is not None and lease.step == step]
 
 
 def live_steps(storage: Storage, leases: Iterable[ReadLease], clock: Clock) -> set[int]:

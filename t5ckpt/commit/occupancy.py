@@ -84,7 +84,7 @@ def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
 
 def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
     """Whether all files but the manifest are gone. The step was deleted before the write of its manifest arrived."""
-    generations = {found.decode() for found in _GENERATION.findall(manifest)}
+    generations = {match.decode() for match in _GENERATION.findall(manifest)}
     if not generations or storage.is_file(join(directory, sidecar_of(digest(manifest)))):
         return False
     return not any(storage.names(join(directory, name), '') for name in generations)

@@ -79,20 +79,24 @@ def infos_of_others(
     return infos
 
 
-def _saved_facts(storage: Storage, found: ListedStep) -> Sidecar:
-    if found.layout == ORBAX:
-        return read_orbax_facts(storage, found.name)
-    return known_sidecar(storage, found.name) if found.layout == PADDED else NO_SIDECAR
+def _saved_facts(storage: Storage, listed_step: ListedStep) -> Sidecar:
+    if listed_step.layout == ORBAX:
+        return read_orbax_facts(storage, listed_step.name)
+    return known_sidecar(storage, listed_step.name) if listed_step.layout == PADDED else NO_SIDECAR
 
 
-def reason_to_stay(storage: Storage, found: ListedStep) -> str | None:
+def reason_to_stay(storage: Storage, listed_step: ListedStep) -> str | None:
     """The reason not to delete a step in another layout; None if the writer of the layout wrote all its files."""
     try:
-        unknown = unknown_to_its_writer(storage, found.name, found.layout)
-        _saved_facts(storage, found)
+        unknown = unknown_to_its_writer(storage, listed_step.name, listed_step.layout)
+        _saved_facts(storage, listed_step)
     except FormatError as error:
         return str(error)
-    return f'{found.layout} does not write {few(unknown)}: move that away to have the step deleted' if unknown else None
+    return (
+        f'{listed_step.layout} does not write {few(unknown)}: move that away to have the step deleted'
+        if unknown
+        else None
+    )
 
 
 def unknown_to_its_writer(storage: Storage, name: str, layout: str) -> list[str]:
@@ -147,10 +151,10 @@ def unknown_to_orbax(keys: Collection[str], items: Iterable[str]) -> list[str]:
 
 def _items(storage: Storage, name: str) -> list[str]:
     try:
-        found: Any = json.loads(storage.read(join(name, STEP_METADATA)))
+        metadata: Any = json.loads(storage.read(join(name, STEP_METADATA)))
     except (ValueError, CheckpointNotFoundError):
         return []
-    handlers = found.get('item_handlers') if isinstance(found, Mapping) else None
+    handlers = metadata.get('item_handlers') if isinstance(metadata, Mapping) else None
     return [str(item) for item in handlers] if isinstance(handlers, Mapping) else []
 
 
@@ -163,7 +167,7 @@ def _begins_as_flax(head: bytes) -> bool:
         return False
 
 
-def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | None:
+def hide_other(storage: Storage, listed_step: ListedStep, clock: Clock) -> Hidden | None:
     """Makes a step in another layout invisible, in one atomic operation, under the write lease of the step.
 
     Returns:
@@ -174,26 +178,28 @@ def hide_other(storage: Storage, found: ListedStep, clock: Clock) -> Hidden | No
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be made invisible, and is unchanged.
     """
-    lease = acquire_to_hide(storage, found.step, clock)
+    lease = acquire_to_hide(storage, listed_step.step, clock)
     try:
-        if found.step in lease.read_steps or reason_to_stay(storage, found) is not None:
+        if listed_step.step in lease.read_steps or reason_to_stay(storage, listed_step) is not None:
             return None
-        if found.layout == FLAX:
-            storage.delete_file(found.name)
-            return Hidden('', found.step)
-        if storage.is_file(join(found.name, PINNED)):
+        if listed_step.layout == FLAX:
+            storage.delete_file(listed_step.name)
+            return Hidden('', listed_step.step)
+        if storage.is_file(join(listed_step.name, PINNED)):
             return None
-        doomed = rename_aside(storage, found.name, found.step, 'pruned', clock())
+        doomed = rename_aside(storage, listed_step.name, listed_step.step, 'pruned', clock())
         added = (
-            [PINNED] if storage.is_file(join(doomed, PINNED)) else unknown_to_its_writer(storage, doomed, found.layout)
+            [PINNED]
+            if storage.is_file(join(doomed, PINNED))
+            else unknown_to_its_writer(storage, doomed, listed_step.layout)
         )
         if not added:
-            return Hidden(doomed, found.step)
+            return Hidden(doomed, listed_step.step)
         try:
-            storage.publish(doomed, found.name)
+            storage.publish(doomed, listed_step.name)
         except StorageError:
             # A writer has written the step.
-            move_aside(storage, doomed, found.step, clock(), added)
+            move_aside(storage, doomed, listed_step.step, clock(), added)
             raise
         return None
     finally:

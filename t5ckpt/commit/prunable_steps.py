@@ -72,10 +72,12 @@ class PrunableSteps(ABC):
 
     def prunable(self, steps: Sequence[ListedStep]) -> list[int]:
         """The steps in T5X's layout; logs that the others stay."""
-        for each in steps:
-            if not each.is_t5x and not self._prunes_others:
-                self._stay_log.log(Decision(each.step, True, f'in the layout of {each.layout}', overruled=True))
-        return [each.step for each in steps if each.is_t5x]
+        for listed_step in steps:
+            if not listed_step.is_t5x and not self._prunes_others:
+                self._stay_log.log(
+                    Decision(listed_step.step, True, f'in the layout of {listed_step.layout}', overruled=True)
+                )
+        return [listed_step.step for listed_step in steps if listed_step.is_t5x]
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
         """The facts of the steps, ascending, with the metrics of these names."""
@@ -91,8 +93,8 @@ class PrunableSteps(ABC):
 
     def gone(self, steps: Collection[int]) -> set[int]:
         """Those of some steps that do not exist."""
-        there = self._storage.are_files([join(step_dir(step), MANIFEST) for step in sorted(steps)])
-        return {step for step, is_there in zip(sorted(steps), there, strict=True) if not is_there}
+        exist = self._storage.are_files([join(step_dir(step), MANIFEST) for step in sorted(steps)])
+        return {step for step, is_there in zip(sorted(steps), exist, strict=True) if not is_there}
 
     @abstractmethod
     def check_sidecar(self, step: int) -> None:
@@ -103,10 +105,10 @@ class StepsOnDisk(PrunableSteps):
     """The steps in a listing of the run's directory."""
 
     def _with_leased(self) -> tuple[list[int], set[int]]:
-        found = listing(self._storage)
-        for name, error in found.unreadable.items():
+        run_listing = listing(self._storage)
+        for name, error in run_listing.unreadable.items():
             self._stay_log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
-        return self.prunable(found.steps), leased_steps(self._storage, self._clock)
+        return self.prunable(run_listing.steps), leased_steps(self._storage, self._clock)
 
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
         return self.infos(names, just_saved), set()
@@ -135,11 +137,11 @@ class IndexedSteps(PrunableSteps):
         """
         index, self.index = self.index or read_index(self._storage), None
         assumed = set(index.steps - index.busy)
-        own = set[int]() if just_saved is None else {just_saved}
-        index = dataclasses.replace(index, steps=index.steps | own)
-        steps = self.prunable(indexed_steps(self._storage, index, assumed | own))
+        own_step = set[int]() if just_saved is None else {just_saved}
+        index = dataclasses.replace(index, steps=index.steps | own_step)
+        steps = self.prunable(indexed_steps(self._storage, index, assumed | own_step))
         leased = live_steps(self._storage, index.read_leases, self._clock)
-        return self._facts.infos(steps, leased, names, just_saved), assumed - own
+        return self._facts.infos(steps, leased, names, just_saved), assumed - own_step
 
     def check_sidecar(self, step: int) -> None:
         if not self._facts.has_known_sidecar(step):

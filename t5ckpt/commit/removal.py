@@ -87,10 +87,10 @@ def _manifest_version(storage: Storage, key: str) -> int | None:
         return None
 
 
-def _newer(storage: Storage, directory: str, what: str, found: int, known: int) -> UnsupportedFormatError:
+def _newer(storage: Storage, directory: str, what: str, version: int, newest: int) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f'{storage.url(directory)} has {what} version {found}, this program knows versions up to {known}, so it does not remove '
-        'the step. Update t5ckpt.'
+        f'{storage.url(directory)} has {what} version {version}, this program knows versions up to {newest}, so it does not '
+        'remove the step. Update t5ckpt.'
     )
 
 

@@ -90,15 +90,15 @@ class Retention:
 
     def undecided(self) -> list[Decision]:
         """The steps about which the policy does not decide, with the reason why each stays."""
-        found = listing(self._storage)
+        run_listing = listing(self._storage)
         written = [
-            Decision(each.step, True, f'in the layout of {each.layout}')
-            for each in found.steps
-            if not each.is_t5x and not self.prunes_others
+            Decision(listed_step.step, True, f'in the layout of {listed_step.layout}')
+            for listed_step in run_listing.steps
+            if not listed_step.is_t5x and not self.prunes_others
         ]
         unreadable = [
             Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
-            for name, error in found.unreadable.items()
+            for name, error in run_listing.unreadable.items()
         ]
         return sorted([*written, *unreadable], key=lambda decision: decision.step)
 
@@ -108,9 +108,9 @@ class Retention:
 
     def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """:meth:`infos`, and the facts of the steps in other layouts, about which the policy may not decide."""
-        others = [each for each in listing(self._storage).steps if not each.is_t5x]
-        found = [*self.infos(names), *self._infos_of(others, names)]
-        return sorted(found, key=lambda info: info.step)
+        other_steps = [listed_step for listed_step in listing(self._storage).steps if not listed_step.is_t5x]
+        infos = [*self.infos(names), *self._infos_of(other_steps, names)]
+        return sorted(infos, key=lambda info: info.step)
 
     def note_index(self, index: Index | None) -> None:
         """Stores the index that garbage collection listed on an object store, for the retention after this save.
@@ -152,18 +152,18 @@ class Retention:
 
     def plan(self) -> list[Decision]:
         """Decides for each step whether it stays."""
-        others = self._prunable_others()
-        _, plan = self._decide(self.infos(), set(), others, None)
-        return [self._known_or_kept(each, others) for each in plan]
+        other_steps = self._prunable_others()
+        _, plan = self._decide(self.infos(), set(), other_steps, None)
+        return [self._known_or_kept(decision, other_steps) for decision in plan]
 
     def _decide(
-        self, infos: list[StepInfo], unchecked: set[int], others: Mapping[int, ListedStep], just_saved: int | None
+        self, infos: list[StepInfo], unchecked: set[int], other_steps: Mapping[int, ListedStep], just_saved: int | None
     ) -> tuple[list[StepInfo], list[Decision]]:
-        """Decides about the steps in T5X's layout and ``others``; also returns the facts of the former, without missing steps.
+        """Applies the policy; returns the facts of the existing steps in T5X's layout, and all decisions.
 
         The ``unchecked`` steps may not exist. If the policy would keep a step that does not exist, it decides again without it.
         """
-        given = self._infos_of([*others.values()])
+        given = self._infos_of([*other_steps.values()])
         while True:
             plan = retention_plan(self.policy, [*infos, *given], just_saved)
             kept = unchecked.intersection(decision.step for decision in plan if decision.keep)
@@ -175,19 +175,19 @@ class Retention:
 
     def _prunable_others(self) -> dict[int, ListedStep]:
         """The steps in other layouts about which the policy decides."""
-        found = listing(self._storage).steps if self.prunes_others else ()
-        return {each.step: each for each in found if not each.is_t5x}
+        listed_steps = listing(self._storage).steps if self.prunes_others else ()
+        return {listed_step.step: listed_step for listed_step in listed_steps if not listed_step.is_t5x}
 
-    def _infos_of(self, others: Sequence[ListedStep], names: Collection[str] | None = None) -> list[StepInfo]:
-        if not others:
+    def _infos_of(self, other_steps: Sequence[ListedStep], names: Collection[str] | None = None) -> list[StepInfo]:
+        if not other_steps:
             return []
         names = self.policy.metric_names if names is None else names
-        steps = [each.step for each in others]
+        steps = [listed_step.step for listed_step in other_steps]
         given = {} if self._source is None else {name: self._source.by_step(name, steps) for name in names}
-        return infos_of_others(self._storage, others, leased_steps(self._storage, self._clock), given)
+        return infos_of_others(self._storage, other_steps, leased_steps(self._storage, self._clock), given)
 
-    def _known_or_kept(self, decision: Decision, others: Mapping[int, ListedStep]) -> Decision:
-        other = others.get(decision.step)
+    def _known_or_kept(self, decision: Decision, other_steps: Mapping[int, ListedStep]) -> Decision:
+        other = other_steps.get(decision.step)
         if other is not None:
             reason = None if decision.keep else reason_to_stay(self._storage, other)
             return decision if reason is None else Decision(decision.step, True, reason, overruled=True)
@@ -224,15 +224,15 @@ class Retention:
           The decisions that were carried out.
         """
         plan: list[Decision] = []
-        others: dict[int, ListedStep] = {}
+        other_steps: dict[int, ListedStep] = {}
         if not isinstance(self.policy, KeepAll):
-            others = self._prunable_others()
+            other_steps = self._prunable_others()
             infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
-            infos, plan = self._decide(infos, unchecked, others, just_saved)
+            infos, plan = self._decide(infos, unchecked, other_steps, just_saved)
             self._coverage.record(infos, self.policy.metric_names, just_saved)
         pruning = Pruning(self._storage, self._clock, self._steps, self._stay_log)
         try:
-            pruning.hide_steps(plan, others, confirmed)
+            pruning.hide_steps(plan, other_steps, confirmed)
             if self.keep_datasets is not None:
                 steps = self._steps.prunable(listing(self._storage).steps)
                 remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)

@@ -47,7 +47,7 @@ class StepFacts:
           just_saved: the step that was just saved, which has no pin.
         """
         self._facts = {step: self._facts[step] if step in self._facts else self._read_facts(step) for step in steps}
-        found = self._found_metrics(steps, names)
+        values_by_metric = self._found_metrics(steps, names)
         older = [step for step in steps if step != just_saved]
         pins = self._storage.are_files([join(step_dir(step), PINNED) for step in older])
         waiting = waiting_steps(self._storage)
@@ -58,7 +58,10 @@ class StepFacts:
                 step in pinned,
                 step in leased,
                 self._facts[step][0],
-                {**{name: values[step] for name, values in found.items() if step in values}, **self._facts[step][1]},
+                {
+                    **{name: values[step] for name, values in values_by_metric.items() if step in values},
+                    **self._facts[step][1],
+                },
                 step in waiting,
             )
             for step in steps
@@ -123,7 +126,9 @@ def known_sidecar(storage: Storage, directory: str) -> Sidecar:
 
 def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
     """The message for a metric that no step has, with the existing ones; None if a step has it or the run is empty."""
-    known = sorted({name for info in infos for name in info.metrics})
-    if not infos or metric in known:
+    metrics = sorted({name for info in infos for name in info.metrics})
+    if not infos or metric in metrics:
         return None
-    return f'no step has the metric {metric!r}; there are: {", ".join(known) or "none"}.{did_you_mean(metric, known)}'
+    return (
+        f'no step has the metric {metric!r}; there are: {", ".join(metrics) or "none"}.{did_you_mean(metric, metrics)}'
+    )

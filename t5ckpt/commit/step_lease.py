@@ -90,7 +90,7 @@ def acquire_lease(
       CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
     """
     if index is not None:
-        owners = _owners(storage, (each for each in index.write_leases if each.step == step))
+        owners = _owners(storage, (lease for lease in index.write_leases if lease.step == step))
         # Only object stores have an index. There ``clock`` is the clock of the leases.
         live = _first_live(owners, clock, stale_after)
         if live is not None and live[1].action == SAVE:
@@ -151,14 +151,14 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
         if all(other.key != lease.key for other in listed.of_writers):
             # This process was stopped for longer than a lease lasts.
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
-        others = [other for other in listed.of_writers if other.step == step and other.key != lease.key]
-        owners = _owners(storage, others)
+        other_leases = [other for other in listed.of_writers if other.step == step and other.key != lease.key]
+        owners = _owners(storage, other_leases)
         live = _first_live(owners, now, stale_after)
         if live is None:
             lease.predecessors = tuple(owners.values())
             if any(owner.may_leave_files for owner in owners.values()):
                 lease.update(may_leave_files=True)
-            for other in others:
+            for other in other_leases:
                 storage.delete_file(other.key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
             return
@@ -168,7 +168,7 @@ def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, s
 
 def _owners(storage: Storage, leases: Iterable[WriteLeaseName]) -> dict[str, Owner]:
     """Returns the owners by the keys of their leases."""
-    return {each.key: owner for each in leases if (owner := read_owner(storage, each.key)) is not None}
+    return {lease.key: owner for lease in leases if (owner := read_owner(storage, lease.key)) is not None}
 
 
 def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) -> bool:
@@ -183,7 +183,7 @@ def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) ->
 def _first_live(owners: Mapping[str, Owner], clock: Clock, stale_after: float) -> tuple[str, Owner] | None:
     """Returns the key of the lease and the live owner with the smallest nonce; None where there is none."""
     live = [(key, owner) for key, owner in owners.items() if not owner.is_dead(clock, stale_after)]
-    return min(live, key=lambda found: found[1].nonce, default=None)
+    return min(live, key=lambda item: item[1].nonce, default=None)
 
 
 def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
@@ -202,8 +202,8 @@ def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Cl
 
 def actions_of_others(storage: Storage, step: int, lease: WriteLease) -> set[str]:
     """Returns the actions of the other leases of a step, lingering records apart. The owners of expired ones may go on."""
-    others = [each for each in write_leases_of(storage, step) if each.key != lease.key]
-    return {owner.action for owner in _owners(storage, others).values() if owner.pid}
+    other_leases = [other for other in write_leases_of(storage, step) if other.key != lease.key]
+    return {owner.action for owner in _owners(storage, other_leases).values() if owner.pid}
 
 
 def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:

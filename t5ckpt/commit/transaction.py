@@ -145,18 +145,18 @@ class Transaction(ABC):
         else:
             self.rollback()
 
-    def sidecar(self, known: Sidecar, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Sidecar:
+    def sidecar(self, base: Sidecar, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Sidecar:
         """Returns the sidecar of what was written.
 
         Args:
-          known: the facts of the tree, the metrics, and whatever else does not depend on the files.
+          base: the fields that do not depend on the files, such as the facts of the tree and the metrics.
           counts: the bytes and the number of the arrays' files.
           files: the manifest and the files with the file checksums.
         """
         return dataclasses.replace(
-            known,
+            base,
             writer=writer_facts(),
-            created_unix=round(self._clock(), 3) if known.created_unix is None else known.created_unix,
+            created_unix=round(self._clock(), 3) if base.created_unix is None else base.created_unix,
             step=self.step,
             bytes=counts['bytes'],
             files=counts['files'],
@@ -166,7 +166,7 @@ class Transaction(ABC):
     def commit_with_checksums(
         self,
         manifest: bytes,
-        known: Sidecar,
+        base: Sidecar,
         counts: Mapping[str, int],
         files: Mapping[str, FileEntry],
         directories: Sequence[str],
@@ -175,7 +175,7 @@ class Transaction(ABC):
 
         Args:
           manifest: the file's bytes.
-          known: as for :meth:`sidecar`.
+          base: as for :meth:`sidecar`.
           counts: as for :meth:`sidecar`.
           files: the other files that were written, relative to the directory of the checkpoint.
           directories: as for :meth:`commit`, with the same errors.
@@ -184,9 +184,9 @@ class Transaction(ABC):
           The bytes of all these files, of the manifest and of the file checksums.
         """
         entry = write_checksums(self.storage, join(self.directory, self.generation), 0, files)
-        own = {MANIFEST: entry_of(manifest), join(self.generation, file_checksums_name(0)): entry}
-        self.commit(manifest, encode_sidecar(self.sidecar(known, counts, own)), directories)
-        return sum(size for size, _ in (*files.values(), *own.values()))
+        own_files = {MANIFEST: entry_of(manifest), join(self.generation, file_checksums_name(0)): entry}
+        self.commit(manifest, encode_sidecar(self.sidecar(base, counts, own_files)), directories)
+        return sum(size for size, _ in (*files.values(), *own_files.values()))
 
     def commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         """Makes the written directory the checkpoint of its step.

@@ -344,13 +344,13 @@ class StoredLeaf:
         return self.array.shape
 
 
-def checkpoint_leaves(table: LeafTable, version: int, facts: TreeFacts) -> LeafTable:
+def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> LeafTable:
     """Parses the specs of a (possibly transformed) manifest.
 
     Args:
       table: with specs, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
       version: the manifest's.
-      facts: the sidecar's.
+      tree_facts: the sidecar's.
 
     Returns:
       A table with values of type StoredLeaf, array, None, Empty and str.
@@ -359,30 +359,30 @@ def checkpoint_leaves(table: LeafTable, version: int, facts: TreeFacts) -> LeafT
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
     return {
-        path: stored_leaf(value, version, facts, path)
+        path: stored_leaf(value, version, tree_facts, path)
         if not isinstance(value, np.ndarray) and is_spec(value)
         else value
         for path, value in table.items()
     }
 
 
-def with_facts(table: LeafTable, facts: TreeFacts) -> LeafTable:
+def with_facts(table: LeafTable, tree_facts: TreeFacts) -> LeafTable:
     """Adds the strings and the empty containers in the sidecar to a table."""
-    full: LeafTable = {**facts.text, **table} if facts.text else table
-    if not facts.empty:
+    full: LeafTable = {**tree_facts.text, **table} if tree_facts.text else table
+    if not tree_facts.empty:
         return full
     occupied = {path[:length] for path in full for length in range(1, len(path) + 1)}
-    empties = {path: Empty(kind) for path, kind in facts.empty.items() if path not in occupied}
+    empties = {path: Empty(kind) for path, kind in tree_facts.empty.items() if path not in occupied}
     return full | empties
 
 
-def stored_leaf(spec: Mapping[str, Any], version: int, facts: TreeFacts, path: Path) -> StoredLeaf:
+def stored_leaf(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, path: Path) -> StoredLeaf:
     """Parses one spec and determines the dtype after reading."""
     name = leaf_name(path)
     array = parse_spec(spec, version, name)
     if array.bits_of is not None:
         return StoredLeaf(array, array.bits_of)
-    dtype_name = facts.stored.get(array.location)
+    dtype_name = tree_facts.stored.get(array.location)
     if dtype_name is None:
         return StoredLeaf(array, array.dtype)
     try:

@@ -102,8 +102,8 @@ class Box(tuple[tuple[int, int], ...]):
 
     def intersect(self, other: Box) -> Box:
         """The box of the elements in both boxes; empty if they do not overlap."""
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True)]
-        return Box([(start, max(start, stop)) for start, stop in both])
+        bounds = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True)]
+        return Box([(start, max(start, stop)) for start, stop in bounds])
 
     def contains(self, other: Box) -> bool:
         """Whether every element of another box is in this one."""
@@ -111,7 +111,7 @@ class Box(tuple[tuple[int, int], ...]):
 
     def relative_to(self, other: Box) -> Box:
         """The same box in coordinates relative to the start of another box."""
-        return Box([(start - at, stop - at) for (start, stop), (at, _) in zip(self, other, strict=True)])
+        return Box([(start - origin, stop - origin) for (start, stop), (origin, _) in zip(self, other, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class ChunkGrid:
         """The chunk index at a position in C order."""
         reversed_index: list[int] = []
         for size in reversed(self.grid_shape):
-            position, at = divmod(position, size)
-            reversed_index.append(at)
+            position, axis_index = divmod(position, size)
+            reversed_index.append(axis_index)
         return tuple(reversed(reversed_index))
 
     def key(self, chunk_index: Sequence[int]) -> str:
@@ -184,11 +184,11 @@ class ChunkGrid:
     def box(self, chunk_index: Sequence[int]) -> Box:
         """The array's elements in a chunk, without the part beyond the array's end."""
         sizes = zip(chunk_index, self.chunk_shape, self.shape, strict=True)
-        return Box([(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in sizes])
+        return Box([(i * chunk, min((i + 1) * chunk, size)) for i, chunk, size in sizes])
 
     def full_box(self, chunk_index: Sequence[int]) -> Box:
         """The complete chunk as it is stored, in the array's coordinates; it may extend beyond the array's end."""
-        return Box([(at * chunk, (at + 1) * chunk) for at, chunk in zip(chunk_index, self.chunk_shape, strict=True)])
+        return Box([(i * chunk, (i + 1) * chunk) for i, chunk in zip(chunk_index, self.chunk_shape, strict=True)])
 
     def index_of(self, box: Box) -> ChunkIndex:
         """The index of the chunk that holds the first element of a box."""
@@ -214,7 +214,7 @@ class ChunkGrid:
     def split(self, box: Box) -> list[Box]:
         """A list of the parts of a box in different chunks, in C order."""
         axes = [
-            [(max(start, at * chunk), min(stop, (at + 1) * chunk)) for at in indices]
+            [(max(start, axis_index * chunk), min(stop, (axis_index + 1) * chunk)) for axis_index in indices]
             for (start, stop), chunk, indices in zip(box, self.chunk_shape, self.ranges(box), strict=True)
         ]
         return list(map(Box, itertools.product(*axes)))

@@ -36,15 +36,15 @@ def entry_of(data: bytes | memoryview) -> FileEntry:
     return len(data), digest(data)
 
 
-def size_text(found: int, expected: int) -> str:
+def size_text(nbytes: int, expected: int) -> str:
     """The predicate of a sentence about a file of the wrong size, such as 'has 5 bytes, expected 8'."""
-    return f'has {found:,} bytes, expected {expected:,}'
+    return f'has {nbytes:,} bytes, expected {expected:,}'
 
 
-def damaged_text(where: str, found: FileEntry, expected: FileEntry) -> str:
+def damaged_text(where: str, entry: FileEntry, expected: FileEntry) -> str:
     """The sentence that a file differs from its recorded entry."""
     return (
-        f'{where} is damaged: it has {found[0]:,} bytes with xxh3-64 {found[1]}, expected {expected[0]:,} bytes with '
+        f'{where} is damaged: it has {entry[0]:,} bytes with xxh3-64 {entry[1]}, expected {expected[0]:,} bytes with '
         f'{expected[1]}.'
     )
 
@@ -191,21 +191,21 @@ class FileChecksums(Mapping[str, FileEntry]):
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def matches(self, name: str, found: FileEntry) -> bool:
+    def matches(self, name: str, entry: FileEntry) -> bool:
         """Whether a file equals its entry; True for a file without one."""
-        return self.get(name, found) == found
+        return self.get(name, entry) == entry
 
-    def check(self, name: str, found: FileEntry, where: str, cure: str = CURE_OF_DAMAGE) -> None:
-        """Compares a file with its entry, if it has one.
+    def check(self, name: str, entry: FileEntry, where: str, cure: str = CURE_OF_DAMAGE) -> None:
+        """Compares a file with its recorded entry, if it has one.
 
         Args:
           name: the file.
-          found: the length and checksum of its contents, see :func:`entry_of`.
+          entry: the length and checksum of its contents, see :func:`entry_of`.
           where: its path, or its leaf and its name, for the error.
           cure: the last sentence of the error.
 
         Raises:
           CorruptCheckpointError: they differ.
         """
-        if not self.matches(name, found):
-            raise CorruptCheckpointError(f'{damaged_text(where, found, self._entries[name])} {cure}')
+        if not self.matches(name, entry):
+            raise CorruptCheckpointError(f'{damaged_text(where, entry, self._entries[name])} {cure}')

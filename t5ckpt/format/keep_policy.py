@@ -43,8 +43,8 @@ def policy_of(fields: Any, depth: int = 4) -> KeepPolicy | None:
     parts = rest.get('policies')
     if fields.get('keep') == 'KeepAny':
         policies = [policy_of(part, depth - 1) for part in parts] if isinstance(parts, list) else []
-        known = tuple(policy for policy in policies if policy is not None)
-        return KeepAny(known) if known and len(known) == len(policies) else None
+        decoded = tuple(policy for policy in policies if policy is not None)
+        return KeepAny(decoded) if decoded and len(decoded) == len(policies) else None
     kind = _KINDS.get(str(fields.get('keep')))
     if kind is None or not all(_is_of_its_type(kind, name, value) for name, value in rest.items()):
         return None

@@ -134,20 +134,22 @@ def version_of(data: bytes) -> int | None:
     """The version of a manifest, from all or the first of its bytes; None if these do not contain it."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(data)
-    found: dict[Any, Any] = {}
+    fields: dict[Any, Any] = {}
     try:
         for _ in range(unpacker.read_map_header()):
             key = unpacker.unpack()
-            found[key] = None
-            if found.keys() >= {'version', 'optimizer'} and isinstance(found['version'], int):
-                return found['version']
+            fields[key] = None
+            if fields.keys() >= {'version', 'optimizer'} and isinstance(fields['version'], int):
+                return fields['version']
             if key == 'version':
-                found[key] = unpacker.unpack()
+                fields[key] = unpacker.unpack()
             else:
                 unpacker.skip()
     except (*_DAMAGED, CorruptCheckpointError):
         return None
-    return found['version'] if found.keys() >= {'version', 'optimizer'} and isinstance(found['version'], int) else None
+    return (
+        fields['version'] if fields.keys() >= {'version', 'optimizer'} and isinstance(fields['version'], int) else None
+    )
 
 
 def manifest_of(contents: Any, where: str) -> Manifest:

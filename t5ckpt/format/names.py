@@ -285,16 +285,16 @@ def is_sidecar(name: str) -> bool:
     return name == SIDECAR or is_swap_sidecar(name)
 
 
-def superseded(keys: Collection[str], known: Collection[str]) -> set[str]:
+def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str]:
     """The files in a step's directory that belong to another checkpoint, or to a save that was not committed.
 
     Args:
       keys: all files of the directory, relative to it.
-      known: the files of the current checkpoint, from its file checksums and its sidecar, and the sidecar.
+      current_files: those of the current checkpoint, from its file checksums and its sidecar, and the sidecar.
     """
     if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
         return set()
-    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *known, *foreign_keys(keys)}
+    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *current_files, *foreign_keys(keys)}
     return {key for key in keys if key not in fixed and not key.startswith(TRAIN_DS_PREFIX)}
 
 
@@ -305,12 +305,12 @@ def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
       lists: the files with the file checksums of all processes.
       names: the files in the directory.
     """
-    own = [index for index in range(len(lists)) if file_checksums_name(index) in names]
-    if len(own) == len(lists):
+    indices = [index for index in range(len(lists)) if file_checksums_name(index) in names]
+    if len(indices) == len(lists):
         return None
     return (
-        f'process {", ".join(map(str, own))} of {len(lists)}'
-        if own
+        f'process {", ".join(map(str, indices))} of {len(lists)}'
+        if indices
         else f'copies of the files of {len(lists)} processes'
     )
 

@@ -83,8 +83,8 @@ def is_orbax_key(key: str, *, in_item: bool) -> bool:
 def may_be_orbax(key: str) -> bool:
     """Whether Orbax may have written a file in a directory that is being deleted (``pruned``), where other files may be gone."""
     below = key.partition('/')[2]
-    known = orbax_array(key) or is_orbax_key(key, in_item=False)
-    return bool(known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))
+    is_known = orbax_array(key) or is_orbax_key(key, in_item=False)
+    return bool(is_known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))
 
 
 def orbax_object(data: bytes, where: str) -> dict[str, Any]:
@@ -94,12 +94,12 @@ def orbax_object(data: bytes, where: str) -> dict[str, Any]:
       CorruptCheckpointError: it does not decode.
     """
     try:
-        found: Any = json.loads(data)
+        decoded: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}).') from error
-    if not isinstance(found, dict):
-        raise CorruptCheckpointError(f'{where} does not decode: expected an object, got {type(found).__name__}.')
-    return found
+    if not isinstance(decoded, dict):
+        raise CorruptCheckpointError(f'{where} does not decode: expected an object, got {type(decoded).__name__}.')
+    return decoded
 
 
 def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Sidecar:
@@ -111,7 +111,7 @@ def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: 
       run: the custom metadata of the run, which the step's metadata overrides key by key.
     """
     nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
-    times = [each / 10**9 for each in nanoseconds if isinstance(each, int) and 0 < each < _LATEST_UNIX * 10**9]
+    times = [value / 10**9 for value in nanoseconds if isinstance(value, int) and 0 < value < _LATEST_UNIX * 10**9]
     return Sidecar(
         format=0,
         created_unix=round(times[0], 3) if times else None,
@@ -121,15 +121,15 @@ def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: 
 
 
 def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = fields.get(name)
-    return found if isinstance(found, dict) else {}
+    value = fields.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _numbers(tree: Mapping[str, Any], depth: int = _MAX_DEPTH) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and depth:
-            found |= {f'{name}/{below}': number for below, number in _numbers(value, depth - 1).items()}
+            numbers |= {f'{name}/{below}': number for below, number in _numbers(value, depth - 1).items()}
         elif (number := as_number(value)) is not None:
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers

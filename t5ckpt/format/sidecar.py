@@ -60,7 +60,7 @@ def _time(value: Any) -> float | None:
 
 def _metrics(value: Any) -> dict[str, float] | None:
     """The metrics that are numbers."""
-    numbers = {name: as_number(each) for name, each in (_object(value) or {}).items()}
+    numbers = {name: as_number(number) for name, number in (_object(value) or {}).items()}
     return {name: number for name, number in numbers.items() if number is not None} or None
 
 
@@ -175,27 +175,27 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         del contents['checksum']
         tree = contents.pop('tree', {})
         by_path = {
-            field: {_path(path): _text(value, known) for path, value in tree.get(field, [])}
-            for field, known in (('empty', _CONTAINERS), ('python', _NUMBERS), ('keys', None), ('text', None))
+            field: {_path(path): _text(value, allowed) for path, value in tree.get(field, [])}
+            for field, allowed in (('empty', _CONTAINERS), ('python', _NUMBERS), ('keys', None), ('text', None))
         }
         stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
-        facts = TreeFacts(**by_path, stored=stored)
+        tree_facts = TreeFacts(**by_path, stored=stored)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
         ) from error
     parsed = {name: parse(contents[name]) for name, parse in _PARSERS.items() if name in contents}
     fields = {name: value for name, value in parsed.items() if value is not None}
-    return Sidecar(facts, **fields, other={name: value for name, value in contents.items() if name not in fields})
+    return Sidecar(tree_facts, **fields, other={name: value for name, value in contents.items() if name not in fields})
 
 
 def newer_format(data: bytes) -> int | None:
     """The format of a sidecar if it is newer than this program's, else None."""
     try:
-        found = json.loads(data)['format']
+        version = json.loads(data)['format']
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if isinstance(found, int) and found > FORMAT else None
+    return version if isinstance(version, int) and version > FORMAT else None
 
 
 def _path(value: Any) -> Path:
@@ -204,7 +204,7 @@ def _path(value: Any) -> Path:
     return tuple(map(_text, value))
 
 
-def _text(value: Any, known: Collection[str] | None = None) -> str:
-    if not isinstance(value, str) or (known is not None and value not in known):
-        raise TypeError(f'expected {"a string" if known is None else sorted(known)}, got {value!r:.40}')
+def _text(value: Any, allowed: Collection[str] | None = None) -> str:
+    if not isinstance(value, str) or (allowed is not None and value not in allowed):
+        raise TypeError(f'expected {"a string" if allowed is None else sorted(allowed)}, got {value!r:.40}')
     return value

@@ -131,9 +131,9 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     ]:
         raise _unproven_error(unproven)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
-    manifest, facts = records.source[0], contents.sidecar.tree
+    manifest, tree_facts = records.source[0], contents.sidecar.tree
     if dropped:
-        manifest, facts = _without(located, records.manifest, facts, dropped)
+        manifest, tree_facts = _without(located, records.manifest, tree_facts, dropped)
     left_out = frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators})
     zarrays = {name: data for name, data in zarrays.items() if name.removesuffix(f'/{ZARRAY}') not in left_out}
     unverified = [name for name in unverified if name not in dropped | iterators]
@@ -144,7 +144,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     return RepairPlan(
         source=records.source,
         manifest=manifest,
-        sidecar=dataclasses.replace(contents.sidecar, tree=facts),
+        sidecar=dataclasses.replace(contents.sidecar, tree=tree_facts),
         zarrays=zarrays,
         rebuilt=tuple(sorted({*zarrays, *records.rebuilt, *added})),
         dropped=tuple(sorted({*dropped, *iterators})),
@@ -248,7 +248,7 @@ def unrecoverable_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
 
 
 def _without(
-    located: Located, manifest: Manifest, facts: TreeFacts, dropped: Collection[str]
+    located: Located, manifest: Manifest, tree_facts: TreeFacts, dropped: Collection[str]
 ) -> tuple[bytes, TreeFacts]:
     """The manifest and the facts without some leaves."""
     if manifest.version != VERSION:
@@ -266,5 +266,7 @@ def _without(
     def of_kept(by_path: Mapping[Path, str]) -> dict[Path, str]:
         return {path: value for path, value in by_path.items() if path not in gone}
 
-    facts = dataclasses.replace(facts, python=of_kept(facts.python), keys=of_kept(facts.keys), text=of_kept(facts.text))
-    return encode_manifest(unflatten(kept)), facts
+    tree_facts = dataclasses.replace(
+        tree_facts, python=of_kept(tree_facts.python), keys=of_kept(tree_facts.keys), text=of_kept(tree_facts.text)
+    )
+    return encode_manifest(unflatten(kept)), tree_facts

@@ -55,7 +55,7 @@ class VerifyReport:
       damages: all damages, by file.
       notes: observations that are not damages, such as unknown files.
       part: for the part of a step in the local directory of one of several processes: the process whose files it has, such as
-      ``'process 2 of 4'``; otherwise None. The files of the other processes were not checked.
+        ``'process 2 of 4'``; otherwise None. The files of the other processes were not checked.
       leaves: the number of stored arrays.
       files: the number of files that were checked.
       nbytes: the bytes of these files.

@@ -128,11 +128,11 @@ class InlineWrite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """The leaves to write; ``facts`` becomes the sidecar's ``tree``."""
+    """The leaves to write; ``tree_facts`` becomes the sidecar's ``tree``."""
 
     writes: tuple[ArrayWrite, ...]
     inline: tuple[InlineWrite, ...]
-    facts: TreeFacts
+    tree_facts: TreeFacts
 
 
 class _Array(NamedTuple):

@@ -149,9 +149,9 @@ def _parts(part: slice, chunk: int) -> Iterator[_AxisPart]:
     chosen = range(part.start, part.stop, step)
     taken = 0
     while taken < len(chosen):
-        at = chosen[taken] // chunk
-        first = chosen[taken] - at * chunk
+        chunk_index = chosen[taken] // chunk
+        first = chosen[taken] - chunk_index * chunk
         count = min(len(chosen) - taken, ceil_div(chunk - first, step))
         in_chunk = slice(first, first + (count - 1) * step + 1, step)
-        yield _AxisPart(at, in_chunk, slice(taken, taken + count))
+        yield _AxisPart(chunk_index, in_chunk, slice(taken, taken + count))
         taken += count

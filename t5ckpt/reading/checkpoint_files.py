@@ -154,10 +154,10 @@ class ContainedDirectory:
         parts = name.split('/') if name else []
         for length in range(1, len(parts)):
             self._check_link('/'.join(parts[:length]), where)
-        for each in self._tree(name):
-            mode = self._check_link(each, where)
+        for below in self._tree(name):
+            mode = self._check_link(below, where)
             if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise self._irregular(where, self._path(each))
+                raise self._irregular(where, self._path(below))
         # TensorStore allocates memory of the size of the file, and ends the process if this fails.
         metadata = os.path.join(self._path(name), '.zarray')
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -172,11 +172,11 @@ class ContainedDirectory:
         try:
             with os.scandir(self._path(name)) as scan:
                 # A fast path for regular files, which most entries are.
-                others = (item for item in scan if not item.is_file(follow_symlinks=False))
-                found = [(item.name, item.is_dir(follow_symlinks=False)) for item in others]
+                irregular = (item for item in scan if not item.is_file(follow_symlinks=False))
+                entries = [(item.name, item.is_dir(follow_symlinks=False)) for item in irregular]
         except (FileNotFoundError, NotADirectoryError):
             return
-        for entry, is_dir in found:
+        for entry, is_dir in entries:
             below = os.path.join(name, entry)
             if is_dir and depth < _MAX_DEPTH:
                 yield from self._tree(below, depth + 1)
@@ -209,8 +209,8 @@ class ContainedDirectory:
                 raise
             return os.open(self._resolved(f'{above}/{name}' if above else name, where), flags)
         finally:
-            for each in opened[1:]:
-                os.close(each)
+            for descriptor in opened[1:]:
+                os.close(descriptor)
 
     def _resolved(self, name: str, where: str) -> str:
         """The target of a link, if it is inside the checkpoint or links may be followed."""

@@ -38,7 +38,7 @@ class ChecksumVerifier:
         """The files with a checksum whose names begin with ``prefix``."""
         return self._checksums.below(prefix)
 
-    def compare(self, file: str, name: str, found: FileEntry) -> None:
+    def compare(self, file: str, name: str, entry: FileEntry) -> None:
         """Compares a file's length and checksum with the recorded ones.
 
         Raises:
@@ -46,7 +46,7 @@ class ChecksumVerifier:
         """
         if file not in self._checksums:
             raise CorruptCheckpointError(f'{name}: {file} has no checksum in this checkpoint. {_CURE}')
-        self._checksums.check(file, found, f'{name}: {file}', _CURE)
+        self._checksums.check(file, entry, f'{name}: {file}', _CURE)
         with self._guard:
             self._good.add(file)
 
@@ -61,10 +61,10 @@ class ChecksumVerifier:
             if file in self._good:
                 return
         try:
-            found = self._files.digest(file)
+            entry = self._files.digest(file)
         except CheckpointNotFoundError as error:
             raise CorruptCheckpointError(f'{name}: {file} is missing. {_CURE}') from error
-        self.compare(file, name, found)
+        self.compare(file, name, entry)
 
     def tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """One check per chunk file that the boxes overlap; none if the metadata is inconsistent."""
@@ -82,7 +82,7 @@ class ChecksumVerifier:
     def _check_metadata(self, file: str, name: str) -> None:
         """Verifies a ``.zarray``; a missing one is replaced by the manifest, which has the same metadata."""
         try:
-            found = self._files.digest(file)
+            entry = self._files.digest(file)
         except CheckpointNotFoundError:
             return
-        self.compare(file, name, found)
+        self.compare(file, name, entry)

@@ -215,10 +215,10 @@ def leaves_of(
       UnsupportedFormatError: a transform did not return a state dict.
       FormatError: a spec is not accepted.
     """
-    manifest, facts = contents.manifest, contents.sidecar.tree
-    before = with_facts(flatten_nested(manifest.state, is_spec), facts)
+    manifest, tree_facts = contents.manifest, contents.sidecar.tree
+    before = with_facts(flatten_nested(manifest.state, is_spec), tree_facts)
     if not transforms:
-        return checkpoint_leaves(before, manifest.version, facts), facts
+        return checkpoint_leaves(before, manifest.version, tree_facts), tree_facts
     state: Any = unflatten(before)
     for fn in transforms:
         state = fn(state, template)
@@ -229,9 +229,11 @@ def leaves_of(
     table = flatten_nested(state, is_spec)
     origin = {id(leaf): path for path, leaf in before.items()}
     came_from = {path: origin[id(leaf)] for path, leaf in table.items() if id(leaf) in origin}
-    moved = TreeFacts(python=_moved(facts.python, came_from), keys=_moved(facts.keys, came_from), stored=facts.stored)
+    moved = TreeFacts(
+        python=_moved(tree_facts.python, came_from), keys=_moved(tree_facts.keys, came_from), stored=tree_facts.stored
+    )
     return checkpoint_leaves(table, manifest.version, moved), moved
 
 
-def _moved(facts: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:
-    return {path: facts[old] for path, old in came_from.items() if old in facts}
+def _moved(by_path: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:
+    return {path: by_path[old] for path, old in came_from.items() if old in by_path}

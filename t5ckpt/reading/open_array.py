@@ -115,8 +115,8 @@ class TensorStoreArrays:
             check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
 
     def _sizes(self, location: str) -> list[int]:
-        found = self._storage.walk(join(self._directory, location))
-        return [_UNKNOWN if size is None else size for _, size in found]
+        files = self._storage.walk(join(self._directory, location))
+        return [_UNKNOWN if size is None else size for _, size in files]
 
     def _spec(self, array: StoredArray) -> dict[str, Any]:
         kvstore = self._storage.array_kvstore(join(self._directory, array.root))
@@ -316,7 +316,7 @@ def _blocks(shape: Sequence[int], region: Box, itemsize: int) -> Iterator[Box]:
     start, stop = region[axis]
     step, *steps = strides_of(shape, itemsize)[axis:]
     inner = region[axis + 1 :]
-    span = sum((b - a - 1) * each for (a, b), each in zip(inner, steps, strict=True)) + itemsize
+    span = sum((b - a - 1) * stride for (a, b), stride in zip(inner, steps, strict=True)) + itemsize
     rows = 1 if step - span > _GAP_BYTES else max(1, _BLOCK_BYTES // step)
     for row in range(start, stop, rows):
         part = Box([*region[:axis], (row, min(stop, row + rows)), *inner])

@@ -98,8 +98,8 @@ def _trees(storage: Storage, directory: str) -> list[str]:
 
 def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str, ...]:
     """The items of a step that are not among those that are read, nor its metrics."""
-    found = [entry.name for entry in storage.entries(directory) if entry.is_dir]
-    return tuple(sorted(name for name in found if name not in read and name != METRICS.partition('/')[0]))
+    directories = [entry.name for entry in storage.entries(directory) if entry.is_dir]
+    return tuple(sorted(name for name in directories if name not in read and name != METRICS.partition('/')[0]))
 
 
 def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
@@ -107,8 +107,8 @@ def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
     if trees:
         read = some_of(_items(storage, directory, names), 8)
-        others = some_of([name for name in names if name not in trees], 8)
-        more = f' Items that are not trees are never read: {others}.' if others else ''
+        other_items = some_of([name for name in names if name not in trees], 8)
+        more = f' Items that are not trees are never read: {other_items}.' if other_items else ''
         _log.warning(
             't5ckpt: %s',
             printable(
@@ -198,12 +198,12 @@ def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *
         futures = {path: store.read(f'{name}/{file}') for path, name in by_path.items()}
         contents = {path: future.result() for path, future in futures.items()}
     leaves: dict[Path, SpecDict] = {}
-    for path, found in contents.items():
+    for path, result in contents.items():
         name = by_path[path]
-        if found.state != 'value':
+        if result.state != 'value':
             raise CorruptCheckpointError(f'{where}: array {name} has no {file}; the checkpoint is incomplete.')
         location = f'{item}//{name}' if ocdbt else join(item, name)
-        leaves[path] = _leaf(bytes(found.value), location, layout, f'{where}: {name}')
+        leaves[path] = _leaf(bytes(result.value), location, layout, f'{where}: {name}')
     return leaves
 
 

@@ -52,14 +52,14 @@ def read_tensors(
 
     where = storage.url(join(directory, name))
     if not name.endswith(INDEX_SUFFIX):
-        found = {name: entries(name)}
+        tensors_by_file = {name: entries(name)}
     else:
         versions[name] = storage.version(join(directory, name))
         index = CheckpointFiles.at(storage, directory, follow_links=follow_links).read(name, MAX_HEADER)
         by_tensor = _weight_map(index, where)
-        found = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
-    _check_places([tensor[0] for _, tensors in found.values() for tensor in tensors], where)
-    return json.dumps(found).encode(), versions
+        tensors_by_file = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
+    _check_places([tensor[0] for _, tensors in tensors_by_file.values() for tensor in tensors], where)
+    return json.dumps(tensors_by_file).encode(), versions
 
 
 def _weight_map(text: bytes, where: str) -> dict[str, str]:

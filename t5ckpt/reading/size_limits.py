@@ -28,9 +28,9 @@ def check_chunk(chunk_bytes: int, file_bytes: Callable[[], int], where: str) -> 
     """
     if chunk_bytes <= _NEEDS_NO_PROOF:
         return
-    if chunk_bytes > (found := file_bytes()) * _MAX_RATIO:
+    if chunk_bytes > (size := file_bytes()) * _MAX_RATIO:
         raise CorruptCheckpointError(
-            f'{where}: the metadata describes a chunk of {chunk_bytes:,} bytes, which a file of {found:,} bytes cannot '
+            f'{where}: the metadata describes a chunk of {chunk_bytes:,} bytes, which a file of {size:,} bytes cannot '
             'hold. Do not use this checkpoint.'
         )
     check_memory(chunk_bytes, where)
@@ -58,8 +58,8 @@ def check_count(chunks: int, files: Callable[[], int], where: str) -> None:
     Raises:
       CorruptCheckpointError: it has fewer files.
     """
-    if chunks > _MANY and chunks > (found := files()):
+    if chunks > _MANY and chunks > (count := files()):
         raise CorruptCheckpointError(
-            f'{where}: the metadata describes {chunks:,} chunks, and there are {found:,} files. It is damaged or forged. '
+            f'{where}: the metadata describes {chunks:,} chunks, and there are {count:,} files. It is damaged or forged. '
             f'{CURE_OF_DAMAGE}'
         )

@@ -95,14 +95,14 @@ def _planned(request: RestoreRequest) -> _Planned:
 def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
     view = flatten_state(request.template)
     template = unflatten(view.table)
-    leaves, facts = leaves_of(contents, request.call.transforms, template)
+    leaves, tree_facts = leaves_of(contents, request.call.transforms, template)
     fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table
     # Without a record of the keys in the sidecar, any uint32 array may be keys.
     has_facts = contents.sidecar.format and contents.sidecar.facts != 'unknown'
     options = RestoreOptions(
         request.cast,
         fallback,
-        facts.keys if has_facts else None,
+        tree_facts.keys if has_facts else None,
         lenient_keys=bool(request.call.transforms),
         strict=request.call.strict,
         on_devices=not request.call.lazy,

@@ -70,9 +70,9 @@ def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict
 
 
 def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:
-    found = lazy_leaf(reader, leaf, read.name, read.dtype)
+    lazy = lazy_leaf(reader, leaf, read.name, read.dtype)
     shape = read.template.shape
-    return LazyThreadPoolArray(shape, read.dtype, lambda: resized(found.get(), shape)) if read.resizes else found
+    return LazyThreadPoolArray(shape, read.dtype, lambda: resized(lazy.get(), shape)) if read.resizes else lazy
 
 
 def read_arrays(

@@ -125,8 +125,8 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
 def _with_lists(value: Any) -> Any:
     """Replaces tuples by lists, as a round trip through JSON does."""
     if isinstance(value, Mapping):
-        return {key: _with_lists(each) for key, each in value.items()}
-    return [_with_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -29,19 +29,21 @@ def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
         yield policy
 
 
-def best_step_of(facts: RunFacts, known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> int | None:
-    """The best step of a run, see ``Checkpointer.best_step``; ``known`` are the (metric, mode) of its policies."""
-    name, best = _monitored(known, metric, mode, facts)
+def best_step_of(
+    facts: RunFacts, monitored: Sequence[tuple[str, str]], metric: str | None, mode: str | None
+) -> int | None:
+    """The best step of a run, see ``Checkpointer.best_step``; ``monitored`` are the (metric, mode) of its policies."""
+    name, best = _monitored(monitored, metric, mode, facts)
     return best_of(_infos_with(facts, name), name, best)
 
 
 def _monitored(
-    known: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
+    monitored: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
 ) -> tuple[str, str]:
     """The metric to rank by, and its mode; an argument that is None is taken from the policies.
 
     Args:
-      known: (metric, mode) of the policies.
+      monitored: (metric, mode) of the policies.
       metric: the caller's, or None.
       mode: the caller's, or None.
       facts: of the run. An unknown metric is reported before a missing mode.
@@ -56,17 +58,17 @@ def _monitored(
         )
     if mode is not None:
         check_word('mode', mode, MODES)
-    found = candidates(known, metric, mode)
-    if len(found) != 1:
+    pairs = candidates(monitored, metric, mode)
+    if len(pairs) != 1:
         if metric is not None:
             _infos_with(facts, metric)
         example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
         missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
-        held = ', '.join(f'{name} ({best})' for name, best in known) or 'none'
+        held = ', '.join(f'{name} ({best})' for name, best in monitored) or 'none'
         raise ValueError(
             f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
         )
-    return found[0]
+    return pairs[0]
 
 
 def _infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
@@ -82,9 +84,9 @@ def _infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
     return infos
 
 
-def candidates(known: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:
+def candidates(monitored: Sequence[tuple[str, str]], metric: str | None, mode: str | None) -> list[tuple[str, str]]:
     """The pairs (metric, mode) that agree with the caller's arguments and the policies; one if these determine both."""
-    pairs = [pair for pair in known if metric in (None, pair[0]) and mode in (None, pair[1])]
+    pairs = [pair for pair in monitored if metric in (None, pair[0]) and mode in (None, pair[1])]
     names = sorted({pair[0] for pair in pairs}) if metric is None else [metric]
     modes = sorted({pair[1] for pair in pairs}) if mode is None else [mode]
     return [(name, best) for name in names for best in modes]

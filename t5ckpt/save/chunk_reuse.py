@@ -189,7 +189,7 @@ def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.re
 
 def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     """The latest checkpoint on storage, for the first save of a process; None where it has no checksums."""
-    steps = [each.step for each in listing(storage).steps if each.is_t5x] if storage.is_file_system else []
+    steps = [listed.step for listed in listing(storage).steps if listed.is_t5x] if storage.is_file_system else []
     if not steps:
         return None
     directory = step_dir(steps[-1])

@@ -103,15 +103,15 @@ def linked_leaves(contents: Contents) -> LeafTable:
     Raises:
       CorruptCheckpointError: the checksums cannot be read.
     """
-    facts = contents.sidecar.tree
+    tree_facts = contents.sidecar.tree
     checkpoint = SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
         value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
-        if path in facts.keys:
-            value = _keys(value, facts.keys[path])
-        elif path in facts.python and not isinstance(value, LinkedArray):
-            value = _PYTHON[facts.python[path]](np.asarray(value)[()])
+        if path in tree_facts.keys:
+            value = _keys(value, tree_facts.keys[path])
+        elif path in tree_facts.python and not isinstance(value, LinkedArray):
+            value = _PYTHON[tree_facts.python[path]](np.asarray(value)[()])
         table[path] = value
     return table
 

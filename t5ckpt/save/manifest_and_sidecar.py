@@ -44,8 +44,8 @@ def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
     """
     if not request.round.is_leader:
         return
-    own = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
-    value = np.asarray(own)
+    own_step = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
+    value = np.asarray(own_step)
     if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
         text = (
             f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
@@ -99,7 +99,7 @@ def sidecar_of_save(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
     sidecar = Sidecar(
-        prepared.facts.below(work.generation),
+        prepared.tree_facts.below(work.generation),
         devices=prepared.devices if prepared.devices > 1 else None,
         custom_metadata=prepared.request.call.custom_metadata,
         metrics=prepared.request.call.metrics,

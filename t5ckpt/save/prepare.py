@@ -27,7 +27,7 @@ class PreparedSave:
 
     Attributes:
       request: of the save.
-      facts: what the sidecar records of the tree.
+      tree_facts: the facts of the tree, for the sidecar.
       staging: the leaves, in waves.
       previous: the checkpoint from which chunks are linked or copied.
       leaves: for the next save, see ``save/chunk_reuse.py``.
@@ -39,7 +39,7 @@ class PreparedSave:
     """
 
     request: SaveRequest
-    facts: TreeFacts
+    tree_facts: TreeFacts
     staging: Staging
     previous: PreviousCheckpoint | None
     leaves: Mapping[str, tuple[weakref.ref[Any], str]]
@@ -91,7 +91,7 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
     with paused():
         staging.start()
     return PreparedSave(
-        request, plan.facts, staging, previous, leaves_to_link, dataset, text, samples, devices, files_of_others
+        request, plan.tree_facts, staging, previous, leaves_to_link, dataset, text, samples, devices, files_of_others
     )
 
 

@@ -56,7 +56,7 @@ class StagingMode(enum.StrEnum):
         Raises:
           ValueError: there is no such mode.
         """
-        check_word('staging', mode, [known.value for known in cls])
+        check_word('staging', mode, [member.value for member in cls])
         return cls(mode)
 
 

@@ -85,8 +85,8 @@ class StreamRequest:
 
 
 @dataclasses.dataclass
-class _Taken:
-    """Leaves that need not be read: their files exist already, or are linked from another checkpoint."""
+class _ExistingLeaves:
+    """Leaves whose files exist already or are linked from another checkpoint, so that they are not read."""
 
     writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
     checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
@@ -146,22 +146,24 @@ def _transaction_options(request: StreamRequest, plan: SavePlan) -> TransactionO
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
     storage, directory = request.storage, join(work.directory, work.generation)
-    taken = _take(request, plan.writes, directory, is_new=bool(work.generation))
-    rest = tuple(write for write in plan.writes if write.path not in taken.writes)
+    existing = _existing_leaves(request, plan.writes, directory, is_new=bool(work.generation))
+    rest = tuple(write for write in plan.writes if write.path not in existing.writes)
     staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
     staging.start()
-    progress = _progress_after(request.progress, taken.array_bytes)
+    progress = _progress_after(request.progress, existing.array_bytes)
     report = write_arrays(storage, directory, staging, progress=progress)
     report = dataclasses.replace(
         report,
-        arrays=report.arrays | {path: write.array for path, write in taken.writes.items()},
-        checksums=report.checksums | taken.checksums,
+        arrays=report.arrays | {path: write.array for path, write in existing.writes.items()},
+        checksums=report.checksums | existing.checksums,
     ).below(work.generation)
     _write_files(request, work)
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
-    sidecar = dataclasses.replace(request.sidecar, tree=plan.facts.below(work.generation), source=request.source or {})
+    sidecar = dataclasses.replace(
+        request.sidecar, tree=plan.tree_facts.below(work.generation), source=request.source or {}
+    )
     locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
     return work.commit_with_checksums(manifest, sidecar, counts, checksums, locations)
 
@@ -177,9 +179,11 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, *, is_new: bool) -> _Taken:
-    """Takes the leaves whose files a killed write left here (none if it ``is_new``), and links those of other checkpoints."""
-    taken = _Taken()
+def _existing_leaves(
+    request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, *, is_new: bool
+) -> _ExistingLeaves:
+    """Finds the leaves whose files a killed write left here (none if it ``is_new``), and links those of other checkpoints."""
+    existing = _ExistingLeaves()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
         source = write.value.source if isinstance(write.value, LinkedArray) else None
@@ -190,10 +194,10 @@ def _take(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, 
             files = link_or_copy_chunks(source, planned, request.storage, directory)
         if files is None:
             continue
-        taken.add(_with_codec(request.storage, directory, planned), files)
+        existing.add(_with_codec(request.storage, directory, planned), files)
         if request.progress is not None:
-            request.progress(taken.array_bytes, total)
-    return taken
+            request.progress(existing.array_bytes, total)
+    return existing
 
 
 def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, FileEntry] | None:

@@ -45,8 +45,8 @@ class LeafAxes:
             return {}
         tree = axes_tree(self.partitioner, self.template)
         paths = [path for path, leaf in flatten_state(self.template).table.items() if hasattr(leaf, 'shape')]
-        found = {path: lookup(tree, path, _UNKNOWN) for path in paths}
-        return {path: axes for path, axes in found.items() if axes is not _UNKNOWN}
+        axes_by_path = {path: lookup(tree, path, _UNKNOWN) for path in paths}
+        return {path: axes for path, axes in axes_by_path.items() if axes is not _UNKNOWN}
 
     @functools.cached_property
     def t5x_inlines(self) -> dict[Path, bool]:
@@ -107,7 +107,7 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
     )
     for fn in transforms:
         made = fn(state, tree)
-        if not isinstance(made, tuple | list) or [isinstance(each, Mapping) for each in made] != [True, True]:
+        if not isinstance(made, tuple | list) or [isinstance(part, Mapping) for part in made] != [True, True]:
             raise UnsupportedLeafError(
                 f'{getattr(fn, "__name__", fn)!r:.80}: a state transformation must return the new state dict and the new '
                 f'parameter infos, got {made!r:.80}.'
@@ -124,5 +124,5 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
         )
     if axes.partitioner is None:
         return Transformed(leaves, infos, {})
-    known = {path: info for path, info in moved.items() if info is None or path in infos}
-    return Transformed(leaves, infos, {path: info is None or not info.is_stored for path, info in known.items()})
+    kept_infos = {path: info for path, info in moved.items() if info is None or path in infos}
+    return Transformed(leaves, infos, {path: info is None or not info.is_stored for path, info in kept_infos.items()})

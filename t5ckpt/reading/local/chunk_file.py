@@ -250,16 +250,16 @@ class ChunkFiles:
           OSError: it cannot be read.
         """
         try:
-            fd, found = self._open(file)
+            fd, file_size = self._open(file)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f'{self._name}: the chunk {self.path(file)} is missing. {CURE_OF_DAMAGE}'
             ) from error
-        if size is None or found == size:
+        if size is None or file_size == size:
             return fd
         os.close(fd)
         raise CorruptCheckpointError(
-            f'{self._name}: {self.path(file)} {size_text(found, size)}. It is truncated or damaged. {CURE_OF_DAMAGE}'
+            f'{self._name}: {self.path(file)} {size_text(file_size, size)}. It is truncated or damaged. {CURE_OF_DAMAGE}'
         )
 
     def _open(self, file: str) -> tuple[int, int]:

@@ -156,7 +156,9 @@ class ChunkReader(abc.ABC):
         if not regions:
             return _Block(index, [])
         box = self.blocks.box(index)
-        return _Block(index, [(region, both) for region in regions if not (both := region.box.intersect(box)).is_empty])
+        return _Block(
+            index, [(region, overlap) for region in regions if not (overlap := region.box.intersect(box)).is_empty]
+        )
 
     def _copy(self, data: memoryview, block: _Block) -> None:
         """Copies the elements of a block to the regions that overlap it."""
@@ -167,8 +169,8 @@ class ChunkReader(abc.ABC):
         if self._converts_from is not None:
             values = from_stored(values, self._converts_from)
         word = _WORDS.get(dtype.itemsize, dtype)
-        for region, both in block.overlaps:
-            source, into = values[(..., *both.relative_to(box).slices)], region.view_of(both)
+        for region, overlap in block.overlaps:
+            source, into = values[(..., *overlap.relative_to(box).slices)], region.view_of(overlap)
             if self._converts_from is not None:
                 np.copyto(into, source, casting='unsafe')
             else:
@@ -191,14 +193,14 @@ class _VerifyingReader(ChunkReader):
         state = xxhash.xxh3_64()
         for index in range(part.start, part.stop):
             start, stop = self.blocks.offset(index), self.blocks.offset(index + 1)
-            into, others = _first_straight(part.regions, start, stop)
+            into, other_regions = _first_straight(part.regions, start, stop)
             if into is None:
                 into = self._memory.scratch(stop - start)
             file.read(into, start)
             state.update(into)
-            self._copy(into, self._block(index, others))
-        found = (self._chunks.chunk_bytes, state.hexdigest())
-        self._checks.compare(f'{self._array.location}/{part.name}', self._name, found)
+            self._copy(into, self._block(index, other_regions))
+        entry = (self._chunks.chunk_bytes, state.hexdigest())
+        self._checks.compare(f'{self._array.location}/{part.name}', self._name, entry)
 
 
 class _DecodingReader(ChunkReader):
@@ -231,7 +233,7 @@ class _DecodingReader(ChunkReader):
             file.read(encoded, 0)
             if self._checks is not None:
                 self._checks.compare(f'{self._array.location}/{part.name}', self._name, entry_of(encoded))
-            into, others = _first_straight(part.regions, 0, chunk_bytes)
+            into, other_regions = _first_straight(part.regions, 0, chunk_bytes)
             if into is None:
                 into = decoded.first(chunk_bytes)
             try:
@@ -240,7 +242,7 @@ class _DecodingReader(ChunkReader):
                 raise CorruptCheckpointError(
                     f'{self._name}: {file.path} cannot be decoded: {error}. It is damaged. {CURE_OF_DAMAGE}'
                 ) from error
-            self._copy(into, self._block(0, others))
+            self._copy(into, self._block(0, other_regions))
 
 
 class _PartReader(ChunkReader):
@@ -248,16 +250,16 @@ class _PartReader(ChunkReader):
 
     def read(self, file: ChunkFile, part: ChunkPart) -> None:
         start, stop = self.blocks.offset(part.start), self.blocks.offset(part.stop)
-        others: list[Region] = []
+        other_regions: list[Region] = []
         for region in part.regions:
             first, last = max(start, region.start_byte), min(stop, region.stop_byte)
             into = region.straight_bytes(first, last)
             if into is None:
-                others.append(region)
+                other_regions.append(region)
             else:
                 file.read(into, first)
-        for index in range(part.start, part.stop) if others else ():
-            block = self._block(index, others)
+        for index in range(part.start, part.stop) if other_regions else ():
+            block = self._block(index, other_regions)
             if block.overlaps:
                 self._read_block(file, block)
 
@@ -284,9 +286,9 @@ class _ScatteringReader(_PartReader):
         itemsize = self._chunks.itemsize
         strides = strides_of(self._chunks.grid.chunk_shape, itemsize)
         offsets, addresses, lengths = [], [], []
-        for region, both in block.overlaps:
-            view = region.view_of(both)
-            first = sum(start * stride for (start, _), stride in zip(both, strides, strict=True))
+        for region, overlap in block.overlaps:
+            view = region.view_of(overlap)
+            first = sum(start * stride for (start, _), stride in zip(overlap, strides, strict=True))
             in_file, file_run = runs_in(view.shape, strides, itemsize, first)
             in_memory, memory_run = runs_in(view.shape, view.strides, itemsize, view.ctypes.data)
             shorter = min(file_run, memory_run)
@@ -294,7 +296,7 @@ class _ScatteringReader(_PartReader):
             addresses.append(_split(in_memory, memory_run, shorter))
             lengths.append(np.full(len(offsets[-1]), shorter))
         order = np.argsort(np.concatenate(offsets), kind='stable')
-        offset, address, length = (np.concatenate(each)[order] for each in (offsets, addresses, lengths))
+        offset, address, length = (np.concatenate(parts)[order] for parts in (offsets, addresses, lengths))
         breaks = np.flatnonzero(offset[1:] != offset[:-1] + length[:-1]) + 1
         for first, last in itertools.pairwise((0, *breaks.tolist(), len(offset))):
             file.read_runs(int(offset[first]), address[first:last], length[first:last])

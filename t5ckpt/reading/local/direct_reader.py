@@ -112,10 +112,12 @@ class DirectArray(FileArray):
         tasks: list[Task] = []
         batch: list[ChunkPart] = []
         size = 0
-        for chunk_index, found in regions.items():
-            for start, stop in reader.ranges(found):
+        for chunk_index, chunk_regions in regions.items():
+            for start, stop in reader.ranges(chunk_regions):
                 first, last = reader.blocks.offset(start), reader.blocks.offset(stop)
-                overlapping = [each for each in found if each.start_byte < last and first < each.stop_byte]
+                overlapping = [
+                    region for region in chunk_regions if region.start_byte < last and first < region.stop_byte
+                ]
                 if not overlapping:
                     continue
                 batch.append(ChunkPart(self._chunks.name(chunk_index), start, stop, overlapping))

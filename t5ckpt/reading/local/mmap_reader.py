@@ -130,8 +130,8 @@ class AddressRange:
         address, fixed = (None, 0) if self._address is None else (self._address + offset, _MAP_FIXED)
         self._map(address, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, fd)
 
-    def _map(self, at: int | None, size: int, protection: int, flags: int, fd: int) -> None:
-        address = self._libc.mmap(at, size, protection, flags | mmap.MAP_PRIVATE | _NORESERVE, fd, 0)
+    def _map(self, fixed_address: int | None, size: int, protection: int, flags: int, fd: int) -> None:
+        address = self._libc.mmap(fixed_address, size, protection, flags | mmap.MAP_PRIVATE | _NORESERVE, fd, 0)
         if address is None or address == _FAILED:
             code = ctypes.get_errno()
             raise OSError(code, f'mmap of {size:,} bytes: {os.strerror(code)}')

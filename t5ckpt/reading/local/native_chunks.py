@@ -91,20 +91,20 @@ def uncompressed_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
 def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
     """As :func:`uncompressed_chunks`; also chunks of blosc."""
     try:
-        found: Any = json.loads(text)
+        metadata: Any = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, Mapping):
+    if not isinstance(metadata, Mapping):
         return None
-    chunks = found.get('chunks')
-    separator = separator_of(found)
-    compressor = found.get('compressor')
+    chunks = metadata.get('chunks')
+    separator = separator_of(metadata)
+    compressor = metadata.get('compressor')
     plain = compressor is None or is_decoded_natively(compressor)
-    plain = plain and not found.get('filters') and found.get('order') == 'C'
+    plain = plain and not metadata.get('filters') and metadata.get('order') == 'C'
     agrees = (
-        found.get('zarr_format') == 2
-        and found.get('shape') == list(array.shape)
-        and found.get('dtype') == _TYPESTRS[array.dtype]
+        metadata.get('zarr_format') == 2
+        and metadata.get('shape') == list(array.shape)
+        and metadata.get('dtype') == _TYPESTRS[array.dtype]
     )
     if not plain or not agrees or separator not in ('.', '/') or not isinstance(chunks, list):
         return None

@@ -78,8 +78,8 @@ def _region(chunks: NativeChunks, chunk: Box, box: Box, buffer: np.ndarray, *, c
         # A fast path: most leaves of a model have one chunk, which one device reads completely.
         box_in_chunk, view = Box.whole(box.shape), buffer
     else:
-        both = box.intersect(chunk)
-        box_in_chunk, view = both.relative_to(chunk), buffer[(..., *both.relative_to(box).slices)]
+        overlap = box.intersect(chunk)
+        box_in_chunk, view = overlap.relative_to(chunk), buffer[(..., *overlap.relative_to(box).slices)]
     shape, itemsize = chunks.grid.chunk_shape, chunks.itemsize
     first, contiguous = range_of(box_in_chunk, shape)
     length = sum((size - 1) * stride for size, stride in zip(box_in_chunk.shape, strides_of(shape), strict=True))
@@ -91,14 +91,14 @@ def _region(chunks: NativeChunks, chunk: Box, box: Box, buffer: np.ndarray, *, c
 
 def takes_whole_chunks(regions: Mapping[ChunkIndex, Sequence[Region]], chunks: NativeChunks) -> bool:
     """Whether each chunk is read completely into one buffer, except for elements outside the array."""
-    for chunk_index, found in regions.items():
+    for chunk_index, chunk_regions in regions.items():
         inside = Box.whole(chunks.grid.box(chunk_index).shape)
-        if all(region.box != inside for region in found):
+        if all(region.box != inside for region in chunk_regions):
             return False
     return True
 
 
 def shortest_run(regions: Mapping[ChunkIndex, Sequence[Region]], itemsize: int) -> int:
     """Bytes of the shortest run of elements that is contiguous in its buffer, of the regions that are not straight."""
-    scattered = (region for found in regions.values() for region in found if region.straight is None)
+    scattered = (region for chunk_regions in regions.values() for region in chunk_regions if region.straight is None)
     return min((region.view.shape[-1] * itemsize for region in scattered), default=0)

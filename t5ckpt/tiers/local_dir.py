@@ -166,7 +166,7 @@ class LocalDir:
         text = None
         if record is None and listing(local).steps:
             text = (
-                f'{local.url()} has checkpoints, but no {_RECORD} that names their run; it may be the directory of a run itself. '
+                f'{local.url()} has checkpoints, but no {_RECORD} that names their run. It may be the directory of a run itself. '
                 'Pass another local_dir.'
             )
         if record is not None and record.run != self.run.url():

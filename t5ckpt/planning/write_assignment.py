@@ -98,6 +98,7 @@ class WriteAssignment:
         self._held: dict[Any, list[HeldShard]] = {}
         self._chunks: dict[Any, list[Box]] = {}
         self._chunk_shapes: dict[Any, tuple[int, ...]] = {}
+        self._assigned: dict[Any, tuple[tuple[int, ...], tuple[ChunkWrite, ...], frozenset[Box]]] = {}
 
     def chunks_of_this_process(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
         """The chunks of a shard that this process writes; to be called for each shard that it holds, in order."""
@@ -125,13 +126,26 @@ class WriteAssignment:
         To be called for each array, in order.
         """
         shape, value = leaf.shape, leaf.value
-        if is_jax_array(value):
+        sharding = value.sharding if is_jax_array(value) else None
+        key = sharding, shape, itemsize, limit
+        if key in self._assigned:
+            return self._assigned[key]
+        if sharding is not None:
             chunk_shape, shards = self.chunk_shape(value, itemsize, limit), self.shards_of(value)
         else:
             # Host arrays are written by process 0.
             chunk_shape = chunk_shape_for(shape, shape, itemsize, limit, 1)
             shards = [HeldShard(None, Box.whole(shape), (0,))]
-        grid = ChunkGrid(shape, chunk_shape)
+        assigned = chunk_shape, *self._assign(shards, ChunkGrid(shape, chunk_shape), itemsize)
+        if self.count == 1:
+            # Of several processes, each assignment depends on the loads of those before it.
+            self._assigned[key] = assigned
+        return assigned
+
+    def _assign(
+        self, shards: Sequence[HeldShard], grid: ChunkGrid, itemsize: int
+    ) -> tuple[tuple[ChunkWrite, ...], frozenset[Box]]:
+        """The chunks of an array that this process writes, and the boxes of those that are assigned to others."""
         chunks: list[ChunkWrite] = []
         of_others: set[Box] = set()
         for shard in shards:
@@ -142,7 +156,7 @@ class WriteAssignment:
             # For a shard at the array's origin both boxes are one object, which halves memory and time.
             is_shifted = any(shard.box.start)
             chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
-        return chunk_shape, tuple(chunks), frozenset(of_others)
+        return tuple(chunks), frozenset(of_others)
 
     def shards_of(self, array: Any) -> list[HeldShard]:
         """The distinct shards of a jax.Array that this process holds, by box."""

@@ -142,7 +142,13 @@ class Channel:
 
 
 class CoordinationRound:
-    """One action that all processes take together, such as a save."""
+    """One action that all processes take together, such as a save.
+
+    Attributes:
+      processes: of the job.
+      is_single_process: whether the job has one process.
+      is_leader: whether this is process 0.
+    """
 
     def __init__(
         self,
@@ -154,21 +160,13 @@ class CoordinationRound:
         opening: Opening | None = None,
     ):
         self.processes = processes
+        self.is_single_process = processes.count == 1
+        self.is_leader = processes.index == 0
         self._prefix = prefix
         self._action = action
         self._timeout = timeout_seconds
         self._old = old
         self._opening = opening
-
-    @property
-    def is_single_process(self) -> bool:
-        """Whether the job has one process."""
-        return self.processes.count == 1
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this is process 0."""
-        return self.processes.index == 0
 
     def reduce_on_leader(self, phase: Phase, vote: Any, decide: Decide) -> Any:
         """Gathers a vote of every process on the leader, and returns the leader's decision on all processes.

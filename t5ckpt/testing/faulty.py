@@ -50,7 +50,8 @@ class FaultyStorage(Storage):
         self._sticky = sticky
         self._error = NoSpaceError(errno.ENOSPC, 'injected: no space left on device') if error is None else error
 
-    def _count(self, name: str, key: str) -> None:
+    def before_operation(self, name: str, key: str) -> None:
+        """Called before each operation; raises the error of the one that fails. A subclass may override it to act at one."""
         index = len(self.operations)
         self.operations.append((name, key))
         if self._fail_at is not None and (index == self._fail_at or (self._sticky and index > self._fail_at)):
@@ -63,23 +64,23 @@ class FaultyStorage(Storage):
         return self._inner.local_path(key)
 
     def read(self, key: str) -> bytes:
-        self._count('read', key)
+        self.before_operation('read', key)
         return self._inner.read(key)
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        self._count('read_range', key)
+        self.before_operation('read_range', key)
         return self._inner.read_range(key, start, stop)
 
     def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        self._count('read_cached', key)
+        self.before_operation('read_cached', key)
         return self._inner.read_cached(key, is_good)
 
     def write(self, key: str, data: bytes) -> None:
-        self._count('write', key)
+        self.before_operation('write', key)
         self._inner.write(key, data)
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
-        self._count('replace', key)
+        self.before_operation('replace', key)
         return self._inner.replace(key, data, version)
 
     @property
@@ -87,44 +88,44 @@ class FaultyStorage(Storage):
         return self._inner.compares_versions
 
     def rewrite(self, key: str, data: bytes, version: Any) -> Any:
-        self._count('rewrite', key)
+        self.before_operation('rewrite', key)
         return self._inner.rewrite(key, data, version)
 
     def version_of(self, data: bytes) -> Any:
         return self._inner.version_of(data)
 
     def delete_unchanged(self, key: str, version: Any) -> bool:
-        self._count('delete_unchanged', key)
+        self.before_operation('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)
 
     def requests(self) -> Mapping[str, int]:
         return self._inner.requests()
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
-        self._count('copy_unchanged', target)
+        self.before_operation('copy_unchanged', target)
         return self._inner.copy_unchanged(source, target, version)
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         return self._inner.direct_bytes(in_background=in_background)
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
-        self._count('write_direct', key)
+        self.before_operation('write_direct', key)
         self._inner.write_direct(key, data)
 
     def kind(self, key: str) -> str | None:
-        self._count('kind', key)
+        self.before_operation('kind', key)
         return self._inner.kind(key)
 
     def is_file(self, key: str) -> bool:
-        self._count('is_file', key)
+        self.before_operation('is_file', key)
         return self._inner.is_file(key)
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
-        self._count('are_files', ' '.join(keys))
+        self.before_operation('are_files', ' '.join(keys))
         return self._inner.are_files(keys)
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
-        self._count('names', f'{key}/{beginning}')
+        self.before_operation('names', f'{key}/{beginning}')
         return self._inner.names(key, beginning, without)
 
     def wait(self, future: Any) -> Any:
@@ -137,82 +138,82 @@ class FaultyStorage(Storage):
         return self._inner.modified(key)
 
     def server_time(self, key: str) -> float | None:
-        self._count('write', key)
+        self.before_operation('write', key)
         return self._inner.server_time(key)
 
     def version(self, key: str) -> Any:
         return self._inner.version(key)
 
     def size(self, key: str) -> int | None:
-        self._count('size', key)
+        self.before_operation('size', key)
         return self._inner.size(key)
 
     def known_size(self, key: str) -> int | None:
-        self._count('known_size', key)
+        self.before_operation('known_size', key)
         return self._inner.known_size(key)
 
     def broken_links(self) -> Mapping[str, StorageError]:
-        self._count('broken_links', '')
+        self.before_operation('broken_links', '')
         return self._inner.broken_links()
 
     def root_kind(self) -> str | None:
-        self._count('root_kind', '')
+        self.before_operation('root_kind', '')
         return self._inner.root_kind()
 
     def entries(self, key: str = '') -> list[Entry]:
-        self._count('entries', key)
+        self.before_operation('entries', key)
         return self._inner.entries(key)
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
-        self._count('walk', key)
+        self.before_operation('walk', key)
         return self._inner.walk(key)
 
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        self._count('make_dir', key)
+        self.before_operation('make_dir', key)
         return self._inner.make_dir(key, exclusive)
 
     def try_lock(self, key: str) -> Lock | None:
-        self._count('try_lock', key)
+        self.before_operation('try_lock', key)
         return self._inner.try_lock(key)
 
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
-        self._count('sync_tree', key)
+        self.before_operation('sync_tree', key)
         self._inner.sync_tree(key, below)
 
     def publish(self, source: str, target: str) -> None:
-        self._count('publish', target)
+        self.before_operation('publish', target)
         self._inner.publish(source, target)
 
     def exchange(self, source: str, target: str) -> bool:
-        self._count('exchange', target)
+        self.before_operation('exchange', target)
         return self._inner.exchange(source, target)
 
     def link(self, source: str, target: str) -> bool:
-        self._count('link', target)
+        self.before_operation('link', target)
         return self._inner.link(source, target)
 
     def link_from(self, other: Storage, source: str, target: str) -> bool:
-        self._count('link', target)
+        self.before_operation('link', target)
         return self._inner.link_from(other, source, target)
 
     def delete_file(self, key: str) -> None:
-        self._count('delete_file', key)
+        self.before_operation('delete_file', key)
         self._inner.delete_file(key)
 
     def delete_tree(self, key: str) -> None:
-        self._count('delete_tree', key)
+        self.before_operation('delete_tree', key)
         self._inner.delete_tree(key)
 
     def delete_empty(self, key: str) -> bool:
-        self._count('delete_empty', key)
+        self.before_operation('delete_empty', key)
         return self._inner.delete_empty(key)
 
     def open_kvstore(self, key: str) -> Any:
-        self._count('open_kvstore', key)
+        self.before_operation('open_kvstore', key)
         return self._inner.open_kvstore(key)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
-        self._count('array_kvstore', key)
+        self.before_operation('array_kvstore', key)
         return self._inner.array_kvstore(key)
 
     def context(self) -> ts.Context:

@@ -61,8 +61,8 @@ class Slow(FaultyStorage):
         self.go.set()
         self.fails = False
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == 'write' and 'integrity' in key:
             assert self.go.wait(30)
             if self.fails:
@@ -77,8 +77,8 @@ class Acting(FaultyStorage):
         self.exchanges = exchanges
         self.acts = {}
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         for wanted in list(self.acts):
             operation, _, part = wanted.partition(' ')
             if operation == name and part in key:
@@ -87,7 +87,7 @@ class Acting(FaultyStorage):
     def exchange(self, source, target):
         if self.exchanges:
             return super().exchange(source, target)
-        self._count('exchange', target)
+        self.before_operation('exchange', target)
         return False
 
 

@@ -120,8 +120,8 @@ def test_a_heartbeat_that_takes_longer_than_the_lease(compares, is_removed):
     class Late(FaultyStorage):
         compares_versions = compares
 
-        def _count(self, name, key):
-            super()._count(name, key)
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
             if name in ('write', 'replace') and lease is not None:
                 clock.advance(700)
                 if is_removed:
@@ -194,8 +194,8 @@ def test_a_deletion_that_fails_before_it_hides_leaves_no_lease(run):
     """A reader would wait for it."""
 
     class Failing(FaultyStorage):
-        def _count(self, name, key):
-            super()._count(name, key)
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
             if (name, key) in (('read', 'checkpoint_1/checkpoint'), ('publish', key)) and '_1' in key:
                 raise StorageError(5, 'injected')
 
@@ -210,8 +210,8 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     """Its lease stays; the step is as it was, and garbage collection removes the lease."""
 
     class Killed(FaultyStorage):
-        def _count(self, name, key):
-            super()._count(name, key)
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
             # With its lease, before anything is hidden; nothing that it does afterwards has an effect.
             if name in ('names', 'walk') and self.operations[0][0] != 'read':
                 self._fail_at, self._sticky = 0, True

@@ -196,8 +196,8 @@ class Acting(FaultyStorage):
             act()
         return found
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if not self.after and self.act is not None and name == self.when and 'checkpoint_1' in key:
             self.act, act = None, self.act
             act()
@@ -279,8 +279,8 @@ def test_readers_at_each_operation(url, tmp_path):
     found = []
 
     class Watched(FaultyStorage):
-        def _count(self, name, key):
-            super()._count(name, key)
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
             copy = tmp_path / str(len(found))
             t5ckpt.copy_checkpoint(url, copy)
             found.append(value_of(url))
@@ -337,7 +337,7 @@ class Applied(FaultyStorage):
         finally:
             self.operations, self._fail_at = operations, fail_at
         assert len(operations) == index
-        self._count(name, key)
+        self.before_operation(name, key)
         return found
 
     def write(self, key, data):

@@ -340,8 +340,8 @@ class HookedStorage(FaultyStorage):
         self._at = operation, key
         self._hook = hook
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == self._at[0] and self._at[1] in key:
             self._hook()
 

@@ -62,8 +62,8 @@ class Troubled(FaultyStorage):
         super().__init__(inner)
         self._flag = pathlib.Path(flag)
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         trouble = self._flag.read_text() if self._flag.exists() else ''
         if trouble == 'away':
             raise StorageError(5, 'injected: the bucket is away')
@@ -85,8 +85,8 @@ class ReadOnly(scenarios.HookedStorage):
     def _break(self):
         self._is_broken = True
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if self._is_broken and name in ('write', 'delete_file', 'make_dir', 'publish'):
             raise StorageError(30, 'injected: read-only file system')
 

@@ -12,7 +12,7 @@ class TimedStorage(FaultyStorage):
         super().__init__(inner)
         self.times = []
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == 'write' and '/w/' in key:
             self.times.append(time.monotonic())

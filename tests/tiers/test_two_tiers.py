@@ -230,8 +230,8 @@ class Full(FaultyStorage):
         super().__init__(inner)
         self._file, self._written = file, written
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == 'write' and key.endswith(self._file):
             self._written -= 1
             if self._written < 0:
@@ -245,8 +245,8 @@ class ReadOnly(FaultyStorage):
         super().__init__(inner)
         self._at, self._is_broken = (operation, key), False
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         self._is_broken = self._is_broken or (name == self._at[0] and self._at[1] in key)
         if self._is_broken and name in ('write', 'delete_file', 'make_dir', 'publish'):
             raise StorageError(30, 'injected: read-only file system')
@@ -355,16 +355,27 @@ def test_the_rate_is_limited(run_dir, local):
         assert later - first >= 0.9 * least, run.times
 
 
+class Disk(FaultyStorage):
+    """Fails from the operation ``fail_at`` on, until it has room again."""
+
+    has_room = False
+
+    def before_operation(self, name, key):
+        if not self.has_room:
+            super().before_operation(name, key)
+
+
 def test_a_full_local_disk_fails_the_save_and_changes_nothing(run_dir, tmp_path):
     where = tmp_path / 'local'
     with checkpointer(run_dir, where) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
-    faulty = FaultyStorage(open_storage(where), 25, sticky=True)
-    ck = checkpointer(run_dir, faulty)
+    disk = Disk(open_storage(where), 25, sticky=True)
+    ck = checkpointer(run_dir, disk)
     with pytest.raises(NoSpaceError):
         ck.save(state(2))
-    ck._tiers._dir.end()
+    disk.has_room = True
+    ck.close()
     assert steps_in(where) == steps_in(run_dir) == [1]
     assert os.listdir(where / '.t5ckpt/to_persist') == []
     with checkpointer(run_dir, where) as ck:
@@ -610,8 +621,8 @@ def test_prefetching_reads_a_local_step_into_the_page_cache(run_dir, local):
 class SlowLock(FaultyStorage):
     """A disk that takes a while for its lock."""
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == 'try_lock':
             time.sleep(0.2)
 

@@ -26,8 +26,8 @@ class Bucket(FaultyStorage):
         self.is_away = self.is_gone = False
         self.seconds = 0.0
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if self.is_away:
             raise StorageError(errno.EIO, 'injected: the bucket is away')
         if name in ('write', 'replace'):
@@ -41,8 +41,8 @@ class BadDisk(FaultyStorage):
 
     bad = ''
 
-    def _count(self, name, key):
-        super()._count(name, key)
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
         if name == 'walk' and key == self.bad:
             raise StorageError(errno.EIO, 'injected: input/output error')
 

@@ -130,12 +130,14 @@ def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
 
 
 LIVE = """
-import sys, time
+import fcntl, os, sys, time
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.storage import open_storage
 work = open_transaction(open_storage(sys.argv[1]), 1, time.time)
 # What another machine sees of the lock of this one, where locks are those of a node.
-work._lock.close()
+for fd in os.listdir('/proc/self/fd'):
+    if os.path.realpath(f'/proc/self/fd/{fd}') == os.path.realpath(os.path.join(sys.argv[1], work.directory)):
+        fcntl.flock(int(fd), fcntl.LOCK_UN)
 print(work.directory, flush=True)
 time.sleep(60)
 """

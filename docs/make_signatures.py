@@ -76,7 +76,7 @@ def signatures(name: str) -> list[str]:
 
 
 def page() -> str:
-    """The page with its signatures made anew."""
+    """The page with its current signatures."""
     text = PAGE.read_text(encoding='utf-8')
     text = re.sub(r'^```py\n.*?^```\n\n(?=::: )', '', text, flags=re.DOTALL | re.MULTILINE)
 

@@ -33,7 +33,7 @@
     ├── RemoteError               RuntimeError                    another process failed, and the job's save or restore with it
     ├── LocalDirError             RuntimeError                    local_dir is in use, or has the steps of another run
     ├── NotPersistedError         RuntimeError                    a step of local_dir is not in the run's storage
-    ├── UnsupportedTopologyError  RuntimeError                    the processes or devices at hand are not supported
+    ├── UnsupportedTopologyError  RuntimeError                    the processes or devices of the job are not supported
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
@@ -281,7 +281,7 @@ class NotPersistedError(T5CkptError, RuntimeError):
 
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):
-    """The processes or devices at hand are not supported."""
+    """The processes or devices of the job are not supported."""
 
 
 class NotEnoughMemoryError(T5CkptError, MemoryError):

@@ -66,6 +66,11 @@ RETIRED = {
     r'who (writes|sweeps|reads|holds|waits)': 'the writer, the reader',
     r'(file|list|checksum|manifest|directory)s? (believes?|knows?|speaks?|tells?|claims?)': 'a program reads, compares, fails',
     r'(is|are|was|were) told (of|that|to)': 'receives, gets an error',
+    r'anew': 'again',
+    r'at hand': 'available',
+    r'all the same': 'also',
+    r'for people': 'for messages',
+    r"of one's own": "a user's",
 }
 # A phrase may continue on the next line.
 PATTERNS = {
@@ -94,6 +99,16 @@ def retired_words(parts: Iterable[tuple[int, str]]) -> list[str]:
     return [f'{line}: {words}' for line, words in sorted(found)]
 
 
+def headless_docstrings(text: str) -> list[str]:
+    """``line: the first words`` for each docstring that begins as a question instead of with a noun or a verb."""
+    return [
+        f'{node.lineno}: {node.value.value[:40]}'
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if re.match(r'(What|How|Who|Where|When|Which|Why)\b', node.value.value)
+    ]
+
+
 def modules() -> list[Path]:
     found = []
     for room in ROOMS:
@@ -114,6 +129,12 @@ def test_pages_use_no_retired_words():
     pages = [(ROOT / page) for page in PAGES]
     found = {page.relative_to(ROOT): retired_words([(1, page.read_text(encoding='utf-8'))]) for page in pages}
     assert [f'{page}:{words}' for page, each in found.items() for words in each] == []
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    headless = {path: headless_docstrings(path.read_text(encoding='utf-8')) for path in modules()}
+    assert [f'{path.relative_to(ROOT)}:{words}' for path, each in headless.items() for words in each] == []
+    assert headless_docstrings('x = 1\n"""Which of them."""\ndef f(): """How."""') == ['2: Which of them.', '3: How.']
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
 
     Raises:
-      StorageError: the lease has expired and another process has taken the step over, or the step has a manifest by now.
+      StorageError: the lease has expired and another process has taken the step over, or the step now has a manifest.
     """
     directory = step_dir(step)
     keys = keys_below(storage, directory)

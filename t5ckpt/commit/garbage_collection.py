@@ -135,7 +135,7 @@ def _has_lease_in_part(names: Collection[str]) -> bool:
 
 
 def _remove_without_lease(storage: Storage, name: str, names: Iterable[str]) -> bool:
-    """Removes a directory without a lease, and returns whether it did: not if the lease is there by now.
+    """Removes a directory without a lease, and returns whether it did: not if the lease exists in the meantime.
 
     A live writer of another host, whose lock is not visible, begins again if it finds the directory gone before its lease.
     """

@@ -21,7 +21,7 @@ from t5ckpt.storage import Storage
 CLOCK_SECONDS = 600.0
 """The most by which the clocks of machines that share a run on an object store may differ."""
 TIME_PREFIX = f'{READ_LEASE_PREFIX}0.0.'
-"""Of a file that is written to learn the time of the file server: a read lease that expired in 1970."""
+"""The prefix of the file that is written to read the time of the file server: a read lease that expired in 1970."""
 _log = logging.getLogger('t5ckpt')
 
 

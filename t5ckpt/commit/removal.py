@@ -60,7 +60,7 @@ def check_known(
     Args:
       storage: the run.
       directory: of the checkpoint.
-      manifest: its bytes, if they are at hand.
+      manifest: its bytes, if the caller has read them.
       has_known_sidecar: whether the caller has read the sidecar.
 
     Raises:

@@ -43,7 +43,7 @@ class StepFacts:
         Args:
           steps: ascending.
           leased: those with a read lease.
-          names: the metrics to look for.
+          names: the metrics to find.
           just_saved: the step that was just saved, which has no pin.
         """
         self._facts = {step: self._facts[step] if step in self._facts else self._read_facts(step) for step in steps}

@@ -88,7 +88,7 @@ def open_transaction(
     """
     transaction = strategy_of(storage).transaction
     unfinished = transaction.unfinished(storage, step, clock, options)
-    # The lock of the unfinished write is held by now, so garbage collection leaves its directory.
+    # The lock of the unfinished write is held, so garbage collection leaves its directory.
     index = collect(storage, clock)[1] if options.collects else options.index
     if unfinished is not None:
         return unfinished

@@ -18,7 +18,7 @@ from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import did_you_mean, shown
 
 MODES = ('max', 'min')
-"""Which values of a metric are the best."""
+"""The words for the best value of a metric: the largest or the smallest."""
 _KEY_WORD = re.compile(r'[A-Z]?[a-z]+|[A-Z]+')
 _LOW_IS_GOOD = {
     'cer',

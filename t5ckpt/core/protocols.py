@@ -53,7 +53,7 @@ class TrainState(Protocol):
 
 
 class DataLayout(Protocol):
-    """Which shard of the data this process reads (t5x/partitioning.py, DataLayout)."""
+    """The shard of the data that this process reads (t5x/partitioning.py, DataLayout)."""
 
     shard_id: int
     num_shards: int

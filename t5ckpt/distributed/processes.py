@@ -80,7 +80,7 @@ class Processes(ABC):
     index: int
     count: int
     barriers = 0
-    """How many barriers this process has entered."""
+    """The number of barriers that this process has entered."""
 
     def __init__(self) -> None:
         self._channels = itertools.count()

@@ -140,7 +140,7 @@ class Sidecar:
         return ' '.join(str(self.writer[key]) for key in ('name', 'version') if key in self.writer)
 
     def recorded(self, field: str) -> Any:
-        """The value of a field as it is in the file, for an error about a value that is not usable."""
+        """The recorded value of a field, for an error about a value that is not usable."""
         return self.other.get(field, getattr(self, field))
 
 

@@ -267,7 +267,7 @@ class _Matcher:
         if shape != template.shape:
             self.resized.append(f'{pair.name}: {shape} to {template.shape}')
         differs = cast != template_dtype and template.kind == 'array'
-        # A cast that the caller asked for is not worth a note.
+        # A cast that the caller requested needs no note.
         if differs and cast == dtype and not (template.device and canonical_dtype(cast) == template_dtype):
             self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {template_dtype.name}')
         return cast

@@ -204,7 +204,7 @@ class ContainedDirectory:
                 opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
             return os.open(last, flags, dir_fd=opened[-1])
         except OSError as error:
-            # A link itself gives ELOOP, or ENOTDIR where a directory was asked for.
+            # A link itself gives ELOOP, or ENOTDIR if a directory was requested.
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
             return os.open(self._resolved(f'{above}/{name}' if above else name, where), flags)

@@ -40,7 +40,7 @@ def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
 def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
     """Warns if the step in the state differs from the step that it is saved as; a restored run continues from the former.
 
-    Checked here because the step has been transferred by now; in the caller's thread the check would wait for the device.
+    Checked here because the step has been transferred; in the caller's thread the check would wait for the device.
     """
     if not request.round.is_leader:
         return

@@ -33,7 +33,7 @@ _log = logging.getLogger('t5ckpt')
 
 @dataclasses.dataclass(frozen=True)
 class SaveContext:
-    """What a checkpointer has for all of its saves.
+    """The objects of a checkpointer that all of its saves use.
 
     Attributes:
       storage: the run, or the local directory of a checkpointer with ``local_dir``.
@@ -77,7 +77,7 @@ class SaveRequest:
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
       around_commit: surrounds the commit, with the answer of ``upload_reason``; with ``in_parts`` in every process, else in
         process 0.
-      started: when the save was asked for, by ``time.monotonic``.
+      started: the time of the call, by ``time.monotonic``.
     """
 
     context: SaveContext

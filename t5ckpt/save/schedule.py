@@ -71,7 +71,7 @@ class _StartedSave:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSignals:
-    """What each process reads locally: its clock in unix seconds, its preemption flag, and whether a save is running."""
+    """The local signals of each process: its clock in unix seconds, its preemption flag, and whether a save is running."""
 
     clock: Clock
     preempted: Callable[[], bool] | None
@@ -157,7 +157,7 @@ class SaveSchedule:
         self._gap = 1
         self.should_stop = False
         self.is_used = False
-        """Whether the policy or the preemption flag was asked for."""
+        """Whether the policy or the preemption flag was used."""
 
     def save_if_due(
         self, step: int, metrics: Mapping[str, Any] | None, save: Callable[[Mapping[str, float]], PendingSave]

@@ -31,7 +31,7 @@ from t5ckpt.tree.leaves import is_jax_array
 
 
 class StagingMode(enum.StrEnum):
-    """How the caller wants jax.Arrays to be staged.
+    """The caller's choice of the staging of jax.Arrays.
 
     Attributes:
       VIEW: arrays on the CPU backend are viewed as numpy without a copy. A buffer with an outside reference cannot be donated in
@@ -61,7 +61,7 @@ class StagingMode(enum.StrEnum):
 
 
 class _Method(enum.Enum):
-    """How one leaf is staged."""
+    """The staging of one leaf."""
 
     UNCOPIED = enum.auto()  # a LazyArray, a number, or host memory of a blocked caller
     HOST_COPY = enum.auto()  # host memory of a caller who continues

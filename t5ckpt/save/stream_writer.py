@@ -55,7 +55,7 @@ STREAM_BYTES = 512 * 10**6
 
 @dataclasses.dataclass(frozen=True)
 class StreamRequest:
-    """Where and how to write.
+    """The destination and the options of a write.
 
     Attributes:
       storage: of the run's directory.

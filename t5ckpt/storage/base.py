@@ -80,13 +80,13 @@ class Storage(ABC):
     links = False
     """Whether ``link`` works."""
     copies = False
-    """Whether ``copy_unchanged`` may work, as far as it is known."""
+    """Whether ``copy_unchanged`` may work, as far as is known."""
     seeks = True
     """Whether a listing can begin at any key, so that ``names`` can skip directories."""
     orbax_commits = False
     """Whether Orbax writes in place here, and marks a complete checkpoint with a file ``commit_success.txt``."""
     is_shared = True
-    """Whether other processes can see the same root, as far as it is known."""
+    """Whether other processes can see the same root, as far as is known."""
     caches = False
     """Whether ``read_cached`` keeps files on this machine."""
     is_absent = False

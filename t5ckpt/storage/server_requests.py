@@ -97,7 +97,7 @@ class ServerRequests(ABC):
     """The requests to one bucket.
 
     Attributes:
-      copies: whether objects are copied inside the store, as far as it is known.
+      copies: whether objects are copied inside the store, as far as is known.
       sent: the number of requests by kind, retries included.
     """
 

@@ -12,7 +12,7 @@ class SimpleTrainState:
     """T5X's train-state protocol over nested dicts."""
 
     def __init__(self, state: Mapping[str, Any]):
-        """Holds the state dict as it is."""
+        """Takes the state dict."""
         self._state = dict(state)
 
     @property

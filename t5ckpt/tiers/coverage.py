@@ -45,7 +45,7 @@ class DiskStep:
     num_positions: int = 0
 
     def vote(self, step: int) -> list[Any]:
-        """In JSON's types, for :meth:`of`."""
+        """The facts in JSON's types, for :meth:`of`."""
         return [step, self.save, self.index, self.count, [list(pair) for pair in self.positions], self.num_positions]
 
     @classmethod
@@ -221,7 +221,7 @@ def union(votes: Iterable[str], count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SendPlan:
-    """Which process sends which chunks; all processes that lack a chunk receive it at once.
+    """The assignment of chunks to sending processes; all processes that lack a chunk receive it at once.
 
     Attributes:
       sends: for each process, the encoded bitmap of the chunks that it sends.

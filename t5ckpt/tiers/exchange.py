@@ -40,7 +40,7 @@ File = tuple[str, FileEntry, bytes]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What all processes know about the memory of an exchange.
+    """The facts about the memory of an exchange that all processes know.
 
     Attributes:
       budget_bytes: for rows and files.
@@ -57,7 +57,7 @@ class Memory:
         return max(_LEAST_BYTES, min(_MOST_BYTES, of_all, of_budget))
 
     def senders(self) -> int:
-        """How many processes send at once; a process may send a file while it receives one from each of them."""
+        """The number of processes that send at once; a process may send a file while it receives one from each of them."""
         return max(1, self.budget_bytes // 2 // max(1, self.largest_bytes) - 1)
 
 
@@ -194,7 +194,7 @@ class _Parser:
                 del complete
 
     def _read_head(self, data: memoryview) -> memoryview:
-        """Reads the description of the next file, as far as it is there; returns the bytes after it."""
+        """Reads the description of the next file, as far as it has arrived; returns the bytes after it."""
         end = _LENGTH if len(self._head) < _LENGTH else _LENGTH + int.from_bytes(self._head[:_LENGTH])
         taken = end - len(self._head)
         self._head += data[:taken]

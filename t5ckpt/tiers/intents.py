@@ -167,7 +167,7 @@ class PersistSchedule:
         self._taken: _Taken | None = None
         self._owed = ''
         self.upload_seconds: float | None = None
-        """How long the latest upload took."""
+        """The duration of the latest upload, in seconds."""
 
     def reason(self, step: int, metrics: Mapping[str, float], *, preempted: bool, is_uploading: bool) -> str | None:
         """The reason to upload a step that is being saved, or None.

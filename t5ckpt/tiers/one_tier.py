@@ -1,4 +1,4 @@
-"""What a checkpointer asks of its tiers; and the one tier of a checkpointer without a local directory: the run's storage."""
+"""The interface of tiers for a checkpointer, and the only tier of one without a local directory: the run's storage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _OneTierCatalog(StepCatalog):
 
 
 class StepTiers(ABC):
-    """Where the steps of one checkpointer are.
+    """The storages of the steps of one checkpointer.
 
     Attributes:
       local: the storage that saves write to.

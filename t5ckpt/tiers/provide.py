@@ -104,7 +104,7 @@ class Provider:
     def _missing(
         at: CoordinationRound, numbers: ChunkNumbers, lacking: Sequence[str], wanted_prefix: str | None
     ) -> dict[str, Any] | None:
-        """What any process lacks; None if that is nothing."""
+        """The chunks and positions that any process lacks; None if there are none."""
         vote = [encode_bits(numbers.bits(lacking)), wanted_prefix]
 
         def decide(votes: Sequence[Any]) -> dict[str, Any] | None:

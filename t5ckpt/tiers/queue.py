@@ -44,7 +44,7 @@ def not_uploaded_anymore(steps: Sequence[int], target: str) -> NotPersistedError
 
 
 class Outcomes:
-    """How the uploads of steps ended. Its methods are called with the lock of the object that has it."""
+    """The results of the uploads of steps. Its methods are called with the lock of the object that has it."""
 
     def __init__(self, target: str):
         """``target`` is the URL of the run."""
@@ -132,7 +132,7 @@ class StepUploads(ABC):
 
         Raises:
           NotPersistedError: an attempt that ended during this wait failed, the step was dropped, a step could not be uploaded,
-            or no thread uploads it anymore.
+            or no thread uploads it.
           LocalDirError: the local directory is of another run.
         """
 

@@ -22,7 +22,7 @@ _REASON_CHARACTERS = 300
 
 @dataclasses.dataclass(frozen=True)
 class RunStep:
-    """What process 0 found in the run's storage.
+    """The result of process 0's search in the run's storage.
 
     Attributes:
       step: the newest step, or the requested one; None without one.

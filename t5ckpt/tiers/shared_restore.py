@@ -114,7 +114,7 @@ class SharedRestore:
         return found, local
 
     def _find_run_step(self, step: int | None, has_local: bool) -> RunStep:
-        """What the run's storage has; in process 0."""
+        """Finds the step in the run's storage; in process 0."""
         try:
             if step is None:
                 listed = newest(self._run)

@@ -145,7 +145,7 @@ def _not_found(local: Storage, run: Storage, step: int, error: CheckpointNotFoun
     """The error of an upload to which one of the two storages has answered that something does not exist."""
     if has_step(local, step) and save_of(local, step):
         return StorageError(errno.ENOENT, f'{run.url()} does not accept step {step}: {error}')
-    return NotUploadableError(f'{local.url()} does not have the step anymore: {error}')
+    return NotUploadableError(f'{local.url()} no longer has the step: {error}')
 
 
 def remove_unfinished(run: Storage, step: int, clock: Clock) -> None:

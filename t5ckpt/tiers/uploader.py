@@ -24,7 +24,7 @@ from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
 from t5ckpt.tiers.shared_upload import Leader
 from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError, copy_alone, upload
 
-# A local file that no attempt could read for so long counts as damaged.
+# A local file that no attempt could read for this time counts as damaged.
 _UNREADABLE_SECONDS = 2.0
 _log = logging.getLogger('t5ckpt')
 

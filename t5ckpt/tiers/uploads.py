@@ -159,7 +159,7 @@ class Uploads:
         self._queue.add(steps, [step for step in steps if self._intents.overwrites(step)])
 
     def reason(self, step: int, call: SaveCall, preempted: bool) -> str | None:
-        """Why to upload a step that is being saved, or None."""
+        """The reason to upload a step that is being saved, or None."""
         reason = self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
         return _OVERWRITES if call.overwrite and self._may_replace(step) else reason
 
@@ -219,7 +219,7 @@ class Uploads:
             remove_unfinished(self.run, step, self.clock)
 
     def drop(self, step: int) -> None:
-        """Forgets that a local step waits, which is not there anymore."""
+        """Forgets that a local step waits, because the step no longer exists."""
         self._parts.discard(step)
         self._intents.drop(step)
 

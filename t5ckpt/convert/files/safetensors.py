@@ -102,7 +102,7 @@ class TensorWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Closes the file as it is, if it is open."""
+        """Closes the unfinished file, if it is open."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

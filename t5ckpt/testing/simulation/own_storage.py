@@ -178,7 +178,7 @@ class _Files:
 
 
 class _Write:
-    """A write, which takes place when its sender waits for it."""
+    """A write, which is applied when its sender waits for it."""
 
     def __init__(self, write: Callable[[], None]):
         self._write = write

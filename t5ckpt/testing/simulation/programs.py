@@ -31,7 +31,7 @@ from t5ckpt.testing.simulation.virtual import clock
 from t5ckpt.testing.simulation.world import World, state_of
 
 OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, 'compression': None}
-"""Of each checkpointer: ``n`` of the state goes into the manifest, and ``w`` into plain files, which no other step has."""
+"""The options of each checkpointer: ``n`` goes into the manifest, and ``w`` into plain files, which no other step has."""
 
 
 def saver(

@@ -364,7 +364,7 @@ def wait_until(is_wanted: Callable[[], bool], seconds: float | None = None) -> b
     if scheduler is None:
         if is_wanted():
             return True
-        raise RuntimeError('this would wait for ever: no simulation is running')
+        raise RuntimeError('this would wait forever: no simulation is running')
     return scheduler.wait(is_wanted, seconds)
 
 

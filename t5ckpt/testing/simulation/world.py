@@ -275,7 +275,7 @@ class World:
 
     @property
     def _beginning(self) -> str:
-        """Of the keys of the run on the server."""
+        """The prefix of the keys of the run on the server."""
         return {'disk': '/run/', 'bucket': 'run/', 'tiers': 'run/'}[self.kind] if isinstance(self.kind, str) else ''
 
     def _changed(self, keys: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype, zarr_typestr
+from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
 
@@ -309,26 +309,6 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
         ] == list(shape)
     if not identity:
         raise UnsupportedFormatError(f'{name}: spec has the transform {transform!r:.200}; only the identity is read.')
-
-
-def zarray_of(array: StoredArray) -> dict[str, Any]:
-    """The contents of an array's ``.zarray`` (zarr v2 storage specification)."""
-    return {
-        'chunks': list(array.metadata['chunks']),
-        'compressor': array.metadata['compressor'],
-        'dimension_separator': '.',
-        'dtype': zarr_typestr(array.dtype),
-        'fill_value': None,
-        'filters': None,
-        'order': 'C',
-        'shape': list(array.shape),
-        'zarr_format': 2,
-    }
-
-
-def zarray_bytes(array: StoredArray) -> bytes:
-    """The ``.zarray`` of an array."""
-    return json.dumps(zarray_of(array), separators=(',', ':'), sort_keys=True).encode()
 
 
 @dataclasses.dataclass(frozen=True)

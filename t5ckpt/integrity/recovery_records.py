@@ -15,8 +15,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import CURE_OF_DAMAGE, Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf, zarray_bytes
-from t5ckpt.format.chunk_grid import separator_of
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.names import (
@@ -30,10 +29,10 @@ from t5ckpt.format.names import (
     superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 
-ZARRAY = '.zarray'
 _LOST_FACTS = (
     'the sidecar is lost, and with it metrics, the keep policy and empty containers. Python numbers, strings, typed PRNG keys '
     'and dtypes that zarr does not have are restored as T5X would restore them'
@@ -108,11 +107,9 @@ class RecoveryRecords:
         return new_bytes
 
     def _zarray(self, array: StoredArray) -> tuple[str, bytes] | None:
-        metadata = array.metadata
-        standard = array.layout.has_chunk_files and (separator_of(metadata), metadata.get('order', 'C')) == ('.', 'C')
-        if not standard or not {'chunks', 'compressor'} <= set(metadata):
+        name, data = f'{array.location}/{ZARRAY}', rebuilt_zarray(array)
+        if data is None:
             return None
-        name, data = f'{array.location}/{ZARRAY}', zarray_bytes(array)
         if name in self.checksums:
             return (name, data) if self.checksums.matches(name, entry_of(data)) else None
         # A readable file with other metadata is not damaged: the array may be a different one.

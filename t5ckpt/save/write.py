@@ -37,10 +37,11 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import SaveFailedError, StorageError
-from t5ckpt.format.array_spec import StoredArray, zarray_bytes, zarray_of
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO, takes
 from t5ckpt.format.file_checksums import FileEntry, entry_of
+from t5ckpt.format.zarray import zarray_bytes, zarray_of
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
 from t5ckpt.save.encoding import CodecSelection, encode_chunk, is_encoded

@@ -1,14 +1,14 @@
 """Sends files between the processes of a job with a device collective, at a restore.
 
-Each process puts the files that it sends one after the other into rows of bytes, and one all-gather per row brings the rows of
-all processes to all. The rows say whether more follow, so all processes enter the same number of collectives. A process whose
-disk fails goes on with rows that are empty, and raises its error afterwards.
+Each sender puts its files one after the other into rows of bytes. An all-reduce sums the rows of as many senders as the budget
+allows. The other processes add zeros, so all processes receive every row. The rows say whether more follow, so all processes
+enter the same number of collectives. A sender whose disk fails sends no further row, and raises its error afterwards.
 
-Notes: all bytes pass through every process. Half of the byte budget of the restore is for the rows. Memory has up to nine copies
-of them with those that the allocator keeps, and two without, which have at most 256 MiB. The other half is for files: the one
-that this process sends, and the one that it receives from each sender. Therefore only as many processes send at once as the
-budget has room for files. A row has 64 KiB to 1 MiB, since glibc keeps larger blocks that are freed, and one process always
-sends.
+Notes: all bytes that are sent pass through every process, twice with a ring. Half of the byte budget of the restore is for the
+rows. Memory has up to nine copies of them with those that the allocator keeps, and five without, which have at most 256 MiB.
+The other half is for files: the one that this process sends, and the one that it receives from each sender. Therefore only as
+many processes send at once as the budget has room for files. A row has 64 KiB to 1 MiB, since glibc keeps larger blocks that
+are freed, and one process always sends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import dataclasses
 import functools
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from t5ckpt.format.file_checksums import FileEntry
 
-# The rows of all processes are on the devices and on the host; the own row is filled and sent in addition.
-_BYTES_OF_ROWS, _COPIES_OF_ROWS, _OWN_ROWS = 256 * 2**20, 2, 2
+# Of the sender: its rows on the host and on the device; of all processes: the sum on both, and a buffer of the collective.
+_BYTES_OF_ROWS, _COPIES_OF_ROWS = 256 * 2**20, 5
 # Of rows up to 1 MiB, glibc keeps the freed copies in the arenas of XLA's threads: in all, 5 to 8 of each row were measured.
 _KEPT_COPIES = 9
 _MOST_BYTES, _LEAST_BYTES = 2**20, 2**16
+# Rows are summed as these, which all devices can; each byte is zero in all rows but one.
+_WORD = np.dtype(np.uint32)
 # Of a row: the bytes that it has, and whether more rows follow.
 _HEAD = 16
 # Before each file: the length of its description.
@@ -39,61 +41,77 @@ File = tuple[str, FileEntry, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """The facts about the memory of an exchange that all processes know.
+class ExchangePlan:
+    """What all processes know about an exchange.
 
     Attributes:
+      senders: the processes that send, ascending.
       budget_bytes: for rows and files.
       largest_bytes: the size of the largest file that is sent.
     """
 
+    senders: tuple[int, ...]
     budget_bytes: int
     largest_bytes: int
 
-    def row_bytes(self, processes: int) -> int:
-        """The size of a row."""
-        of_all = _BYTES_OF_ROWS // (_COPIES_OF_ROWS * processes + _OWN_ROWS)
-        of_budget = self.budget_bytes // 2 // (_KEPT_COPIES * processes + _OWN_ROWS)
-        return max(_LEAST_BYTES, min(_MOST_BYTES, of_all, of_budget))
+    def slots(self) -> int:
+        """How many processes send at once; a process may send a file while it receives one from each of them."""
+        at_once = self.budget_bytes // 2 // max(1, self.largest_bytes) - 1
+        return max(1, min(len(self.senders), at_once))
 
-    def senders(self) -> int:
-        """The number of processes that send at once; a process may send a file while it receives one from each of them."""
-        return max(1, self.budget_bytes // 2 // max(1, self.largest_bytes) - 1)
+    def row_bytes(self) -> int:
+        """The size of a row, a multiple of 64 KiB below 1 MiB."""
+        in_all = min(_BYTES_OF_ROWS // _COPIES_OF_ROWS, self.budget_bytes // 2 // _KEPT_COPIES) // self.slots()
+        return max(_LEAST_BYTES, min(_MOST_BYTES, in_all // _LEAST_BYTES * _LEAST_BYTES))
 
 
-def exchange(files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], memory: Memory) -> None:
+def exchange(
+    files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], plan: ExchangePlan
+) -> None:
     """Sends files to all processes; every process calls it.
 
     Args:
-      files: the files that this process sends.
+      files: to send; none in a process that is no sender.
       wanted: the names of the files that this process takes.
       receive: called with each of them.
-      memory: the same in all processes.
+      plan: the same in all processes.
 
     Raises:
       Exception: an error of ``files`` or ``receive``, after all processes have sent everything.
     """
-    gather = _Gather(memory)
+    if not plan.senders:
+        return
+    rows = _Rows(plan)
     stream, errors = _Stream(files), list[Exception]()
-    parsers = [_Parser(wanted) for _ in range(gather.count)]
-    left = list(range(gather.count))
+    parsers = {process: _Parser(wanted) for process in plan.senders}
+    left = list(plan.senders)
     while left:
-        row, sending = np.zeros((1, gather.row_bytes), np.uint8), left[: memory.senders()]
-        used, follows = 0, gather.index in left
-        if gather.index in sending:
-            used, follows = _tried(functools.partial(stream.fill, memoryview(row[0])[_HEAD:]), (0, False), errors)
-        row[0, :_HEAD] = np.frombuffer(np.array([used, follows], np.int64).tobytes(), np.uint8)
-        for process, (parser, found) in enumerate(zip(parsers, gather(row), strict=True)):
-            used, follows = np.frombuffer(found[:_HEAD].tobytes(), np.int64)
-            if not follows and process in left:
+        sending = left[: plan.slots()]
+        summed = rows.sum(*_own_row(rows, sending, stream, errors))
+        for process, row in zip(sending, summed, strict=False):
+            used, follows = row[:_HEAD].view(np.int64)
+            if not follows:
                 left.remove(process)
-            for file in parser.feed(memoryview(found)[_HEAD : _HEAD + int(used)]):
+            for file in parsers[process].feed(row.data[_HEAD : _HEAD + int(used)]):
                 _tried(functools.partial(receive, file), None, errors)
                 del file
-            # It keeps the rows of all processes.
-            del found
+            # Its base has the rows of all senders.
+            del row
+        del summed
     if errors:
         raise errors[0]
+
+
+def _own_row(
+    rows: _Rows, sending: Sequence[int], stream: _Stream, errors: list[Exception]
+) -> tuple[int, np.ndarray] | tuple[None, None]:
+    """The slot and the row of this process; None for both if it does not send."""
+    if rows.index not in sending:
+        return None, None
+    row = np.zeros(rows.row_bytes, np.uint8)
+    fill = functools.partial(stream.fill, row.data[_HEAD:])
+    row[:_HEAD] = np.array(_tried(fill, (0, False), errors), np.int64).view(np.uint8)
+    return sending.index(rows.index), row
 
 
 def _tried(action: Callable[[], Any], otherwise: Any, errors: list[Exception]) -> Any:
@@ -107,27 +125,42 @@ def _tried(action: Callable[[], Any], otherwise: Any, errors: list[Exception]) -
         return otherwise
 
 
-class _Gather:
-    """All-gathers one row of bytes of each process, over one device of each."""
+class _Rows:
+    """Sums one row of bytes of each sender over one device of each process.
 
-    def __init__(self, memory: Memory) -> None:
+    Attributes:
+      index: of this process.
+      row_bytes: the size of a row.
+    """
+
+    def __init__(self, plan: ExchangePlan) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         first: dict[int, Any] = {}
         for device in jax.devices():
             first.setdefault(device.process_index, device)
-        self.count, self.index = len(first), sorted(first).index(jax.process_index())
-        self.row_bytes = memory.row_bytes(self.count)
+        self.index, self.row_bytes = jax.process_index(), plan.row_bytes()
+        self._own_shape = 1, plan.slots(), self.row_bytes // _WORD.itemsize
+        self._shape = len(first), *self._own_shape[1:]
         mesh = Mesh(np.array([first[process] for process in sorted(first)]), ('process',))
         self._sharding = NamedSharding(mesh, PartitionSpec('process'))
-        self._collect = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._sum = jax.jit(lambda rows: rows.sum(axis=0, dtype=_WORD), out_shardings=replicated)
         self._make = jax.make_array_from_process_local_data
+        self._nothing = self._global(np.zeros(self._own_shape, _WORD))
 
-    def __call__(self, row: np.ndarray) -> np.ndarray:
-        """The rows of all processes, in their order."""
-        rows = self._make(self._sharding, row, (self.count, self.row_bytes))
-        return np.asarray(self._collect(rows).addressable_data(0))
+    def _global(self, own: np.ndarray) -> Any:
+        return self._make(self._sharding, own, self._shape)
+
+    def sum(self, slot: int | None, row: np.ndarray | None) -> np.ndarray:
+        """The rows of all senders by slot, as uint8; ``row`` is that of this process in ``slot``, None if it sends nothing."""
+        rows = self._nothing
+        if slot is not None and row is not None:
+            own = np.zeros(self._own_shape, _WORD)
+            own[0, slot] = row.view(_WORD)
+            rows = self._global(own)
+        return np.asarray(self._sum(rows).addressable_data(0)).view(np.uint8)
 
 
 class _Stream:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
@@ -24,6 +25,7 @@ from t5ckpt.format.names import (
     file_checksums_name,
     step_dir,
 )
+from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage
@@ -127,11 +129,28 @@ class Part:
         """The decoded manifest and sidecar."""
         return decode_contents(self.located, RawFiles(self.manifest, self.sidecar))
 
+    def arrays(self) -> dict[str, StoredArray]:
+        """The arrays of the step, by location."""
+        leaves = self.contents().leaves()
+        return {leaf.array.location: leaf.array for leaf in leaves.values() if isinstance(leaf, StoredLeaf)}
+
     def numbers(self) -> ChunkNumbers:
         """The numbers of all chunks of the step."""
-        leaves = self.contents().leaves()
-        arrays = [leaf.array for leaf in leaves.values() if hasattr(leaf, 'array')]
-        return ChunkNumbers({array.location: array.grid for array in arrays})
+        return ChunkNumbers({location: array.grid for location, array in self.arrays().items()})
+
+    def write_metadata(self, locations: Collection[str]) -> dict[str, FileEntry]:
+        """Writes the ``.zarray`` of arrays whose chunks come from elsewhere: a restore maps only arrays that have it.
+
+        Returns:
+          Its entry in the file checksums, by name.
+        """
+        written: dict[str, FileEntry] = {}
+        for location, array in self.arrays().items():
+            name, data = f'{location}/{ZARRAY}', rebuilt_zarray(array) if location in locations else None
+            if data is not None and name not in self.there:
+                self.storage.write(join(step_dir(self.step), name), data)
+                written[name] = entry_of(data)
+        return written
 
 
 def save_of(storage: Storage, step: int) -> str:

@@ -16,17 +16,18 @@ from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
+from t5ckpt.format.zarray import ZARRAY
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
-from t5ckpt.tiers.exchange import File, Memory, exchange
+from t5ckpt.tiers.exchange import ExchangePlan, File, exchange
 from t5ckpt.tiers.fetch import Fetch
 from t5ckpt.tiers.part import Part, array_bytes, positions_in
 
@@ -150,13 +151,15 @@ class Provider:
             *lacking,
             *(name for name in answer['positions'] if wanted_prefix is not None and name.startswith(wanted_prefix)),
         }
+        plan = ExchangePlan(tuple(answer['senders']), *answer['memory'])
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
-            exchange(self._sent(names), wanted - self._there, self._receive, Memory(*answer['memory']))
+            exchange(self._sent(names), wanted - self._there, self._receive, plan)
             from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
             if wanted_prefix is not None and prefix is not None:
                 from_run += self._lacking_positions(prefix, answer['positions'], answer['shards'])
             self._fetch(from_run)
+            self._write_metadata()
             self._record()
         return following
 
@@ -240,6 +243,12 @@ class Provider:
         self._there.add(name)
         self._brought.add(name)
 
+    def _write_metadata(self) -> None:
+        """Writes the metadata of the arrays of which chunks came from elsewhere."""
+        missing = {parent for parent in parents_of(self._brought) if join(parent, ZARRAY) not in self._there}
+        for name, entry in self.part.write_metadata(missing).items():
+            self._note_brought(name, entry)
+
     def _record(self) -> None:
         """Writes the checksums of the files that came from elsewhere."""
         listed = {name for entries in self.part.lists.values() for name in entries}
@@ -268,10 +277,12 @@ def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: i
             positions.setdefault(name, process)
     missing = num_bits(plan.nowhere)
     lost = '' if has_run or not missing else f'{missing} of {count} chunks are on no disk.'
-    memory = min(budget for _, _, budget, *_ in votes), max(largest for *_, largest, _ in votes)
+    senders = sorted({*positions.values(), *(process for process, text in enumerate(plan.sends) if text)})
+    budget, largest = min(budget for _, _, budget, *_ in votes), max(largest for *_, largest, _ in votes)
     shards = sorted({of for *_, own in votes for of in own})
     nowhere = encode_bits(plan.nowhere)
-    return {'nowhere': nowhere, 'positions': positions, 'lost': lost, 'memory': memory, 'shards': shards}
+    answer = {'nowhere': nowhere, 'positions': positions, 'lost': lost, 'shards': shards}
+    return answer | {'senders': senders, 'memory': [budget, largest]}
 
 
 def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: int, sender: int, clock: Clock) -> Part:

@@ -17,7 +17,7 @@ from typing import Any
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import Located, locate_step
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.format.file_checksums import FileChecksums
@@ -110,5 +110,6 @@ def _fetch(part: Part, located: Located, names: Sequence[str], checksums: FileCh
     try:
         fetch.run(names, check)
     finally:
-        part.storage.write(join(step_dir(part.step), COPIES), FileChecksums(fetch.entries).encode())
+        entries = fetch.entries | part.write_metadata(parents_of(fetch.entries))
+        part.storage.write(join(step_dir(part.step), COPIES), FileChecksums(entries).encode())
     return sum(size for size, _ in fetch.entries.values())

@@ -80,6 +80,11 @@ def test_a_lost_disk_is_filled_by_the_replicas(four, place, lost):
     answers = restored(four, place, persist=[])
     assert [(answer['step'], answer['position'], answer['bytes'][2]) for answer in answers] == [(3, 3, 0)] * COUNT
     assert [answer['bytes'][1] > 0 for answer in answers] == [index == lost for index in range(COUNT)]
+    # With its metadata, the next restore maps the arrays of the new disk, too.
+    of_others = place.disks[(lost + 1) % COUNT] / 'checkpoint_3'
+    for metadata in of_others.glob('*/.zarray'):
+        new = place.disks[lost] / 'checkpoint_3' / metadata.relative_to(of_others)
+        assert new.read_bytes() == metadata.read_bytes()
     # Another disk may be lost now.
     shutil.rmtree(place.disks[(lost + 2) % COUNT])
     place.begin(four, persist=[], restore_concurrent_gb=0.008)
@@ -285,13 +290,15 @@ def test_a_prefetch_fetches_what_each_process_reads(four, place):
     for index, answer in enumerate(answers):
         (fetched,) = answer['fetched']
         step, position = place.disks[index] / 'checkpoint_2', f'train_ds-00{index}-of-004'
-        files = [*step.glob('target.*/*'), *step.glob(f'{position}*')]
+        files = [*step.glob('target.*/[0-9]*'), *step.glob(f'{position}*')]
         assert (
             f' from {place.run} to {place.disks[index]}: {sum(file.stat().st_size for file in files)} bytes' in fetched
         )
         assert any(file.name.startswith(position) for file in files)
         # Of the leaf that is sharded over all devices, a process reads a quarter.
-        assert len([*(step / 'target.both').iterdir()]) == chunks / COUNT
+        assert len([*(step / 'target.both').glob('[0-9]*')]) == chunks / COUNT
+        for metadata in step.glob('*/.zarray'):
+            assert metadata.read_bytes() == (place.run / metadata.relative_to(place.disks[index])).read_bytes()
     assert all(t5ckpt.verify(disk, 2, full=True).ok for disk in place.disks)
     # The disks have what they lacked.
     assert [answer['bytes'][1:] for answer in restored(four, place, leaves=ONCE, persist=[])] == [[0, 0]] * COUNT

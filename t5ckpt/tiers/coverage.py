@@ -128,7 +128,7 @@ def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequen
 
 
 def _why_dropped(step: int, known: Sequence[Candidate]) -> str:
-    """Why the upload of a step is not resumed, from the candidates of all steps."""
+    """The reason why the upload of a step is not resumed, from the candidates of all steps."""
     found = next((each for each in known if each.step == step), None)
     if found is None:
         return 'no disk has a part of it that can be read'

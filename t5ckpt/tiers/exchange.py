@@ -42,7 +42,7 @@ File = tuple[str, FileEntry, bytes]
 
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """What all processes know about an exchange.
+    """The senders of an exchange and its memory, which all processes know.
 
     Attributes:
       senders: the processes that send, ascending.
@@ -55,7 +55,7 @@ class ExchangePlan:
     largest_bytes: int
 
     def slots(self) -> int:
-        """How many processes send at once; a process may send a file while it receives one from each of them."""
+        """The number of processes that send at once; a process may send a file while it receives one from each of them."""
         at_once = self.budget_bytes // 2 // max(1, self.largest_bytes) - 1
         return max(1, min(len(self.senders), at_once))
 
@@ -71,7 +71,7 @@ def exchange(
     """Sends files to all processes; every process calls it.
 
     Args:
-      files: to send; none in a process that is no sender.
+      files: to send; none in a process that does not send.
       wanted: the names of the files that this process takes.
       receive: called with each of them.
       plan: the same in all processes.

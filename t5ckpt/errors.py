@@ -447,7 +447,9 @@ def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
     if first is None:
         return []
     template, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
-    lacking, excess = ([each.leaf for each in problems if each.kind == kind] for kind in ('missing', 'unexpected'))
+    lacking, excess = (
+        [problem.leaf for problem in problems if problem.kind == kind] for kind in ('missing', 'unexpected')
+    )
     rule = (
         value_rule(lacking, excess)
         or _scope_rule(template, held, problems)

@@ -81,10 +81,10 @@ def export_weights(
 
 def _rng_streams(leaves: LeafTable) -> set[Path]:
     """The leaves of NNX's ``RngStream``: typed keys called ``key``, and the counters next to them."""
-    found: set[Path] = set()
+    streams: set[Path] = set()
     for path, leaf in leaves.items():
         # A variable of NNX has its array below it, as 'value'.
-        at = len(path) - 2 if path[-1] == 'value' else len(path) - 1
-        if at > 0 and path[at] == 'key' and is_key(getattr(leaf, 'dtype', None)):
-            found |= {path, (*path[:at], 'count', *path[at + 1 :])}
-    return found
+        key_index = len(path) - 2 if path[-1] == 'value' else len(path) - 1
+        if key_index > 0 and path[key_index] == 'key' and is_key(getattr(leaf, 'dtype', None)):
+            streams |= {path, (*path[:key_index], 'count', *path[key_index + 1 :])}
+    return streams

@@ -125,11 +125,11 @@ def plot_layers(values: Mapping[tuple[str, str], float], title: str, ax: Any = N
 
 def _first(values: Mapping[tuple[str, str], float], axis: int, rank: Callable[[list[float]], Any]) -> list[str]:
     """The names along an axis that rank highest, in their order; as many as there is room for."""
-    found: dict[str, list[float]] = {}
+    values_by_key: dict[str, list[float]] = {}
     for key, value in values.items():
-        found.setdefault(key[axis], []).append(value)
-    kept = set(sorted(found, key=lambda name: rank(found[name]), reverse=True)[: _MAX_LAYERS[axis]])
-    return [name for name in found if name in kept]
+        values_by_key.setdefault(key[axis], []).append(value)
+    kept = set(sorted(values_by_key, key=lambda name: rank(values_by_key[name]), reverse=True)[: _MAX_LAYERS[axis]])
+    return [name for name in values_by_key if name in kept]
 
 
 def _label(name: str) -> str:

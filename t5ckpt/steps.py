@@ -92,8 +92,8 @@ def latest_step(
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
     """
-    found = newest(open_storage(checkpoints_dir, storage_options))
-    return None if found is None else found.step
+    listed = newest(open_storage(checkpoints_dir, storage_options))
+    return None if listed is None else listed.step
 
 
 @checks_kinds
@@ -155,8 +155,8 @@ def pin_checkpoint(
     """
     storage = open_storage(ckpt_dir, storage_options)
     parent, name = split_path(ckpt_dir)
-    found = inspect_name(open_storage(parent, storage_options), name) if name else None
-    layout = found.layout if found is not None and not found.is_t5x else ORBAX if is_orbax(storage, '') else None
+    listed = inspect_name(open_storage(parent, storage_options), name) if name else None
+    layout = listed.layout if listed is not None and not listed.is_t5x else ORBAX if is_orbax(storage, '') else None
     if layout is not None:
         cure = (
             'Keep policies delete such a step only with prune_other_layouts (--other-layouts). To pin the values, '

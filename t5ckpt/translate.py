@@ -79,11 +79,13 @@ class CheckpointTranslator:
         unmatched: list[str] = []
         clashes: dict[str, list[str]] = {}
         for key, value in flatdict.items():
-            found = next(((match, rule) for pattern, rule in self.rules if (match := pattern.fullmatch(key))), None)
-            if found is None:
+            match_and_rule = next(
+                ((match, rule) for pattern, rule in self.rules if (match := pattern.fullmatch(key))), None
+            )
+            if match_and_rule is None:
                 unmatched.append(key)
                 continue
-            match, rule = found
+            match, rule = match_and_rule
             new, new_value = rule(opts, key, value, *match.groups())
             became[key] = new
             if new is not None:
@@ -225,7 +227,9 @@ def _apply_rules(
             )
     patterns = [pattern for pattern, _ in compiled]
     # Of two rules with the same pattern, the second never applies.
-    return source, [each.pattern for i, each in enumerate(patterns) if each in unused or each in patterns[:i]]
+    return source, [
+        pattern.pattern for i, pattern in enumerate(patterns) if pattern in unused or pattern in patterns[:i]
+    ]
 
 
 def _expanded(match: re.Match[str], replacement: str) -> str:

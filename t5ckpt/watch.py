@@ -55,10 +55,10 @@ def checkpoints_iterator(
 def _steps(
     storage: Storage, after: int | None, every: bool, wait: Callable[[bool], bool], hold_seconds: float | None
 ) -> Iterator[int]:
-    found = False
-    while wait(found):
+    has_new = False
+    while wait(has_new):
         new = [step for step in steps_in(storage) if after is None or step > after]
-        found = bool(new)
+        has_new = bool(new)
         if not new:
             continue
         step = new[0] if every else new[-1]
@@ -78,10 +78,10 @@ def _waiter(timeout: float | None, poll_seconds: float) -> Callable[[bool], bool
     """
     started: float | None = None
 
-    def wait(found: bool) -> bool:
+    def wait(has_new: bool) -> bool:
         nonlocal started
         now = time.monotonic()
-        if found or started is None:
+        if has_new or started is None:
             # Without waiting, because new steps may have been saved while the last one was evaluated.
             started = now
             return True

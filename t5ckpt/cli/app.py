@@ -52,9 +52,11 @@ def _with_verb(word: str) -> str:
     from t5ckpt.cli.import_ import command as import_
 
     words: dict[str, Collection[str]] = {'export': export.commands, 'import': import_.commands}
-    words['convert'] = next(each.type.choices for each in convert.params if isinstance(each.type, click.Choice))
-    found = [f't5ckpt {verb} {word}' for verb, formats in words.items() if word in formats]
-    return f' Did you mean {" or ".join(found)}?' if found else ''
+    words['convert'] = next(
+        parameter.type.choices for parameter in convert.params if isinstance(parameter.type, click.Choice)
+    )
+    matching = [f't5ckpt {verb} {word}' for verb, formats in words.items() if word in formats]
+    return f' Did you mean {" or ".join(matching)}?' if matching else ''
 
 
 @click.group(cls=_Verbs, context_settings={'help_option_names': ['-h', '--help']})

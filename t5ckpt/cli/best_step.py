@@ -34,12 +34,12 @@ def chosen(storage: Storage, metric: str | None, mode: str | None, cure: str | N
     """
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     policy = retention.recorded_policy()
-    known = () if policy is None else monitored_metrics(policy, None)
-    found = candidates(known, metric, mode)
-    if len(found) != 1:
+    monitored = () if policy is None else monitored_metrics(policy, None)
+    pairs = candidates(monitored, metric, mode)
+    if len(pairs) != 1:
         infos = _infos_with(retention, metric)
-        raise click.UsageError(_undefined(known, metric, infos, cure))
-    (name, best) = found[0]
+        raise click.UsageError(_undefined(monitored, metric, infos, cure))
+    (name, best) = pairs[0]
     infos = _infos_with(retention, name)
     step = best_of(infos, name, best)
     value = next((info.metrics[name] for info in infos if info.step == step), None)
@@ -47,16 +47,16 @@ def chosen(storage: Storage, metric: str | None, mode: str | None, cure: str | N
 
 
 def _undefined(
-    known: Sequence[tuple[str, str]], metric: str | None, infos: Sequence[StepInfo], cure: str | None
+    monitored: Sequence[tuple[str, str]], metric: str | None, infos: Sequence[StepInfo], cure: str | None
 ) -> str:
     """The error for a metric or a mode that neither the caller nor the keep policy defines."""
     if metric is not None:
         cure = cure or 'Pass --mode max or --mode min.'
         return f'the keep policy of the run does not define whether high or low values of {metric} are best. {cure}'
-    there = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
-    compared = ', '.join(f'{name} ({best})' for name, best in known) or 'no metric'
+    existing = ', '.join(sorted({name for info in infos for name in info.metrics})) or 'none'
+    compared = ', '.join(f'{name} ({best})' for name, best in monitored) or 'no metric'
     cure = cure or 'Pass METRIC and --mode max or --mode min.'
-    return f'the keep policy of the run compares {compared}; the metrics of the steps are: {there}. {cure}'
+    return f'the keep policy of the run compares {compared}; the metrics of the steps are: {existing}. {cure}'
 
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:

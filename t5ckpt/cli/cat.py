@@ -124,6 +124,8 @@ def _known_to_numpy(array: np.ndarray) -> np.ndarray:
 
 
 def _listed(array: np.ndarray) -> Any:
-    known = _known_to_numpy(array)
+    values = _known_to_numpy(array)
     # JSON has no complex numbers: each becomes [real, imaginary].
-    return np.stack([np.real(known), np.imag(known)], axis=-1).tolist() if known.dtype.kind == 'c' else known.tolist()
+    return (
+        np.stack([np.real(values), np.imag(values)], axis=-1).tolist() if values.dtype.kind == 'c' else values.tolist()
+    )

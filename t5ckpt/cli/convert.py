@@ -119,26 +119,30 @@ def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: 
 
 def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
     if as_json:
-        converted = [conversion_fields(each) for each in done.converted]
+        converted = [conversion_fields(conversion) for conversion in done.converted]
         print_json({**fields_of(done), 'converted': converted, 'dry_run': dry_run})
         return
     if done.there:
         print_line(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
-    for each in done.converted:
-        how = 'would be written' if dry_run else f'written: {human_bytes(each.nbytes)} in {each.seconds:.1f} s'
-        print_line(f'{each.path} {how}')
+    for conversion in done.converted:
+        how = (
+            'would be written'
+            if dry_run
+            else f'written: {human_bytes(conversion.nbytes)} in {conversion.seconds:.1f} s'
+        )
+        print_line(f'{conversion.path} {how}')
     if done.gone:
         print_line(f'deleted from the source during the conversion: {", ".join(map(str, done.gone))}')
-    dropped = sorted({name for each in done.converted for name in each.dropped})
+    dropped = sorted({name for conversion in done.converted for name in conversion.dropped})
     if dropped:
         _print_some(f'dropped {counted(len(dropped), "name")}', dropped)
-    _print_names({name for each in done.converted for name in each.left_out}, 'left out: ')
-    _print_names({option for each in done.converted for option in _idle(each)}, 'without effect: ')
+    _print_names({name for conversion in done.converted for name in conversion.left_out}, 'left out: ')
+    _print_names({option for conversion in done.converted for option in _idle(conversion)}, 'without effect: ')
 
 
 def _translator(path: str) -> CheckpointTranslator:
     try:
-        found = runpy.run_path(path).get('translator')
+        translator = runpy.run_path(path).get('translator')
     except OSError as error:
         raise click.UsageError(f'--rules {path}: {error.strerror}.') from error
     except Exception as error:
@@ -146,9 +150,9 @@ def _translator(path: str) -> CheckpointTranslator:
         lines_of_it = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f', line {lines_of_it[-1]}' if lines_of_it else ''
         raise click.UsageError(f'--rules {path}{where}: {type(error).__name__}: {error}') from error
-    if not isinstance(found, CheckpointTranslator):
+    if not isinstance(translator, CheckpointTranslator):
         raise click.UsageError(f'--rules {path}: defines no `translator`, a t5ckpt.CheckpointTranslator.')
-    return found
+    return translator
 
 
 def conversion_fields(done: Conversion) -> dict[str, Any]:

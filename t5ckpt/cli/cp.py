@@ -137,8 +137,8 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, arg
             dry_run=arguments['dry_run'],
             progress=report,
         )
-        found = find_checkpoint(source, step)
-        sources = [*arguments['average'], found] if arguments['average'] else found
+        checkpoint = find_checkpoint(source, step)
+        sources = [*arguments['average'], checkpoint] if arguments['average'] else checkpoint
         done = rewrite_checkpoint(sources, target, changes, options)
     if as_json:
         print_json({**conversion_fields(done), 'dry_run': options.dry_run})

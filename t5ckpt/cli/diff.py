@@ -62,26 +62,26 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
         )
     with progress('comparing') as report:
         views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
-        found = diff(*views, values=not how['no_values'], progress=report)
-    leaves = found.leaves if top is None else _first(found, top)
-    layers = found.by_layer()
+        difference = diff(*views, values=not how['no_values'], progress=report)
+    leaves = difference.leaves if top is None else _first(difference, top)
+    layers = difference.by_layer()
     if top is not None:
         layers = sorted(layers, key=lambda layer: -layer.weight)[:top]
     if as_json:
         fields, sums = ([without_nan(dataclasses.asdict(leaf)) for leaf in each] for each in (leaves, layers))
-        counts = {'same': found.same, 'different': len(found.leaves)}
-        print_json({'a': found.a, 'b': found.b, **counts, 'leaves': fields, 'layers': sums})
-        return int(bool(found))
-    print_line(found.title)
+        counts = {'same': difference.same, 'different': len(difference.leaves)}
+        print_json({'a': difference.a, 'b': difference.b, **counts, 'leaves': fields, 'layers': sums})
+        return int(bool(difference))
+    print_line(difference.title)
     rows = layers if how['by_layer'] else leaves
     if rows:
-        _print_rows(dataclasses.replace(found, leaves=tuple(rows)), by_layer=how['by_layer'])
-    return int(bool(found))
+        _print_rows(dataclasses.replace(difference, leaves=tuple(rows)), by_layer=how['by_layer'])
+    return int(bool(difference))
 
 
-def _print_rows(found: CheckpointDiff, *, by_layer: bool) -> None:
-    titles: tuple[str, ...] = tuple(found.columns)
-    rows = found.rows()
+def _print_rows(difference: CheckpointDiff, *, by_layer: bool) -> None:
+    titles: tuple[str, ...] = tuple(difference.columns)
+    rows = difference.rows()
     if by_layer:
         titles = ('layer', 'leaves', *titles[-2:])
         rows = [[name, a.split()[0], *sizes] for name, _, a, _, *sizes in rows]
@@ -92,20 +92,23 @@ def _selected(views: Sequence[CheckpointView], pattern: str | None) -> list[Chec
     """The leaves of a pattern on each side; only one of the sides may have none."""
     if pattern is None:
         return [*views]
-    found: list[CheckpointView | None] = []
+    selections: list[CheckpointView | None] = []
     message = ''
     for view in views:
         try:
-            found.append(view.select(pattern))
+            selections.append(view.select(pattern))
         except CheckpointNotFoundError as error:
-            found.append(None)
+            selections.append(None)
             message = str(error)
-    if all(each is None for each in found):
+    if all(selection is None for selection in selections):
         fail(message, Exit.NO)
-    return [view.without_leaves() if each is None else each for view, each in zip(views, found, strict=True)]
+    return [
+        view.without_leaves() if selection is None else selection
+        for view, selection in zip(views, selections, strict=True)
+    ]
 
 
-def _first(found: CheckpointDiff, count: int) -> list[LeafDiff]:
+def _first(difference: CheckpointDiff, count: int) -> list[LeafDiff]:
     """The leaves with the largest differences, then the leaves whose values were not compared."""
-    moved = found.top(count)
-    return [*moved, *(leaf for leaf in found.leaves if leaf not in moved)][:count]
+    moved = difference.top(count)
+    return [*moved, *(leaf for leaf in difference.leaves if leaf not in moved)][:count]

@@ -49,11 +49,11 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     """
     paths = tier_paths(path, tier, default=BOTH)
     record = None if None in paths else record_in(path)
-    found: list[_Row] = []
+    rows: list[_Row] = []
     code = Exit.DONE
     for name, location in paths.items():
         try:
-            found += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
+            rows += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
         except T5CkptError as error:
             if name != PERSISTENT or len(paths) == 1:
                 raise
@@ -61,12 +61,12 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
             code = code_of(error)
     if record is not None and PERSISTENT in paths and code == Exit.DONE:
         _warn_of_another_run(record)
-    found.sort(key=lambda row: row.entry.step)
+    rows.sort(key=lambda row: row.entry.step)
     if as_json:
-        print_json([{**fields_of(row.entry), 'tier': row.tier} for row in found])
+        print_json([{**fields_of(row.entry), 'tier': row.tier} for row in rows])
         return code
-    if found:
-        _print_rows(found)
+    if rows:
+        _print_rows(rows)
     else:
         print_line(
             f'no complete checkpoint in {" or ".join(open_storage(location).url() for location in paths.values())}',
@@ -99,38 +99,38 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
     """The steps of one run or local directory, each with the reasons to keep it."""
     storage = run_at(path) if tier != PERSISTENT else open_run_storage(path)
     entries = summaries(storage)
-    found = [entry for entry in entries if entry.complete or entry.reason or show_all]
-    if not found and (record is None or (tier == PERSISTENT and record.is_shared)):
+    listed = [entry for entry in entries if entry.complete or entry.reason or show_all]
+    if not listed and (record is None or (tier == PERSISTENT and record.is_shared)):
         check_exists(storage)
         if runs_below(storage):
             raise no_checkpoint(storage)
-    foreign = None if found else foreign_layout(storage)
+    foreign = None if listed else foreign_layout(storage)
     if foreign is not None:
         raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
-    if not found and is_orbax(storage, ''):
+    if not listed and is_orbax(storage, ''):
         raise CheckpointNotFoundError(
             f'{path} is one checkpoint of Orbax, not a run. t5ckpt show {path} lists its leaves.'
         )
-    found = with_reasons(storage, found, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
+    listed = with_reasons(storage, listed, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]
     if broken:
         print_line(
             f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True
         )
-    return found
+    return listed
 
 
-def _print_rows(found: list[_Row]) -> None:
+def _print_rows(rows: list[_Row]) -> None:
     now = time.time()
-    entries = [row.entry for row in found]
+    entries = [row.entry for row in rows]
     names = sorted({name for entry in entries for name in entry.metrics})
-    has_tiers = any(row.tier is not None for row in found)
+    has_tiers = any(row.tier is not None for row in rows)
     columns = [Column('step', right=True), *[Column('tier')] * has_tiers]
     columns += [Column('size', right=True), Column('age', right=True)]
     columns += [Column(name, right=True) for name in names]
     has_layouts = any(entry.layout != 't5x' for entry in entries)
     columns += [Column('layout')] * has_layouts + [Column('state'), Column('kept because')]
-    print_table(columns, [_cells(row, names, now, has_layouts) for row in found])
+    print_table(columns, [_cells(row, names, now, has_layouts) for row in rows])
 
 
 def _cells(row: _Row, names: list[str], now: float, has_layouts: bool) -> list[str]:

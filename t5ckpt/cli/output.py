@@ -124,9 +124,9 @@ def print_json(value: Any) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -201,8 +201,8 @@ def print_decisions(plan: Iterable[tuple[str | None, Decision]]) -> None:
     print_table(
         columns,
         [
-            [str(each.step), *[tier or ''] * has_tiers, 'keep' if each.keep else 'delete', each.reason]
-            for tier, each in rows
+            [str(decision.step), *[tier or ''] * has_tiers, 'keep' if decision.keep else 'delete', decision.reason]
+            for tier, decision in rows
         ],
     )
 

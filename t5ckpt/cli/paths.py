@@ -43,7 +43,7 @@ def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, A
     Raises:
       click.UsageError: the path of a run names a step, or ``--step`` names one as well.
     """
-    found: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     for param in command.params:
         value = given.get(param.name)
         if param.type not in (CHECKPOINT, RUN) or value is None:
@@ -51,8 +51,8 @@ def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, A
         is_run = param.type is RUN
         several = isinstance(value, tuple)
         paths = [_resolved(path, given, is_run, param) for path in (value if several else (value,))]
-        found[param.name] = tuple(paths) if several else paths[0]
-    return found
+        resolved[param.name] = tuple(paths) if several else paths[0]
+    return resolved
 
 
 def paths_of(command: click.Command, given: Mapping[str, Any]) -> list[str]:
@@ -63,12 +63,12 @@ def paths_of(command: click.Command, given: Mapping[str, Any]) -> list[str]:
 
 def remote_paths(paths: Sequence[str]) -> list[str]:
     """The paths that are not on a file system."""
-    found: list[str] = []
+    remote: list[str] = []
     for path in paths:
         # The verb reports the error of a malformed path.
         with contextlib.suppress(T5CkptError):
-            found += [] if open_storage(path).is_file_system else [path]
-    return found
+            remote += [] if open_storage(path).is_file_system else [path]
+    return remote
 
 
 def checkpoints_of(paths: Sequence[str], steps: Sequence[int]) -> list[str]:
@@ -81,8 +81,8 @@ def checkpoints_of(paths: Sequence[str], steps: Sequence[int]) -> list[str]:
         raise click.UsageError(
             '--step names steps of one run. For several paths, name each step in its path: run@1200.'
         )
-    found = [locate(path, step) for path in paths for step in steps or (None,)]
-    return list(dict.fromkeys(each.storage.url(each.directory) for each in found))
+    located = [locate(path, step) for path in paths for step in steps or (None,)]
+    return list(dict.fromkeys(checkpoint.storage.url(checkpoint.directory) for checkpoint in located))
 
 
 def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Parameter) -> str:
@@ -131,12 +131,12 @@ def _refuse_file(path: str, run: str) -> None:
 
 def _refuse_misnamed(path: str) -> None:
     """Raises click.UsageError for ``run@bset`` if the run exists, and no file has the whole name."""
-    found = _MISNAMED.fullmatch(path)
-    if found is None or open_storage(path).kind('') is not None or open_storage(found['run']).kind('') != 'dir':
+    match = _MISNAMED.fullmatch(path)
+    if match is None or open_storage(path).kind('') is not None or open_storage(match['run']).kind('') != 'dir':
         return
-    word, rest = found['word'], found['rest']
+    word, rest = match['word'], match['rest']
     near = difflib.get_close_matches(word.lower(), ('latest', 'best'), 1)
-    meant = f' Did you mean {found["run"]}@{near[0]}{rest if near[0] == "best" else ""}?' if near else ''
+    meant = f' Did you mean {match["run"]}@{near[0]}{rest if near[0] == "best" else ""}?' if near else ''
     raise click.UsageError(
         f'{path}: no such file or directory, and {word}{rest} names no step. Write the number of a step, latest, best or '
         f'best:METRIC after @.{meant}'

@@ -86,30 +86,30 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
     """
     tiers = [_planned(name, run_at(location), rules) for name, location in tier_paths(path, tier).items()]
     plan = sorted(
-        ((each.name, decision) for each in tiers for decision in each.plan),
-        key=lambda each: (each[1].step, str(each[0])),
+        ((tier.name, decision) for tier in tiers for decision in tier.plan),
+        key=lambda item: (item[1].step, str(item[0])),
     )
     _check_present(rules['steps'], [decision.step for _, decision in plan])
-    others = sorted({step for each in tiers for step in each.others})
+    other_steps = sorted({step for tier in tiers for step in tier.others})
     if not as_json:
-        for note in dict.fromkeys(each.note for each in tiers if each.note is not None):
+        for note in dict.fromkeys(tier.note for tier in tiers if tier.note is not None):
             print_line(note)
         print_decisions(plan)
-        _print_others(others)
-    doomed = sum(len(each.doomed) for each in tiers)
+        _print_others(other_steps)
+    doomed = sum(len(tier.doomed) for tier in tiers)
     deleted: list[int] = []
     if doomed and not dry_run:
         confirm(f'Delete {doomed:,} of {counted(len(plan), "step")}?', yes)
-        deleted = list(dict.fromkeys(step for each in tiers for step in each.carry_out()))
-    left = [] if dry_run else [decision for each in tiers for decision in each.left()]
-    failed = {each.step: each.reason if each.keep else 'the storage did not delete it' for each in left}
+        deleted = list(dict.fromkeys(step for tier in tiers for step in tier.carry_out()))
+    left = [] if dry_run else [decision for tier in tiers for decision in tier.left()]
+    failed = {decision.step: decision.reason if decision.keep else 'the storage did not delete it' for decision in left}
     if as_json:
         print_json(
             {
                 'plan': decision_fields(plan),
                 'deleted': deleted,
                 'failed': failed,
-                'not_counted': others,
+                'not_counted': other_steps,
                 'mode': tiers[0].mode,
                 'dry_run': dry_run,
             }
@@ -119,7 +119,7 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
     if failed and not as_json:
         print_line(f'not deleted: {", ".join(f"{step} ({reason})" for step, reason in failed.items())}', err=True)
     if failed:
-        raise click.exceptions.Exit(Exit.NO if all(each.keep for each in left) else Exit.STORAGE)
+        raise click.exceptions.Exit(Exit.NO if all(decision.keep for decision in left) else Exit.STORAGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Planned:
 
         Steps that another process has deleted in the meantime do not count as failed.
         """
-        return [each for each in self.retention.plan() if each.step in self.doomed] if self.doomed else []
+        return [decision for decision in self.retention.plan() if decision.step in self.doomed] if self.doomed else []
 
 
 def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _Planned:
@@ -177,8 +177,10 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
     retention.policy = _policy({**rules, 'mode': mode})
     decided = sorted([*retention.plan(), *retention.undecided()], key=lambda decision: decision.step)
     plan = [
-        dataclasses.replace(each, reason=pin_reason(storage, step_dir(each.step))) if each.reason == 'pinned' else each
-        for each in decided
+        dataclasses.replace(decision, reason=pin_reason(storage, step_dir(decision.step)))
+        if decision.reason == 'pinned'
+        else decision
+        for decision in decided
     ]
     if not plan:
         check_exists(storage)
@@ -191,17 +193,17 @@ def _summary(deleted: Sequence[int], doomed: int, steps: int, *, dry_run: bool) 
     return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
 
 
-def _print_others(others: Sequence[int]) -> None:
-    if others:
+def _print_others(steps: Sequence[int]) -> None:
+    if steps:
         print_line(
-            f'not counted: {counted(len(others), "step")} of Orbax or Flax ({some_of(list(map(str, others)), 10)}). '
+            f'not counted: {counted(len(steps), "step")} of Orbax or Flax ({some_of(list(map(str, steps)), 10)}). '
             '--other-layouts counts and deletes them, too.'
         )
 
 
 def _others(storage: Storage) -> list[int]:
     """The steps of Orbax and Flax, where --other-layouts works."""
-    return [each.step for each in listing(storage).steps if not each.is_t5x] if storage.is_file_system else []
+    return [listed.step for listed in listing(storage).steps if not listed.is_t5x] if storage.is_file_system else []
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:
@@ -218,8 +220,8 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
     if missing is not None:
         raise click.UsageError(f'--best: {missing} Nothing was deleted.')
     policy = retention.recorded_policy()
-    known = () if policy is None else monitored_metrics(policy, None)
-    recorded = sorted({best for name, best in known if name == metric})
+    monitored = () if policy is None else monitored_metrics(policy, None)
+    recorded = sorted({best for name, best in monitored if name == metric})
     if mode is None and len(recorded) != 1:
         raise click.UsageError(
             f'--best {metric}: the keep policy of the run does not define whether high or low values are best. Pass '
@@ -240,9 +242,9 @@ def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
     """
     absent = sorted(set(wanted) - set(steps))
     if absent:
-        there = f'it has {some_of(sorted(map(str, set(steps)), key=int), 20, ", ")}' if steps else 'it has none'
+        existing = f'it has {some_of(sorted(map(str, set(steps)), key=int), 20, ", ")}' if steps else 'it has none'
         raise click.UsageError(
-            f'--keep-step: the run has no step {", ".join(map(str, absent))}; {there}. Nothing was deleted.'
+            f'--keep-step: the run has no step {", ".join(map(str, absent))}; {existing}. Nothing was deleted.'
         )
 
 

@@ -84,9 +84,9 @@ def in_shell_terms(text: str, command: click.Command | None) -> str:
     return Lines(result) if isinstance(text, Lines) else result
 
 
-def _once_each(option: str, found: re.Match[str]) -> str:
+def _once_each(option: str, match: re.Match[str]) -> str:
     """A list of texts as arguments in a shell: the option is repeated for each."""
-    return ' '.join(f'{option} {_quoted(text)}' for text in ast.literal_eval(found[1]))
+    return ' '.join(f'{option} {_quoted(text)}' for text in ast.literal_eval(match[1]))
 
 
 def _quoted(text: str) -> str:
@@ -106,10 +106,10 @@ def _escaped(character: str) -> str:
 def _options_of(command: click.Command | None) -> Mapping[str, str]:
     if command is None:
         return {}
-    found = {
+    options = {
         param.name: max(param.opts, key=len)
         for param in command.params
         if isinstance(param, click.Option) and param.name
     }
-    of_library = {option.removeprefix('--').replace('-', '_'): option for option in found.values()}
-    return {name: option for name, option in {**of_library, **found}.items() if len(name) > 1}
+    of_library = {option.removeprefix('--').replace('-', '_'): option for option in options.values()}
+    return {name: option for name, option in {**of_library, **options}.items() if len(name) > 1}

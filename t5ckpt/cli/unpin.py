@@ -30,11 +30,11 @@ def command(paths: tuple[str, ...], steps: tuple[int, ...], as_json: bool) -> No
     were = [path for path in checkpoints if is_pinned_checkpoint(path)]
     for path in were:
         unpin_checkpoint(path)
-    others = [path for path in checkpoints if path not in were]
+    not_pinned = [path for path in checkpoints if path not in were]
     if as_json:
-        print_json({'unpinned': were, 'not_pinned': others})
+        print_json({'unpinned': were, 'not_pinned': not_pinned})
     else:
-        for text in [f'unpinned {path}' for path in were] + [f'was not pinned: {path}' for path in others]:
+        for text in [f'unpinned {path}' for path in were] + [f'was not pinned: {path}' for path in not_pinned]:
             print_line(text)
-    if others:
+    if not_pinned:
         raise click.exceptions.Exit(1)

@@ -148,7 +148,7 @@ class Verb(Summarized):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             hidden = {option for param in self.params if getattr(param, 'hidden', False) for option in param.opts}
-            vars(error)['possibilities'] = [each for each in error.possibilities or () if each not in hidden]
+            vars(error)['possibilities'] = [option for option in error.possibilities or () if option not in hidden]
             raise
         except click.BadParameter as error:
             value = re.match("'(.*?)' is not one of", error.message)
@@ -194,8 +194,8 @@ def _storage_options(ctx: click.Context, given: list[str]) -> Mapping[str, Any]:
     """
     pairs: dict[str, str] = {}
     for text in ctx.meta.get('t5ckpt.storage_option', ()):
-        key, found, value = text.partition('=')
-        if not found or not key:
+        key, separator, value = text.partition('=')
+        if not separator or not key:
             raise click.UsageError(f'--storage-option {text!r}: write KEY=VALUE, such as region=us-east-1.', ctx)
         pairs[key.replace('-', '_')] = value
     if ctx.meta.get('t5ckpt.anonymous'):

@@ -45,29 +45,29 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
       t5ckpt verify run/checkpoint_1000 --full
       t5ckpt verify run --full --json | jq '.damages[].file'
     """
-    found: dict[str | None, VerifyReport] = {}
+    reports: dict[str | None, VerifyReport] = {}
     lacking: dict[str | None, T5CkptError] = {}
     for name, location in tier_paths(path, tier).items():
         try:
             with progress('verifying') as report:
-                found[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
+                reports[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
         except (CheckpointNotFoundError, StorageError) as error:
             if tier != BOTH:
                 raise
             lacking[name] = error
-    if not found:
+    if not reports:
         raise next(iter(lacking.values()))
-    is_ok = all(each.ok for each in found.values())
+    is_ok = all(report.ok for report in reports.values())
     if as_json and tier != BOTH:
-        (one,) = found.values()
+        (one,) = reports.values()
         print_json(_fields(one))
     elif as_json:
-        tiers = [{'tier': name, **_fields(each)} for name, each in found.items()]
+        tiers = [{'tier': name, **_fields(report)} for name, report in reports.items()]
         unverified = [{'tier': name, 'error': str(error)} for name, error in lacking.items()]
         print_json({'ok': is_ok, 'tiers': tiers, 'unverified': unverified})
     else:
-        for each in found.values():
-            click.echo(in_shell_terms(str(each), click.get_current_context().command))
+        for report in reports.values():
+            click.echo(in_shell_terms(str(report), click.get_current_context().command))
     for name, error in lacking.items():
         print_line(f'tier {name} is not verified: {error}', err=True)
     away = [error for error in lacking.values() if isinstance(error, StorageError)]

@@ -180,12 +180,12 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         sidecar=found.sidecar,
         t5x_inlines=dict.fromkeys(found.inline, True),
     )
-    facts = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)
+    names = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)
     if options.dry_run:
         rehearse(found.table, request)
-        return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *facts)
+        return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *names)
     done = write_stream(found.table, request)
-    return Conversion(step, done.path, done.nbytes, done.seconds, *facts)
+    return Conversion(step, done.path, done.nbytes, done.seconds, *names)
 
 
 def write_import(

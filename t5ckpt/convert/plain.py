@@ -222,8 +222,8 @@ def import_npz(
     with contextlib.ExitStack() as opened:
         with npz_errors(path):
             archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_source(path))))
-        found = npz_arrays(archive, path)
-        arrays = {array.member: (array.name, _npy(archive, array, path)) for array in found}
+        headers = npz_arrays(archive, path)
+        arrays = {array.member: (array.name, _npy(archive, array, path)) for array in headers}
         return _import(path, checkpoints_dir, options, arrays)
 
 

@@ -128,8 +128,8 @@ def rewrite_checkpoint(
     new_paths = _renamed(kept, changes.rename)
     identity = {
         'format': 't5x',
-        'paths': [each.located.url for each in contents],
-        'stamps': [stamp_of(each.located) for each in contents],
+        'paths': [checkpoint.located.url for checkpoint in contents],
+        'stamps': [stamp_of(checkpoint.located) for checkpoint in contents],
         'changes': _recorded(changes),
     }
     found = Found(
@@ -163,8 +163,8 @@ def _iterator_files(located: Located) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in names:
         key = join(directory, name)
-        found = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
-        files |= {below.removeprefix(f'{directory}/'): storage.read(below) for below in found}
+        keys = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
+        files |= {below.removeprefix(f'{directory}/'): storage.read(below) for below in keys}
     return files
 
 
@@ -177,12 +177,13 @@ def _is_floating(leaf: Any) -> bool:
 
 def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> _Leaves:
     sources = [
-        {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(each).items()} for each in contents
+        {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(checkpoint).items()}
+        for checkpoint in contents
     ]
     last = sources[-1]
     problems: list[LeafProblem] = []
-    for each, leaves in zip(contents[:-1], sources[:-1], strict=True):
-        problems += _differences(leaves, last, each.located.url, parameters)
+    for checkpoint, leaves in zip(contents[:-1], sources[:-1], strict=True):
+        problems += _differences(leaves, last, checkpoint.located.url, parameters)
     if problems:
         where = f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
         raise mismatch_error(problems, where, dict.fromkeys({problem.kind for problem in problems}, _UNLIKE))
@@ -226,11 +227,11 @@ def _differences(
     )
     problems: list[LeafProblem] = []
     for name in sorted(facts.keys() | expected_facts.keys()):
-        found, expected = facts.get(name), expected_facts.get(name)
-        if found != expected:
-            texts = ['' if each is None else f'{each[0]} {each[1]}' for each in (found, expected)]
-            unlike = 'dtype' if found and expected and found[1] == expected[1] else 'shape'
-            cause = 'missing' if found is None else 'unexpected' if expected is None else unlike
+        actual, expected = facts.get(name), expected_facts.get(name)
+        if actual != expected:
+            texts = ['' if fact is None else f'{fact[0]} {fact[1]}' for fact in (actual, expected)]
+            unlike = 'dtype' if actual and expected and actual[1] == expected[1] else 'shape'
+            cause = 'missing' if actual is None else 'unexpected' if expected is None else unlike
             problems.append(LeafProblem(name, cause, texts[0], texts[1], f'({where})'))
     return problems
 

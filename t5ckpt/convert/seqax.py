@@ -207,10 +207,10 @@ def import_seqax(
       step: which step; None takes the latest.
       overwrite: replaces a checkpoint of that step.
     """
-    table, found = read_seqax(path, step)
-    source = {'format': 'seqax', 'path': os.fspath(path), 'step': found}
+    table, source_step = read_seqax(path, step)
+    source = {'format': 'seqax', 'path': os.fspath(path), 'step': source_step}
     return write_stream(
-        table, StreamRequest(open_run_storage(checkpoints_dir), found, overwrite=overwrite, source=source)
+        table, StreamRequest(open_run_storage(checkpoints_dir), source_step, overwrite=overwrite, source=source)
     )
 
 

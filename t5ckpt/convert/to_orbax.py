@@ -117,10 +117,10 @@ def source_of(located: Located) -> Mapping[str, Any]:
 def recorded_source(directory: str) -> Mapping[str, Any]:
     """The identity of the source and the options that a step was converted with; {} for a step that Orbax saved."""
     try:
-        found = json.loads(pathlib.Path(local_output(directory), CONVERTED_FROM).read_bytes())
+        record = json.loads(pathlib.Path(local_output(directory), CONVERTED_FROM).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:

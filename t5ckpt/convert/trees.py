@@ -54,10 +54,10 @@ def optimizer_leaves(table: Iterable[Path]) -> set[Path]:
     Warns if there are none, since a program may store its optimizer's state under another name.
     """
     paths = list(table)
-    found = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
-    if not found:
+    optimizer_paths = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
+    if not optimizer_paths:
         warn_no_optimizer(root_names(paths))
-    return found
+    return optimizer_paths
 
 
 def convert_tree(
@@ -189,12 +189,12 @@ def _open_flax(source: str) -> Contents | LargeFile:
         located = locate(source)
     else:
         steps = {entry.name: _number(entry.name) for entry in storage.entries() if not entry.is_dir}
-        found = {step: name for name, step in steps.items() if step is not None and name.startswith('checkpoint')}
-        if not found:
+        by_step = {step: name for name, step in steps.items() if step is not None and name.startswith('checkpoint')}
+        if not by_step:
             raise CheckpointNotFoundError(
                 f'{source} has no file of Flax such as checkpoint_100. If it has directories of that name, convert orbax.'
             )
-        located = locate(f'{source.rstrip("/")}/{found[max(found)]}')
+        located = locate(f'{source.rstrip("/")}/{by_step[max(by_step)]}')
     step = _number(split_path(located.url)[1])
     located = dataclasses.replace(located, step=step)
     path = located.storage.local_path(join(located.directory, located.manifest))
@@ -225,9 +225,9 @@ def _open_jax(source: str) -> Contents:
     table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    found = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, zarr3=True)
+    arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, zarr3=True)
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, unflatten(table | found)), NO_SIDECAR)
+    return Contents(located, Manifest(3, unflatten(table | arrays)), NO_SIDECAR)
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {

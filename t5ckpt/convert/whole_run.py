@@ -81,20 +81,20 @@ def convert_run(
     run, target = open_run_storage(source), open_run_storage(directory)
     chosen = _chosen_steps(run, kind, None if steps is None else given_steps(steps))
     converted = [] if options.overwrite else _converted_before(run, target, chosen, kind, options)
-    remaining = [each for each in chosen if each.step not in converted]
+    remaining = [listed_step for listed_step in chosen if listed_step.step not in converted]
     conversions: list[Conversion] = []
     gone: list[int] = []
     logged: set[str] = set()
-    for each in remaining:
+    for listed_step in remaining:
         part = dataclasses.replace(
             options, progress=_part(options.progress, len(conversions) + len(gone), len(remaining))
         )
         try:
-            conversions.append(_convert(kind, run, each, target, part, logged))
+            conversions.append(_convert(kind, run, listed_step, target, part, logged))
         except CheckpointNotFoundError:
-            if inspect_step(run, each.step) is not None:
+            if inspect_step(run, listed_step.step) is not None:
                 raise
-            gone.append(each.step)
+            gone.append(listed_step.step)
     return RunConversion(target.url(), tuple(conversions), tuple(converted), tuple(gone))
 
 
@@ -104,18 +104,18 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
     listed = listing(run)
     # A step that cannot be inspected is an error and not left out.
     numbers = listed.numbers
-    of_layout = [each for each in listed.steps if each.layout in _LAYOUTS[kind]]
-    missing = sorted(set(steps or ()) - {each.step for each in of_layout})
+    of_layout = [listed_step for listed_step in listed.steps if listed_step.layout in _LAYOUTS[kind]]
+    missing = sorted(set(steps or ()) - {listed_step.step for listed_step in of_layout})
     if missing or not of_layout:
         asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
-        other_layouts = sorted({each.layout for each in listed.steps} - {*_LAYOUTS[kind]})
+        other_layouts = sorted({listed_step.layout for listed_step in listed.steps} - {*_LAYOUTS[kind]})
         count = counted(len(numbers) - len(of_layout), 'step')
         of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''
-        existing = some_of([str(each.step) for each in of_layout], 10) if of_layout else 'none'
+        existing = some_of([str(listed_step.step) for listed_step in of_layout], 10) if of_layout else 'none'
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
         )
-    return [each for each in of_layout if steps is None or each.step in steps]
+    return [listed_step for listed_step in of_layout if steps is None or listed_step.step in steps]
 
 
 def _converted_before(
@@ -127,16 +127,16 @@ def _converted_before(
       CheckpointExistsError: a step was not converted from the one in the source, or with other options.
     """
     layout = ORBAX if kind == TO_ORBAX else T5X
-    existing = {each.step: each for each in listing(target).steps} if target.root_kind() == 'dir' else {}
+    existing = {listed.step: listed for listed in listing(target).steps} if target.root_kind() == 'dir' else {}
     converted: list[int] = []
-    for each in chosen:
-        existing_step = existing.get(each.step)
+    for listed in chosen:
+        existing_step = existing.get(listed.step)
         if existing_step is None:
             continue
-        recorded, source = _recorded(target, existing_step, kind), _source(kind, run.url(each.name))
+        recorded, source = _recorded(target, existing_step, kind), _source(kind, run.url(listed.name))
         if existing_step.layout != layout or {**recorded, 'options': None} != {**source, 'options': None}:
             raise CheckpointExistsError(
-                f'{target.url(existing_step.name)} exists and was not converted from {run.url(each.name)} as it is now. {_CURE}'
+                f'{target.url(existing_step.name)} exists and was not converted from {run.url(listed.name)} as it is now. {_CURE}'
             )
         if recorded != {**source, **options.recorded}:
             was, now = recorded.get('options', {}), options.recorded.get('options', {})
@@ -144,7 +144,7 @@ def _converted_before(
             raise CheckpointExistsError(
                 f'{target.url(existing_step.name)} exists and was converted with other options ({differing}). {_CURE}'
             )
-        converted.append(each.step)
+        converted.append(listed.step)
     return converted
 
 
@@ -158,13 +158,13 @@ def _source(kind: str, source: str) -> Mapping[str, Any]:
 
 
 def _convert(
-    kind: str, run: Storage, each: ListedStep, target: Storage, options: ConvertOptions, logged: set[str]
+    kind: str, run: Storage, listed_step: ListedStep, target: Storage, options: ConvertOptions, logged: set[str]
 ) -> Conversion:
     """Converts a step; logs the items that it leaves out and that are not in ``logged``."""
-    source = run.url(each.name)
+    source = run.url(listed_step.name)
     if kind == TO_ORBAX:
-        return convert_to_orbax_run(source, target.url(), each.step, options)
-    found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=each.step)
+        return convert_to_orbax_run(source, target.url(), listed_step.step, options)
+    found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=listed_step.step)
     new = tuple(name for name in found.left_out if name not in logged)
     logged.update(new)
     log_left_out(dataclasses.replace(found, left_out=new), source)

@@ -81,13 +81,13 @@ def checks_options(kind: _C) -> _C:
 
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """For each parameter that can be checked, the classes that its annotation joins."""
-    found = {}
+    kinds = {}
     for name, hint in typing.get_type_hints(function).items():
         joined = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
-        classes = tuple(typing.get_origin(each) or each for each in joined)
+        classes = tuple(typing.get_origin(joined_class) or joined_class for joined_class in joined)
         if name != 'return' and all(map(_is_checked, classes)):
-            found[name] = classes
-    return found
+            kinds[name] = classes
+    return kinds
 
 
 def _is_checked(kind: Any) -> bool:

@@ -85,13 +85,13 @@ def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:
     """
     try:
         # Python counts a bool as an integer, but keep=True is a mistake.
-        found = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+        converted = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
-        found = None
-    if found is None or found < least:
+        converted = None
+    if converted is None or converted < least:
         tail = f' {otherwise}' if otherwise else ''
         raise ValueError(f'{name} must be an integer of at least {least}, got {shown(value)}.{tail}')
-    return found
+    return converted
 
 
 def given_step(step: Any) -> int | None:
@@ -113,16 +113,16 @@ def number(name: str, value: Any, *, least: float | None = None) -> float:
     Raises:
       ValueError: with the option and the value.
     """
-    found = math.nan
+    converted = math.nan
     if not isinstance(value, (bool, np.bool_, str, bytes)):
         try:
-            found = float(value)
+            converted = float(value)
         except (TypeError, ValueError, OverflowError):
-            found = math.nan
-    if not math.isfinite(found) or (found <= 0 if least is None else found < least):
+            converted = math.nan
+    if not math.isfinite(converted) or (converted <= 0 if least is None else converted < least):
         bound = 'above 0' if least is None else f'of at least {least:g}'
         raise ValueError(f'{name} must be a finite number {bound}, got {shown(value)}.')
-    return found
+    return converted
 
 
 def set_fields(policy: Any, **fields: Any) -> None:
@@ -217,12 +217,12 @@ def _check_takes_two(fn: Any) -> None:
     except TypeError as error:
         name = getattr(fn, '__name__', type(fn).__name__)
         needed = [
-            each.name
-            for each in signature.parameters.values()
-            if each.default is each.empty and each.kind is each.KEYWORD_ONLY
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
         ]
         cure = (
-            f'Bind its other arguments: functools.partial({name}, {", ".join(f"{each}=..." for each in needed)}).'
+            f'Bind its other arguments: functools.partial({name}, {", ".join(f"{option}=..." for option in needed)}).'
             if needed
             else 'Give it two parameters, and defaults to all others.'
         )

@@ -15,27 +15,27 @@ def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
     Raises:
       ValueError: the bytes are not a message.
     """
-    at, end = 0, len(message)
-    while at < end:
-        key, at = varint(message, at)
+    position, end = 0, len(message)
+    while position < end:
+        key, position = varint(message, position)
         kind = key & 7
         if kind == VARINT:
-            value, at = varint(message, at)
+            value, position = varint(message, position)
             yield key >> 3, kind, value
             continue
         if kind == BYTES:
-            count, at = varint(message, at)
+            count, position = varint(message, position)
         elif kind in _FIXED:
             count = _FIXED[kind]
         else:
-            raise ValueError(f'wire type {kind} at byte {at}')
-        if at + count > end:
-            raise ValueError(f'a field ends {at + count - end} bytes after its message')
-        yield key >> 3, kind, message[at : at + count]
-        at += count
+            raise ValueError(f'wire type {kind} at byte {position}')
+        if position + count > end:
+            raise ValueError(f'a field ends {position + count - end} bytes after its message')
+        yield key >> 3, kind, message[position : position + count]
+        position += count
 
 
-def varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, position: int) -> tuple[int, int]:
     """The number that begins at a byte, and the byte after it.
 
     Raises:
@@ -43,11 +43,11 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
     """
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(data):
+        if position >= len(data):
             break
-        byte = data[at]
-        at += 1
+        byte = data[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
-    raise ValueError(f'an unterminated number at byte {at}')
+            return value, position
+    raise ValueError(f'an unterminated number at byte {position}')

@@ -27,7 +27,7 @@ def meant_pattern(
 ) -> str:
     """' Did you mean ...?' for a pattern that matches no name or, with ``anywhere``, no part of one; or ''."""
     text = leaf_pattern(pattern).pattern
-    meant = corrected(text, names, lambda found, name: _match(found, name, anywhere))
+    meant = corrected(text, names, lambda candidate, name: _match(candidate, name, anywhere))
     return f' Did you mean {option}{meant!r}?' if meant else ''
 
 

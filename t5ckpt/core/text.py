@@ -84,7 +84,9 @@ def shown(value: Any, limit: int = 80) -> str:
         more = f'…, {counted(len(value), "character" if isinstance(value, str) else "byte")}'
         return repr(value) if len(value) <= limit else f'{value[:limit]!r}{more}'
     if type(value) in (list, tuple, set, frozenset, dict) and len(value) > _SHOWN_ELEMENTS:
-        first = ', '.join(shown(each, limit // _SHOWN_ELEMENTS) for each in itertools.islice(value, _SHOWN_ELEMENTS))
+        first = ', '.join(
+            shown(element, limit // _SHOWN_ELEMENTS) for element in itertools.islice(value, _SHOWN_ELEMENTS)
+        )
         return f'{type(value).__name__} of {first}, …, {counted(len(value), "element")}'
     return _cut(repr(value), limit)
 
@@ -160,14 +162,14 @@ def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], 
     Returns:
       The corrected pattern, or '' if it matches no name either.
     """
-    there = [*itertools.islice(names, 10_000)]
-    keys = {word for name in there for word in _WORD.findall(name)}
+    first_names = [*itertools.islice(names, 10_000)]
+    keys = {word for name in first_names for word in _WORD.findall(name)}
 
-    def nearest(found: re.Match[str]) -> str:
-        return found[0] if found[0] in keys else next(iter(difflib.get_close_matches(found[0], keys, 1, 0.7)), found[0])
+    def nearest(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keys else next(iter(difflib.get_close_matches(match[0], keys, 1, 0.7)), match[0])
 
     meant = _WORD.sub(nearest, pattern[:_LONGEST])
-    return meant if meant != pattern and any(matches(meant, name) for name in there) else ''
+    return meant if meant != pattern and any(matches(meant, name) for name in first_names) else ''
 
 
 def did_you_mean(word: str, words: Iterable[str], before: str = ' ') -> str:

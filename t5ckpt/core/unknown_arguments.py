@@ -72,12 +72,12 @@ def explains_names(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Cal
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
-        known = frozenset(signature.parameters)
+        parameters = frozenset(signature.parameters)
 
         @functools.wraps(function)
         def checked(*args: _P.args, **given: _P.kwargs) -> _R:
-            if not known.issuperset(given):
-                unknown = next(name for name in given if name not in known)
+            if not parameters.issuperset(given):
+                unknown = next(name for name in given if name not in parameters)
                 near = difflib.get_close_matches(unknown, signature.parameters, 1)
                 hint = names.get(unknown) or (f'Did you mean {near[0]}=?' if near else '')
                 raise TypeError(

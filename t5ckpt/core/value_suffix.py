@@ -15,11 +15,13 @@ def value_rule(lacking: Collection[str], excess: Collection[str]) -> tuple[str, 
       lacking: names that the template has and the checkpoint lacks.
       excess: names that the checkpoint has and the template lacks.
     """
-    there = set(excess)
-    lack = [name for name in lacking if name + _SUFFIX in there]
+    existing = set(excess)
+    lack = [name for name in lacking if name + _SUFFIX in existing]
     if lack:
         return rf'({_scopes(lack)})', rf'\1{_SUFFIX}'
-    have = [name.removesuffix(_SUFFIX) for name in lacking if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in there]
+    have = [
+        name.removesuffix(_SUFFIX) for name in lacking if name.endswith(_SUFFIX) and name[: -len(_SUFFIX)] in existing
+    ]
     return (rf'({_scopes(have)}){_SUFFIX}', r'\1') if have else None
 
 

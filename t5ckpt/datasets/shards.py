@@ -180,17 +180,17 @@ def _file_of_grain(storage: Storage, directory: str, processes: Processes) -> st
         for entry in storage.entries(join(directory, item))
         if _GRAIN.fullmatch(entry.name)
     ]
-    found = [key for key in files if key.rpartition('/')[2] == wanted]
-    if files and len(found) != 1:
-        there = ', '.join(key.removeprefix(f'{directory}/') for key in files[:4])
+    matching = [key for key in files if key.rpartition('/')[2] == wanted]
+    if files and len(matching) != 1:
+        existing = ', '.join(key.removeprefix(f'{directory}/') for key in files[:4])
         raise DatasetStateError(
-            f'{storage.url(directory)}: several items have the state {wanted} of Grain: {there}. Restore without '
+            f'{storage.url(directory)}: several items have the state {wanted} of Grain: {existing}. Restore without '
             'dataset_iterator to start the data afresh.'
-            if found
-            else f'{storage.url(directory)} has no state {wanted} of Grain, but {there}. Restore with the same number of '
+            if matching
+            else f'{storage.url(directory)} has no state {wanted} of Grain, but {existing}. Restore with the same number of '
             'processes, or without dataset_iterator to start the data afresh.'
         )
-    return found[0] if found else None
+    return matching[0] if matching else None
 
 
 def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:

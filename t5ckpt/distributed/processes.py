@@ -147,8 +147,8 @@ class _Coordinated(Processes):
         return _call(timeout_seconds, self.client.blocking_key_value_get_bytes, key, int(timeout_seconds * 1000))
 
     def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
-        found = _call(timeout_seconds, self.client.key_value_dir_get_bytes, prefix)
-        return {key.rpartition('/')[2]: value for key, value in found}
+        entries = _call(timeout_seconds, self.client.key_value_dir_get_bytes, prefix)
+        return {key.rpartition('/')[2]: value for key, value in entries}
 
     def remove(self, prefix: str, timeout_seconds: float) -> None:
         _call(timeout_seconds, self.client.key_value_delete, prefix)

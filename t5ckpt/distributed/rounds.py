@@ -200,9 +200,9 @@ class CoordinationRound:
             return self._receive_decision(prefix, phase, opening)
         with self._mapped(phase.value, (0,)):
             votes = self.processes.get_all(f'{prefix}/vote', self._timeout)
-            found = {int(name): text for name, text in votes.items()}
+            texts = {int(name): text for name, text in votes.items()}
         try:
-            votes = [json.loads(found[index]) for index in range(self.processes.count)]
+            votes = [json.loads(texts[index]) for index in range(self.processes.count)]
             votes = votes if opening is None else opening.unwrap(votes)
             self._raise_failures(phase, votes)
             value = decide(votes)
@@ -296,7 +296,9 @@ class CoordinationRound:
     def _send_failure(self, phase: Phase, error: BaseException) -> None:
         """Votes with an error; returns when the other processes have it, or after the time-out."""
         # After these errors the others cannot be reached, or have failed themselves.
-        is_known = any(isinstance(each, (ProcessMissingError, CoordinationError)) for each in (error, error.__cause__))
+        is_known = any(
+            isinstance(cause, (ProcessMissingError, CoordinationError)) for cause in (error, error.__cause__)
+        )
         is_known = is_known or (self._opening is not None and self._opening.has_failed)
         if not self.is_single_process and not is_known:
             with contextlib.suppress(T5CkptError):

@@ -152,8 +152,8 @@ def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], siz
 def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
     """Yields a block's elements in flat pieces that fit into a core's cache."""
     flat = block.reshape(-1)
-    for at in range(0, flat.size, _PIECE):
-        yield flat[at : at + _PIECE]
+    for start in range(0, flat.size, _PIECE):
+        yield flat[start : start + _PIECE]
 
 
 def sum_of_squares(values: np.ndarray) -> float:

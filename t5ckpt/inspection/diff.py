@@ -101,10 +101,10 @@ class CheckpointDiff:
     def by_layer(self) -> list[LeafDiff]:
         """The sum over the leaves of each layer whose values differ; ``what`` is 'layer', and ``a`` counts the leaves."""
         layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
-        found: dict[str, list[LeafDiff]] = {}
+        by_layer: dict[str, list[LeafDiff]] = {}
         for leaf in self._compared():
-            found.setdefault(layers[path_of(leaf.name)][0], []).append(leaf)
-        return [_summed(name, leaves) for name, leaves in found.items()]
+            by_layer.setdefault(layers[path_of(leaf.name)][0], []).append(leaf)
+        return [_summed(name, leaves) for name, leaves in by_layer.items()]
 
     def _compared(self) -> list[LeafDiff]:
         return [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
@@ -233,16 +233,18 @@ def compare(
     second_infos = {info.name: info for info in second.infos()}
     names = [*first_infos, *(name for name in second_infos if name not in first_infos)]
     by_facts = {name: _compare_facts(name, first_infos.get(name), second_infos.get(name)) for name in names}
-    open_ones = [first_infos[name] for name, found in by_facts.items() if found is None or found.what == 'dtype']
+    open_ones = [
+        first_infos[name] for name, difference in by_facts.items() if difference is None or difference.what == 'dtype'
+    ]
     sums: dict[str, _Sums] = {}
     if values:
         with first.in_one() as one, second.in_one() as other:
             arrays = [info for info in open_ones if info.dtype]
             sums = _compare_values(one, other, arrays, progress, sample_bytes)
-    found = [
+    differences = [
         _conclude(name, by_facts[name], sums.get(name), first_infos.get(name), second_infos.get(name)) for name in names
     ]
-    differing = tuple(leaf for leaf in found if leaf is not None)
+    differing = tuple(leaf for leaf in differences if leaf is not None)
     return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))
 
 

@@ -17,22 +17,22 @@ def layers_of(paths: Iterable[Path]) -> dict[Path, tuple[str, str]]:
     ``opt/0/mu/decoder/layers_3/mlp/wi_0/kernel`` that is ``layers_3``. If several keys have equally many, it is the first one
     that is not only a number. Without a numbered key the last key is the parameter.
     """
-    found = list(paths)
+    known_paths = list(paths)
     siblings: dict[tuple[Path, str], set[str]] = {}
-    for path in found:
-        for at, key in enumerate(path[:-1]):
+    for path in known_paths:
+        for depth, key in enumerate(path[:-1]):
             numbered = _NUMBERED.fullmatch(key)
             if numbered is not None:
-                siblings.setdefault((path[:at], numbered[1]), set()).add(numbered[2])
-    return {path: _divided(path, siblings) for path in found}
+                siblings.setdefault((path[:depth], numbered[1]), set()).add(numbered[2])
+    return {path: _divided(path, siblings) for path in known_paths}
 
 
 def _divided(path: Path, siblings: dict[tuple[Path, str], set[str]]) -> tuple[str, str]:
     counts: dict[int, tuple[int, bool]] = {}
-    for at, key in enumerate(path[:-1]):
+    for depth, key in enumerate(path[:-1]):
         numbered = _NUMBERED.fullmatch(key)
         if numbered is not None:
-            counts[at] = len(siblings[path[:at], numbered[1]]), bool(numbered[1])
+            counts[depth] = len(siblings[path[:depth], numbered[1]]), bool(numbered[1])
     end = max(len(path) - 1, 0)
     if counts:
         end = max(counts, key=counts.__getitem__) + 1

@@ -145,8 +145,8 @@ def _histogram(counts: Sequence[int]) -> str:
     if not most:
         return ''
     edges = ','.join(
-        f'{(at + side) * width:.1f}% {100 - 100 * count / most:.0f}%'
-        for at, count in enumerate(counts)
+        f'{(bin_index + side) * width:.1f}% {100 - 100 * count / most:.0f}%'
+        for bin_index, count in enumerate(counts)
         for side in (0, 1)
     )
     return f'<span class="hist" style="clip-path:polygon(0 100%,{edges},100% 100%)"></span>'

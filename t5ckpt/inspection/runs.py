@@ -220,11 +220,12 @@ class Run(Mapping[int, CheckpointView]):
           MissingDependencyError: plotly is not installed.
         """
         local = checked_output(output, force, sample_bytes)
-        found = with_reasons(self._storage, self.summaries())
+        all_steps = with_reasons(self._storage, self.summaries())
         before, step = _chosen(
-            [steps] if isinstance(steps, int) else steps, [each.step for each in found if each.state == 'complete']
+            [steps] if isinstance(steps, int) else steps,
+            [summary.step for summary in all_steps if summary.state == 'complete'],
         )
-        facts: dict[str, Any] = {'steps': step_facts(found), 'curves': curve_facts(curves(self._storage))}
+        facts: dict[str, Any] = {'steps': step_facts(all_steps), 'curves': curve_facts(curves(self._storage))}
         with self[step].in_one() as view:
             leaves = largest(view.infos())
             nbytes = bytes_in(leaves, sample_bytes)
@@ -262,8 +263,8 @@ class Run(Mapping[int, CheckpointView]):
         return pandas().DataFrame(rows).set_index('step') if rows else pandas().DataFrame()
 
     def _rows(self) -> tuple[list[str], list[list[str]]]:
-        found = self.summaries()
-        names = sorted({name for item in found for name in item.metrics})
+        all_steps = self.summaries()
+        names = sorted({name for item in all_steps for name in item.metrics})
         rows = [
             [
                 str(item.step),
@@ -272,7 +273,7 @@ class Run(Mapping[int, CheckpointView]):
                 *['' if name not in item.metrics else f'{item.metrics[name]:.6g}' for name in names],
                 ', '.join(filter(None, [item.kept, item.state if item.reason else '', item.reason])),
             ]
-            for item in found
+            for item in all_steps
         ]
         return ['step', 'size', 'saved (UTC)', *names, ''], rows
 

@@ -197,15 +197,15 @@ class CheckpointView(Mapping[str, LazyArray]):
                 return lazy_leaf(self._reader, leaf, leaf_name((*self._prefix, *path)))
             return leaf.build() if isinstance(leaf, Empty) else leaf
         depth = len(path)
-        below = {each[depth:]: leaf for each, leaf in self._leaves.items() if each[:depth] == path}
+        below = {leaf_path[depth:]: leaf for leaf_path, leaf in self._leaves.items() if leaf_path[:depth] == path}
         if below:
             return self._part(below, path)
         is_pattern = any(character in name for character in '*?')
         if is_pattern:
             matches = glob_regex(name).fullmatch
-            found = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
-            if found:
-                return self._part(found, ())
+            matching = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
+            if matching:
+                return self._part(matching, ())
         near = [] if is_pattern else near_names(name, self._by_name)
         meant = '' if near else corrected(name, self._by_name, _matches)
         groups = f' There are {", ".join(self._children()[:8])}.' if self._leaves else ''

@@ -25,14 +25,14 @@ class Findings:
         self.damages: list[Damage] = []
         self.leaves: dict[str, tuple[str, StoredLeaf]] = {}
 
-    def differs(self, name: str, recorded: FileEntry, found: FileEntry, checksums: FileChecksums) -> None:
+    def differs(self, name: str, recorded: FileEntry, entry: FileEntry, checksums: FileChecksums) -> None:
         """Adds a file whose size or checksum is not the recorded one; the message names another file with these bytes."""
-        if found[0] != recorded[0]:
-            self.size_differs(name, found[0], recorded[0])
+        if entry[0] != recorded[0]:
+            self.size_differs(name, entry[0], recorded[0])
             return
-        text = f'xxh3-64 is {found[1]}, expected {recorded[1]}'
-        other = next((file for file, entry in checksums.items() if entry == found and file != name), None)
-        offsets = (0, found[0])
+        text = f'xxh3-64 is {entry[1]}, expected {recorded[1]}'
+        other = next((file for file, listed in checksums.items() if listed == entry and file != name), None)
+        offsets = (0, entry[0])
         if other is not None:
             text += f'; these are the bytes of {other}'
         elif (zeros := self._hole(name)) is not None:
@@ -46,11 +46,11 @@ class Findings:
             # The file was deleted after its checksum was computed.
             return None
 
-    def size_differs(self, name: str, found: int, recorded: int) -> None:
+    def size_differs(self, name: str, nbytes: int, recorded: int) -> None:
         """Adds a file of another size than the recorded one."""
-        offsets = (min(found, recorded), max(found, recorded))
-        how = 'are missing' if found < recorded else 'are additional'
-        text = f'{size_text(found, recorded)}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
+        offsets = (min(nbytes, recorded), max(nbytes, recorded))
+        how = 'are missing' if nbytes < recorded else 'are additional'
+        text = f'{size_text(nbytes, recorded)}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
         self.add('size', name, text, offsets=offsets)
 
     def failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:

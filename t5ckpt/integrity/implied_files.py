@@ -160,8 +160,8 @@ class ImpliedFiles:
         base = location.partition('//')[0]
         if base not in self._databases:
             whole = join(self._directory, base)
-            found = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._storage.walk(whole))
-            self._databases[base] = {join(base, name): size for name, size in found if is_database_file(name)}
+            files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._storage.walk(whole))
+            self._databases[base] = {join(base, name): size for name, size in files if is_database_file(name)}
         return dict(self._databases[base])
 
 

@@ -174,10 +174,10 @@ def _read(files: CheckpointFiles, name: str) -> bytes:
 def _json(data: bytes) -> Mapping[str, Any] | None:
     """The object in a JSON file; None if it does not decode."""
     try:
-        found = json.loads(data)
+        decoded = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, Mapping) else None
+    return decoded if isinstance(decoded, Mapping) else None
 
 
 def is_own(name: str) -> bool:
@@ -187,13 +187,15 @@ def is_own(name: str) -> bool:
 
 def files_of(located: Located) -> list[str]:
     """All files of the checkpoint, without the partial files and locks of an interrupted write."""
-    found = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
-    return [name for name in found if not name.endswith(('.__partial', '.__lock')) and is_inside(name)]
+    names = [key.removeprefix(f'{located.directory}/') for key, _ in located.storage.walk(located.directory)]
+    return [name for name in names if not name.endswith(('.__partial', '.__lock')) and is_inside(name)]
 
 
 def below(names: Iterable[str], locations: Collection[str]) -> set[str]:
     """The files that are at or below one of the locations."""
-    return {name for name in names if any(name == each or name.startswith(f'{each}/') for each in locations)}
+    return {
+        name for name in names if any(name == location or name.startswith(f'{location}/') for location in locations)
+    }
 
 
 def unrecoverable_text(damages: Sequence[Damage]) -> Lines:

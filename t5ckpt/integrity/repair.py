@@ -202,8 +202,10 @@ class _RepairWriter:
         for name, data in self._plan.zarrays.items():
             self._target.write(join(work.directory, name), data)
             files[name] = entry_of(data)
-        own = {name: entry for name, entry in files.items() if not is_own(name) and name not in self._plan.foreign}
-        return FileChecksums(own)
+        own_files = {
+            name: entry for name, entry in files.items() if not is_own(name) and name not in self._plan.foreign
+        }
+        return FileChecksums(own_files)
 
     def _take(self, work: Transaction, name: str) -> FileEntry:
         source, target = join(self._located.directory, name), join(work.directory, name)

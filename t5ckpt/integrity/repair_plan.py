@@ -140,7 +140,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
     has_checksums = records.had_checksums or options.add_checksums
     added = (SIDECAR, file_checksums_name(0)) if has_checksums and not records.had_checksums else ()
-    known = {*records.checksums, *zarrays, *unverified}
+    known_files = {*records.checksums, *zarrays, *unverified}
     return RepairPlan(
         source=records.source,
         manifest=manifest,
@@ -149,7 +149,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
         rebuilt=tuple(sorted({*zarrays, *records.rebuilt, *added})),
         dropped=tuple(sorted({*dropped, *iterators})),
         left_out=left_out,
-        foreign=_foreign(located, kept, known, records.checksums) - below(files_of(located), left_out),
+        foreign=_foreign(located, kept, known_files, records.checksums) - below(files_of(located), left_out),
         has_checksums=has_checksums,
         notes=(*(() if records.unusable_lists else report.notes), *records.notes(unverified, zarrays)),
         checksums=records.checksums,
@@ -179,11 +179,11 @@ def _unproven_error(damages: Sequence[Damage]) -> CorruptCheckpointError:
 
 
 def _foreign(
-    located: Located, leaves: Mapping[str, StoredLeaf], known: Collection[str], checksums: FileChecksums
+    located: Located, leaves: Mapping[str, StoredLeaf], known_files: Collection[str], checksums: FileChecksums
 ) -> frozenset[str]:
     """The files that do not belong to the checkpoint. All files in the directory of an array without checksums belong to it."""
     unlisted = {leaf.array.location for leaf in leaves.values() if not checksums.has_array(leaf.array)}
-    unknown = {name for name in files_of(located) if name not in known and not is_own(name)}
+    unknown = {name for name in files_of(located) if name not in known_files and not is_own(name)}
     return frozenset(unknown - below(unknown, unlisted))
 
 

@@ -198,8 +198,8 @@ class _Check:
                 self.findings.add('undecodable', SIDECAR, str(error))
             self._compare_step(sidecar)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
-        if self.accepts_part and COPIES in top and (own := part_of(recorded.lists, top)) is not None:
-            self.part = own
+        if self.accepts_part and COPIES in top and (part := part_of(recorded.lists, top)) is not None:
+            self.part = part
             lists = {COPIES, *(lists & top.keys())}
         if sidecar is None and lists:
             self.findings.add(
@@ -243,16 +243,16 @@ class _Check:
         if data is None:
             return
         try:
-            found = FileChecksums.decode(data, name)
+            entries = FileChecksums.decode(data, name)
         except CorruptCheckpointError as error:
             self.findings.add('undecodable', name, str(error))
             return
-        twice = [file for file, entry in found.items() if not self.checksums.matches(file, entry)]
+        twice = [file for file, entry in entries.items() if not self.checksums.matches(file, entry)]
         if twice:
             self.findings.add(
                 'contradiction', name, f'records another checksum of {min(twice)} than the other file checksums'
             )
-        self.checksums = self.checksums.merged(found)
+        self.checksums = self.checksums.merged(entries)
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with the recorded checksum; adds a damage and returns None if it cannot be read."""
@@ -263,8 +263,8 @@ class _Check:
             return None
         self.sizes[name] = len(data)
         self.read.add(name)
-        if name in recorded and not recorded.matches(name, found := entry_of(data)):
-            self.findings.differs(name, recorded[name], found, self.checksums)
+        if name in recorded and not recorded.matches(name, entry := entry_of(data)):
+            self.findings.differs(name, recorded[name], entry, self.checksums)
         return data
 
     # --- arrays -------------------------------------------------------------------------------------------------------
@@ -291,12 +291,12 @@ class _Check:
             # The checksums of the other files are on other disks.
             return
         unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1].array)}
-        for location, found in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
+        for location, files in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
             name, _ = leaves[location]
-            if isinstance(found, T5CkptError):
-                self.findings.failed(location, found, name)
+            if isinstance(files, T5CkptError):
+                self.findings.failed(location, files, name)
             else:
-                self.unlisted.append(found)
+                self.unlisted.append(files)
 
     def _contents(self) -> Contents:
         try:
@@ -351,9 +351,9 @@ class _Check:
                 f'{counted(len(unknown_files), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown_files), 5)}'
             )
 
-    def _is_removed(self, name: str, found: Mapping[str, int]) -> bool:
+    def _is_removed(self, name: str, sizes: Mapping[str, int]) -> bool:
         return (
-            name not in found
+            name not in sizes
             and name.startswith(TRAIN_DS_PREFIX)
             and self.located.storage.kind(join(self.located.directory, DATASET_REMOVED)) == 'file'
         )

@@ -52,16 +52,19 @@ def curves(storage: Storage) -> list[Curve]:
             't5ckpt: %s: event files are read on local file systems only; their curves are not drawn', storage.url()
         )
         return []
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+    points: dict[str, dict[int, tuple[float, float]]] = {}
     for name in _chosen(root):
         directory = os.path.dirname(name)
         try:
-            for each in _scalars(os.path.join(root, name)):
-                tag = each.tag.decode('utf-8', 'replace')
-                found.setdefault(f'{directory}/{tag}' if directory else tag, {})[each.step] = each.time, each.value
+            for scalar in _scalars(os.path.join(root, name)):
+                tag = scalar.tag.decode('utf-8', 'replace')
+                points.setdefault(f'{directory}/{tag}' if directory else tag, {})[scalar.step] = (
+                    scalar.time,
+                    scalar.value,
+                )
         except T5CkptError as error:
             _log.warning('t5ckpt: events are not read: %s', error)
-    return [_curve(name, found[name]) for name in sorted(found)[:_MAX_CURVES]]
+    return [_curve(name, points[name]) for name in sorted(points)[:_MAX_CURVES]]
 
 
 def _chosen(root: str) -> list[str]:
@@ -101,8 +104,8 @@ def _event_files(root: str, directory: str, depth: int) -> Iterator[str]:
 def _stat(path: str) -> tuple[float, int]:
     """The modification time and the size of a file."""
     with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_mtime, found.st_size
+        status = os.stat(path)
+        return status.st_mtime, status.st_size
     return 0.0, 0
 
 

@@ -53,7 +53,7 @@ def scalars(event: bytes, tag: bytes) -> Iterator[tuple[int, float]]:
     Raises:
       ValueError: the bytes are not an event.
     """
-    return ((each.step, each.value) for each in all_scalars(event) if each.tag == tag)
+    return ((scalar.step, scalar.value) for scalar in all_scalars(event) if scalar.tag == tag)
 
 
 def all_scalars(event: bytes) -> Iterator[Scalar]:
@@ -82,19 +82,19 @@ def all_scalars(event: bytes) -> Iterator[Scalar]:
 
 
 def _scalar(message: bytes) -> tuple[bytes, float | None]:
-    found: float | None = None
+    result: float | None = None
     name = b''
     for number, kind, value in fields(message):
         match number, kind, value:
             case 1, _, bytes():
                 name = value
             case 2, 5, bytes():
-                found = struct.unpack('<f', value)[0]
+                result = struct.unpack('<f', value)[0]
             case 8, _, bytes():
-                found = _one_number(value)
+                result = _one_number(value)
             case _:
                 pass
-    return name, found
+    return name, result
 
 
 def _one_number(tensor: bytes) -> float | None:

@@ -66,14 +66,14 @@ class RecordScan:
         """
         start, block = self.offset, b''
         while not self.ended and self.offset + _HEADER.size <= size:
-            at = self.offset - start
-            if at + _HEADER.size > len(block):
-                start, at = self.offset, 0
+            position = self.offset - start
+            if position + _HEADER.size > len(block):
+                start, position = self.offset, 0
                 block = read(start, _BLOCK)
                 if len(block) < _HEADER.size:
                     return
-            length, crc = _HEADER.unpack_from(block, at)
-            if masked_crc32c(block[at : at + 8]) != crc:
+            length, crc = _HEADER.unpack_from(block, position)
+            if masked_crc32c(block[position : position + 8]) != crc:
                 self.ended = True
                 self.broken += 1
                 return
@@ -82,11 +82,11 @@ class RecordScan:
                 return
             if length <= self._max_record:
                 if after - start > len(block):
-                    start, at = self.offset, 0
+                    start, position = self.offset, 0
                     block = read(start, _BLOCK)
                     if after - start > len(block):
                         return
-                data = block[at + _HEADER.size : at + _HEADER.size + length]
+                data = block[position + _HEADER.size : position + _HEADER.size + length]
                 if self._marker in data:
                     if int.from_bytes(block[after - start - _CRC_BYTES : after - start], 'little') == masked_crc32c(
                         data

@@ -47,7 +47,7 @@ class TensorBoardMetrics:
           StorageError: a file cannot be read.
         """
         parts = metric.split('/')
-        found: dict[int, float] = {}
+        values: dict[int, float] = {}
         # The shortest directory comes last, so that it takes precedence.
         for length in range(len(parts) - 1, 0, -1):
             run, tag = '/'.join(parts[:length]), '/'.join(parts[length:])
@@ -55,8 +55,8 @@ class TensorBoardMetrics:
                 key = join(run, name)
                 file = self._files.setdefault((key, tag), _EventFile(key, tag))
                 file.read_on(self._storage)
-                found |= file.values(steps)
-        return found
+                values |= file.values(steps)
+        return values
 
 
 def is_event_file(name: str) -> bool:
@@ -130,5 +130,5 @@ class _EventFile:
         if not self._steps:
             return {}
         steps, values = np.array(self._steps), np.array(self._values)
-        at = np.flatnonzero(np.isin(steps, list(wanted)))
-        return {int(steps[index]): float(values[index]) for index in at}
+        indices = np.flatnonzero(np.isin(steps, list(wanted)))
+        return {int(steps[index]): float(values[index]) for index in indices}

@@ -106,7 +106,7 @@ def _divisors(size: int) -> list[int]:
         factor += 1 if factor == 2 else 2
     if rest > 1:
         factors[rest] = factors.get(rest, 0) + 1
-    found = [1]
+    divisors = [1]
     for prime, power in factors.items():
-        found = [base * prime**k for base in found for k in range(power + 1)]
-    return sorted(found)
+        divisors = [base * prime**k for base in divisors for k in range(power + 1)]
+    return sorted(divisors)

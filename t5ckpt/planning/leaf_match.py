@@ -15,20 +15,20 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, base_number
 
 
-def as_leaf(path: Path, found: Any) -> Any:
+def as_leaf(path: Path, value: Any) -> Any:
     """A leaf of the checkpoint; a number that a transform returned is converted to numpy.
 
     Raises:
       UnsupportedLeafError: a transform returned something that cannot be a leaf.
     """
-    if found is None or isinstance(found, (Empty, str)) or (hasattr(found, 'shape') and hasattr(found, 'dtype')):
-        return found
-    if isinstance(found, (bool, int, float, complex)):
-        return np.asarray(found)
-    if found in ((), []):
-        return Empty(type(found).__name__)
+    if value is None or isinstance(value, (Empty, str)) or (hasattr(value, 'shape') and hasattr(value, 'dtype')):
+        return value
+    if isinstance(value, (bool, int, float, complex)):
+        return np.asarray(value)
+    if value in ((), []):
+        return Empty(type(value).__name__)
     raise UnsupportedLeafError(
-        f'{leaf_name(path)}: a state transformation put a {type(found).__name__} there. Give an array or a number.'
+        f'{leaf_name(path)}: a state transformation put a {type(value).__name__} there. Give an array or a number.'
     )
 
 
@@ -38,16 +38,16 @@ def both_python_ints(dtype: np.dtype, template: LeafTemplate) -> bool:
     return is_int and kind(dtype) in ('int', 'uint')
 
 
-def leaf_text(found: Any) -> str:
+def leaf_text(leaf: Any) -> str:
     """Describes a leaf of the checkpoint, for a message."""
-    if found is None or isinstance(found, Empty):
-        return 'None' if found is None else 'an empty container'
+    if leaf is None or isinstance(leaf, Empty):
+        return 'None' if leaf is None else 'an empty container'
     return (
-        f'{np.dtype(found.dtype).name} {tuple(found.shape)}'
-        if hasattr(found, 'dtype')
+        f'{np.dtype(leaf.dtype).name} {tuple(leaf.shape)}'
+        if hasattr(leaf, 'dtype')
         else 'text'
-        if isinstance(found, str)
-        else type(found).__name__
+        if isinstance(leaf, str)
+        else type(leaf).__name__
     )
 
 

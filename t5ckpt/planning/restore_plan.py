@@ -250,7 +250,9 @@ class _Matcher:
             and _values_of(other_leaf) == _values_of(leaf)
         )
         return tuple(
-            near_names(name, (each for each in candidates if not _is_above(name, each) and not _is_above(each, name)))
+            near_names(
+                name, (other for other in candidates if not _is_above(name, other) and not _is_above(other, name))
+            )
         )
 
     def _dtype_if_it_fits(self, pair: _Pair) -> np.dtype | None:

@@ -71,8 +71,10 @@ class MeshLayout:
 
     def holders(self, position: Sequence[int], used: frozenset[str]) -> tuple[int, ...]:
         """The processes that hold the shard of the device at ``position``, if the axes ``used`` divide the array."""
-        where = tuple(int(at) if name in used else slice(None) for name, at in zip(self.names, position, strict=True))
-        key = tuple(at if isinstance(at, int) else None for at in where)
+        where = tuple(
+            int(index) if name in used else slice(None) for name, index in zip(self.names, position, strict=True)
+        )
+        key = tuple(index if isinstance(index, int) else None for index in where)
         if key not in self._holders:
             self._holders[key] = tuple(np.unique(self.processes[where]).tolist())
         return self._holders[key]
@@ -151,8 +153,8 @@ class WriteAssignment:
         for shard in shards:
             boxes = self.chunks_of_this_process(shard, grid, itemsize)
             if self.with_copies and self.index in shard.holders:
-                own, boxes = frozenset(boxes), grid.split(shard.box)
-                of_others.update(box for box in boxes if box not in own)
+                own_boxes, boxes = frozenset(boxes), grid.split(shard.box)
+                of_others.update(box for box in boxes if box not in own_boxes)
             # For a shard at the array's origin both boxes are one object, which halves memory and time.
             is_shifted = any(shard.box.start)
             chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
@@ -188,8 +190,8 @@ class WriteAssignment:
         if mesh not in self._meshes:
             devices = mesh.devices
             processes = np.array([device.process_index for device in devices.flat]).reshape(devices.shape)
-            own = {devices[tuple(at)]: tuple(at.tolist()) for at in np.argwhere(processes == self.index)}
-            self._meshes[mesh] = MeshLayout(processes, mesh.axis_names), own
+            positions = {devices[tuple(index)]: tuple(index.tolist()) for index in np.argwhere(processes == self.index)}
+            self._meshes[mesh] = MeshLayout(processes, mesh.axis_names), positions
         return self._meshes[mesh]
 
 
@@ -207,11 +209,11 @@ def _held_shards(array: Any, assignment: WriteAssignment) -> list[HeldShard]:
 def _holders(sharding: Any, shape: tuple[int, ...], shard: Any, assignment: WriteAssignment) -> tuple[int, ...]:
     mesh, spec = getattr(sharding, 'mesh', None), getattr(sharding, 'spec', None)
     if mesh is not None and spec is not None:
-        layout, own = assignment.layout(mesh)
+        layout, positions = assignment.layout(mesh)
         names = [
             name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))
         ]
-        return layout.holders(own[shard.device], frozenset(names))
+        return layout.holders(positions[shard.device], frozenset(names))
     # Any other sharding: computes the device map of the whole job.
     indices = sharding.devices_indices_map(shape)
     return tuple(sorted({device.process_index for device, index in indices.items() if index == shard.index}))

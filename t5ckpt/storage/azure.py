@@ -119,34 +119,34 @@ class AzureStorage(BucketStorage):
         """The names directly below ``key`` with this beginning, each with its properties, or None for a directory."""
         below = self._below(key)
         with bucket_errors(self.url(key), 'listing'):
-            found = self.wait(self._kvstore().children(f'{below}{beginning}'))
+            children = self.wait(self._kvstore().children(f'{below}{beginning}'))
         self._listing.is_found = True
-        names = ((name.removeprefix(below), blob) for name, blob in found)
+        names = ((name.removeprefix(below), blob) for name, blob in children)
         # Consoles create keys that end with a slash to show a directory.
         return [
             (name.rstrip('/'), blob) for name, blob in names if name.strip('/') and not (blob and name.endswith('/'))
         ]
 
     def entries(self, key: str = '') -> list[Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, blob in self._children(key):
             is_dir = blob is None
             mtime = 0.0 if is_dir else blob.last_modified.timestamp()
-            found.setdefault(name, Entry(name, is_dir, 0 if is_dir else blob.size, mtime))
-        return [found[name] for name in sorted(found)]
+            entries.setdefault(name, Entry(name, is_dir, 0 if is_dir else blob.size, mtime))
+        return [entries[name] for name in sorted(entries)]
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         # One request for all of several beginnings.
         shared = beginning if isinstance(beginning, str) else ''
-        found = {name for name, _ in self._children(key, shared) if name.startswith(beginning)}
-        return sorted(found.difference(without))
+        names = {name for name, _ in self._children(key, shared) if name.startswith(beginning)}
+        return sorted(names.difference(without))
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         below = self._below(key)
         with bucket_errors(self.url(key), 'listing'):
-            found = self.wait(self._kvstore().sizes(below))
+            sizes = self.wait(self._kvstore().sizes(below))
         self._listing.is_found = True
-        for name, size in sorted(found):
+        for name, size in sorted(sizes):
             relative = name.removeprefix(below)
             if relative and not relative.endswith('/'):
                 yield join(key, relative), size
@@ -156,7 +156,7 @@ class AzureStorage(BucketStorage):
 
     def size(self, key: str) -> int | None:
         parent, _, name = key.rpartition('/')
-        return next((blob.size for found, blob in self._children(parent, name) if blob and found == name), None)
+        return next((blob.size for child, blob in self._children(parent, name) if blob and child == name), None)
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
         with bucket_errors(self.url(target), 'writing'):

@@ -143,8 +143,8 @@ class AzureClient:
         conditions = {'source_etag': version.decode(), 'source_match_condition': self._unmodified}
         url = self._blobs.get_blob_client(source).url
         try:
-            found = self._send(lambda: blob.start_copy_from_url(url, **conditions))
-            status, etag = found['copy_status'], found['etag']
+            reply = self._send(lambda: blob.start_copy_from_url(url, **conditions))
+            status, etag = reply['copy_status'], reply['etag']
             deadline = time.monotonic() + self._patience
             while status == 'pending' and time.monotonic() < deadline:
                 # The service copies in the background.
@@ -156,7 +156,7 @@ class AzureClient:
                     't5ckpt: an unchanged chunk is uploaded, because its copy was pending for %g s', self._patience
                 )
                 # The server refuses an upload to a blob with a pending copy.
-                self._send(lambda: blob.abort_copy(found['copy_id']))
+                self._send(lambda: blob.abort_copy(reply['copy_id']))
         except RefusedError as error:
             if not error.is_of_object:
                 _log.info('t5ckpt: an unchanged chunk is uploaded, because the server did not copy it: %s', error)
@@ -256,8 +256,8 @@ class AzureClient:
             pages = self._blobs.list_blobs(**options).by_page(token)
         else:
             pages = self._blobs.walk_blobs(delimiter=delimiter, **options).by_page(token)
-        found = [(blob.name, blob if hasattr(blob, 'size') else None) for blob in next(pages, ())]
-        return [(name, blob) for name, blob in found if not _is_directory(blob)], pages.continuation_token
+        blobs = [(blob.name, blob if hasattr(blob, 'size') else None) for blob in next(pages, ())]
+        return [(name, blob) for name, blob in blobs if not _is_directory(blob)], pages.continuation_token
 
     def _send(self, ask: Callable[[], _Answer]) -> _Answer:
         """Sends a request until it succeeds or is refused.

@@ -224,8 +224,8 @@ class Storage(ABC):
 
         On an object store this lists all keys below these names, and no others.
         """
-        found = (entry.name for entry in self.entries(key))
-        return [name for name in found if name.startswith(beginning) and name not in without]
+        names = (entry.name for entry in self.entries(key))
+        return [name for name in names if name.startswith(beginning) and name not in without]
 
     @abstractmethod
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:

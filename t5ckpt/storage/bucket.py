@@ -89,8 +89,8 @@ class BucketStorage(Storage):
         return self.read_with_version(key)[0]
 
     def read_with_version(self, key: str) -> tuple[bytes, Any]:
-        found = self._reader.read(self._key(key), self.url(key))
-        return bytes(found.value), found.stamp.generation
+        result = self._reader.read(self._key(key), self.url(key))
+        return bytes(result.value), result.stamp.generation
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         return self._reader.read_range(self._key(key), self.url(key), start, stop)
@@ -179,11 +179,11 @@ class BucketStorage(Storage):
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
         futures = [self._kvstore().read(self._key(key), byte_range=NOTHING) for key in keys]
-        found: list[bool] = []
+        exist: list[bool] = []
         for key, future in zip(keys, futures, strict=True):
             with bucket_errors(self.url(key)):
-                found.append(self.wait(future).state == 'value')
-        return found
+                exist.append(self.wait(future).state == 'value')
+        return exist
 
     def kind(self, key: str) -> str | None:
         if self._key(key) and self.is_file(key):
@@ -215,13 +215,13 @@ class BucketStorage(Storage):
         return self._entries(key, self._keys(key))
 
     def _entries(self, key: str, names: Sequence[str]) -> list[Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name in names:
             first, slash, _ = name.partition('/')
-            if first not in found:
+            if first not in entries:
                 size = 0 if slash else self._size_of(join(key, first))
-                found[first] = Entry(first, bool(slash), size)
-        return [found[name] for name in sorted(found)]
+                entries[first] = Entry(first, bool(slash), size)
+        return [entries[name] for name in sorted(entries)]
 
     def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
         beginnings = (beginning,) if isinstance(beginning, str) else beginning

@@ -112,10 +112,11 @@ class Connection:
         A GET may have been a HEAD. A deletion through another connection counts as a PUT.
         """
         group = f'/tensorstore/kvstore/{self.spec["driver"]}/'
-        found = {
-            each['name'].removeprefix(group): each['values'] for each in ts.experimental_collect_matching_metrics(group)
+        metrics = {
+            metric['name'].removeprefix(group): metric['values']
+            for metric in ts.experimental_collect_matching_metrics(group)
         }
-        sent = {method: found[name][0]['value'] for method, name in _METRICS.items() if name in found}
+        sent = {method: metrics[name][0]['value'] for method, name in _METRICS.items() if name in metrics}
         return sent | {'PUT': sent['PUT'] - self.deletions, 'DELETE': self.deletions} if 'PUT' in sent else sent
 
     def wait(self, future: Any, *, is_conditional: bool = False) -> Any:

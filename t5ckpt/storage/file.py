@@ -124,11 +124,11 @@ class FileStorage(Storage):
             # Non-blocking, since opening a FIFO would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             with open(fd, 'rb') as file:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, 'not a regular file')
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL, 'not a regular file')
                 if count < 0:
-                    check_whole_read(found.st_size, self.url(key))
+                    check_whole_read(status.st_size, self.url(key))
                 file.seek(start)
                 return file.read(count)
 
@@ -215,11 +215,11 @@ class FileStorage(Storage):
         with foreign_errors(self.url(key)):
             try:
                 with os.scandir(self._path(key)) as scan:
-                    found = [entry for item in scan if (entry := _entry(item)) is not None]
+                    entries = [entry for item in scan if (entry := _entry(item)) is not None]
             except (FileNotFoundError, NotADirectoryError):
                 self._check_links()
                 return []
-        return sorted(found, key=lambda entry: entry.name)
+        return sorted(entries, key=lambda entry: entry.name)
 
     def _check_links(self) -> None:
         """Raises StorageError if a symbolic link on the way to the root leads to nothing: no run can be created there."""

@@ -58,10 +58,10 @@ class FileCache:
         cached = self.get(url)
         if cached is not None and is_good is not None and is_good(cached.data):
             return cached.data
-        found = fetch(cached.version if cached is not None and is_good is None else None)
-        if found is not None:
-            self.put(url, found)
-            return found.data
+        fetched = fetch(cached.version if cached is not None and is_good is None else None)
+        if fetched is not None:
+            self.put(url, fetched)
+            return fetched.data
         if cached is None:
             raise AssertionError(f'{url}: not fetched')
         return cached.data
@@ -128,13 +128,13 @@ class FileCache:
 
     def _entries(self) -> list[tuple[int, int, str]]:
         """(last use in nanoseconds, bytes, path) of each entry and partial file."""
-        found: list[tuple[int, int, str]] = []
+        files: list[tuple[int, int, str]] = []
         for parent in _names_in(self._directory, _DIRECTORY):
             for path in _names_in(parent, _ENTRY):
                 with contextlib.suppress(OSError):
                     info = os.lstat(path)
-                    found.append((info.st_mtime_ns, info.st_size, path))
-        return found
+                    files.append((info.st_mtime_ns, info.st_size, path))
+        return files
 
 
 def _names_in(directory: str, pattern: re.Pattern[str]) -> list[str]:

@@ -44,14 +44,14 @@ class _GcsListing(KeyListing):
         return [self._completed(keys, asked) for keys, asked in zip(self._requested(ranges), ranges, strict=True)]
 
     def _completed(self, keys: Sequence[bytes], asked: ts.KvStore.KeyRange) -> list[bytes]:
-        found, rest = list(keys), list(keys)
-        while not found or (rest and len(found) >= _PAGE_KEYS):
-            start = max(found) + b'\0' if found else asked.inclusive_min
+        all_keys, rest = list(keys), list(keys)
+        while not all_keys or (rest and len(all_keys) >= _PAGE_KEYS):
+            start = max(all_keys) + b'\0' if all_keys else asked.inclusive_min
             [rest] = self._requested([ts.KvStore.KeyRange(start, asked.exclusive_max)])
             if not rest:
                 break
-            found += rest
-        return found
+            all_keys += rest
+        return all_keys
 
     def _check_nothing(self) -> None:
         # Reading a key needs the same permission as a listing, but does not distinguish a missing bucket from an empty one.
@@ -67,8 +67,8 @@ class _GcsListing(KeyListing):
         resources = {'cache_pool': {'total_bytes_limit': 0}, 'http_request_retries': retries}
         spec = {'driver': 'http', 'base_url': base, 'path': f'/storage/v1/b/{self._bucket}'}
         try:
-            found = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
-            return self._connection.wait(found).state == 'missing'
+            future = ts.KvStore.open(spec, context=ts.Context(resources)).result().read('')
+            return self._connection.wait(future).state == 'missing'
         except TENSORSTORE_ERRORS:
             return False
 

@@ -42,10 +42,10 @@ class GcsRequests(ServerRequests):
         for _ in range(_MOST_PARTS):
             reply = self._send('COPY', 'POST', f'{path}?{urllib.parse.urlencode(query)}', {})
             try:
-                found = json.loads(reply)
-                if found['done']:
-                    return b'\0' + int(found['resource']['generation']).to_bytes(8, 'little')
-                query['rewriteToken'] = str(found['rewriteToken'])
+                answer = json.loads(reply)
+                if answer['done']:
+                    return b'\0' + int(answer['resource']['generation']).to_bytes(8, 'little')
+                query['rewriteToken'] = str(answer['rewriteToken'])
             except (ValueError, KeyError, TypeError):
                 return None
         return None
@@ -98,9 +98,9 @@ class _Metadata:
             if time.monotonic() > self._ends:
                 request = urllib.request.Request(_METADATA, headers={'Metadata-Flavor': 'Google'})
                 with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310 - a constant
-                    found = json.loads(reply.read())
-                self._token = str(found['access_token'])
-                self._ends = time.monotonic() + float(found['expires_in']) - 300
+                    answer = json.loads(reply.read())
+                self._token = str(answer['access_token'])
+                self._ends = time.monotonic() + float(answer['expires_in']) - 300
             return self._token
 
 

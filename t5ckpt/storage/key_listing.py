@@ -34,34 +34,34 @@ class KeyListing:
     def keys(self, below: str, beginnings: Sequence[str], where: str) -> list[str]:
         """The keys in the directory ``below`` that begin with one of some texts, relative to it; ``where`` is its address."""
         with bucket_errors(where, 'listing'):
-            found = self._list([key_range(below + beginning) for beginning in beginnings])
+            keys = self._list([key_range(below + beginning) for beginning in beginnings])
         # Consoles create keys that end with a slash to show a directory.
-        return sorted(name for raw in found if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
+        return sorted(name for raw in keys if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
 
     def keys_without(self, below: str, beginnings: Sequence[str], without: Collection[str], where: str) -> list[str]:
         """As :meth:`keys`, without those in some directories, and not sorted. Requires that a listing can begin at any key."""
         ranges = [
             gap
-            for each in beginnings
-            for gap in _gaps(below + each, [f'{below}{name}/' for name in without if name.startswith(each)])
+            for beginning in beginnings
+            for gap in _gaps(below + beginning, [f'{below}{name}/' for name in without if name.startswith(beginning)])
         ]
         with bucket_errors(where, 'listing'):
             # Not ``_pages``: most ranges are empty, and GCS repeats the requests of empty ranges.
-            found = self._requested([ts.KvStore.KeyRange(*ends) for ends in ranges])
-        return [raw.decode()[len(below) :] for names in found for raw in names]
+            listed = self._requested([ts.KvStore.KeyRange(*ends) for ends in ranges])
+        return [raw.decode()[len(below) :] for names in listed for raw in names]
 
     def _list(self, ranges: Sequence[Any]) -> list[bytes]:
         try:
-            found = [name for names in self._pages(ranges) for name in names]
+            listed_names = [name for names in self._pages(ranges) for name in names]
         except TENSORSTORE_ERRORS:
             # S3's driver parses a refusal as a listing, so its error does not name the cause.
             self._explain(AccessDeniedError)
             raise
-        if found:
+        if listed_names:
             self.is_found = True
         else:
             self._check_nothing()
-        return found
+        return listed_names
 
     def _pages(self, ranges: Sequence[Any]) -> list[list[bytes]]:
         """Returns all keys of each range."""

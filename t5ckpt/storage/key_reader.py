@@ -30,10 +30,10 @@ class KeyReader:
         """
         with bucket_errors(url):
             request = self._connection.kvstore().read(key, if_not_equal=known, **options)
-            found = self._connection.wait(request, is_conditional=known is not None)
-        if found.state == 'missing':
+            result = self._connection.wait(request, is_conditional=known is not None)
+        if result.state == 'missing':
             raise CheckpointNotFoundError(f'{url}: no such key')
-        return found
+        return result
 
     def read_range(self, key: str, url: str, start: int, stop: int) -> bytes:
         """Bytes of a key; fewer if it is shorter."""
@@ -49,8 +49,8 @@ class KeyReader:
     def version(self, key: str, url: str) -> Any:
         """The version of a key; None if there is none."""
         with bucket_errors(url):
-            found = self._connection.wait(self._connection.kvstore().read(key, byte_range=NOTHING))
-        return found.stamp.generation if found.state == 'value' else None
+            result = self._connection.wait(self._connection.kvstore().read(key, byte_range=NOTHING))
+        return result.stamp.generation if result.state == 'value' else None
 
     def read_cached(self, key: str, url: str, is_good: Callable[[bytes], bool] | None) -> bytes:
         """The bytes of a key from the cache, see ``Storage.read_cached``."""
@@ -58,8 +58,8 @@ class KeyReader:
             return bytes(self.read(key, url).value)
 
         def fetch(known: bytes | None) -> CachedFile | None:
-            found = self.read(key, url, known)
-            return CachedFile(bytes(found.value), found.stamp.generation) if found.state == 'value' else None
+            result = self.read(key, url, known)
+            return CachedFile(bytes(result.value), result.stamp.generation) if result.state == 'value' else None
 
         # Buckets at different endpoints may have the same name.
         return self._cache.read(f'{self._connection.spec} {key}', is_good, fetch)

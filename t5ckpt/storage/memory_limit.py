@@ -36,8 +36,8 @@ def memory_limit() -> int | None:
         except (OSError, ValueError):
             # Another version of control groups, or no limit ("max").
             continue
-    known = [limit for limit in limits if limit is not None]
-    return min(known, default=None)
+    known_limits = [limit for limit in limits if limit is not None]
+    return min(known_limits, default=None)
 
 
 def _sysconf() -> int | None:

@@ -196,11 +196,11 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     A bucket has no parent; its last component is ''.
     """
-    found = _parse(path)
-    if found.scheme == 'file':
-        return os.path.split(found.path)
-    root = f'{found.scheme}://{found.bucket}'
-    parent, _, name = found.path.rpartition('/')
+    parsed = _parse(path)
+    if parsed.scheme == 'file':
+        return os.path.split(parsed.path)
+    root = f'{parsed.scheme}://{parsed.bucket}'
+    parent, _, name = parsed.path.rpartition('/')
     return f'{root}/{parent}'.rstrip('/'), name
 
 
@@ -226,17 +226,17 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         if storage_options:
             raise ValueError('storage_options: a Storage was opened with its own.')
         return path
-    found = _parse(path)
-    if found.scheme not in _BACKENDS:
+    parsed = _parse(path)
+    if parsed.scheme not in _BACKENDS:
         # Neither a password nor a query is shown.
-        url = f'{found.scheme}://{_PASSWORD.sub("", found.bucket)}/{found.path.partition("?")[0]}'
-        written = _azure_spelling(f'{found.scheme}://{found.bucket}/{found.path}')
+        url = f'{parsed.scheme}://{_PASSWORD.sub("", parsed.bucket)}/{parsed.path.partition("?")[0]}'
+        written = _azure_spelling(f'{parsed.scheme}://{parsed.bucket}/{parsed.path}')
         if written is not None:
             raise UnsupportedFormatError(f'{url}: write {written}.')
         raise UnsupportedFormatError(
-            f'{url}: {found.scheme!r} is not supported, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
+            f'{url}: {parsed.scheme!r} is not supported, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
         )
-    return importlib.import_module(_BACKENDS[found.scheme]).open_at(found.bucket, found.path, storage_options)
+    return importlib.import_module(_BACKENDS[parsed.scheme]).open_at(parsed.bucket, parsed.path, storage_options)
 
 
 def _azure_spelling(url: str, account: str = '') -> str | None:
@@ -276,12 +276,12 @@ def option_values(texts: Mapping[str, str], paths: Sequence[str]) -> dict[str, A
         for scheme in path_by_scheme
         if scheme in BY_SCHEME
     }
-    known = {name: kind for fields in kinds.values() for name, kind in fields.items()}
-    unknown = [name for name in texts if name not in known]
+    kinds_by_name = {name: kind for fields in kinds.values() for name, kind in fields.items()}
+    unknown = [name for name in texts if name not in kinds_by_name]
     if unknown:
-        raise unknown_options(', '.join(path_by_scheme.values()), unknown, known)
-    values = {name: value_of_text(name, known[name], text) for name, text in texts.items()}
+        raise unknown_options(', '.join(path_by_scheme.values()), unknown, kinds_by_name)
+    values = {name: value_of_text(name, kinds_by_name[name], text) for name, text in texts.items()}
     for scheme, fields in kinds.items():
-        own = {name: value for name, value in values.items() if name in fields}
-        parse_options(BY_SCHEME[scheme], own, path_by_scheme[scheme])
+        own_values = {name: value for name, value in values.items() if name in fields}
+        parse_options(BY_SCHEME[scheme], own_values, path_by_scheme[scheme])
     return values

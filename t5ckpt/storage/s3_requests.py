@@ -82,10 +82,10 @@ class S3Requests(ServerRequests):
             return None
         target = self._target(key)
         try:
-            found = _UPLOAD.search(self._send('PUT', 'POST', f'{target}?uploads=', {}))
-            if found is None:
+            match = _UPLOAD.search(self._send('PUT', 'POST', f'{target}?uploads=', {}))
+            if match is None:
                 return None
-            return self._uploaded(target, f'uploadId={urllib.parse.quote(found[1], safe="-._~")}', data, version)
+            return self._uploaded(target, f'uploadId={urllib.parse.quote(match[1], safe="-._~")}', data, version)
         except RefusedError as error:
             if error.is_transient:
                 raise
@@ -172,8 +172,8 @@ def etag_version(data: bytes) -> bytes:
     return _ETAG_FOLLOWS + f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'.encode()
 
 
-def _version(found: re.Match[bytes] | None) -> bytes | None:
-    return None if found is None else _ETAG_FOLLOWS + found[1].replace(b'&quot;', b'"').replace(b'&#34;', b'"')
+def _version(match: re.Match[bytes] | None) -> bytes | None:
+    return None if match is None else _ETAG_FOLLOWS + match[1].replace(b'&quot;', b'"').replace(b'&#34;', b'"')
 
 
 def s3_requests(bucket: str, options: S3Options, environ: Mapping[str, str]) -> S3Requests | None:
@@ -210,8 +210,8 @@ def _of_profile(profile: str, environ: Mapping[str, str]) -> AccessKeys | None:
     parser = configparser.RawConfigParser()
     try:
         parser.read(path, encoding='utf-8')
-        found = parser[profile]
-        return AccessKeys(found['aws_access_key_id'], found['aws_secret_access_key'], found.get('aws_session_token'))
+        keys = parser[profile]
+        return AccessKeys(keys['aws_access_key_id'], keys['aws_secret_access_key'], keys.get('aws_session_token'))
     except (configparser.Error, KeyError, OSError, UnicodeDecodeError):
         return None
 

@@ -114,7 +114,7 @@ class TierCatalog(StepCatalog):
 
     def local_steps(self) -> list[int]:
         """The complete local steps and the parts of steps of several processes, ascending, except those that cannot be read."""
-        return [each.step for each in listing(self.local).steps] if self._opened() else []
+        return [listed_step.step for listed_step in listing(self.local).steps] if self._opened() else []
 
     def partial_steps(self) -> list[int]:
         """The local steps of which a job of one process has only a part, since several processes saved them; ascending."""
@@ -141,12 +141,12 @@ class TierCatalog(StepCatalog):
 
     def warn_of_parts(self, step: int) -> None:
         """Logs which parts are newer than the step that is restored; they stay for a job of several processes."""
-        for each in self.partial_steps():
-            if each > step:
+        for part_step in self.partial_steps():
+            if part_step > step:
                 _log.warning(
                     't5ckpt: local step %d was not restored: %s has the part of one of several processes. Start all processes of '
                     'the job to restore it. A save of step %d by this process renames the part.',
-                    each, self.local.url(), each,
+                    part_step, self.local.url(), part_step,
                 )  # fmt: skip
 
     def to_restore(self) -> list[int]:
@@ -154,11 +154,11 @@ class TierCatalog(StepCatalog):
         local = [step for step in self.local_steps() if step not in partial]
 
         of_run = self._query_run(lambda: listing(self.run).to_restore, lambda: local or partial or None)
-        found = sorted({*local, *of_run})
-        if found:
-            self.warn_of_parts(found[-1])
+        steps = sorted({*local, *of_run})
+        if steps:
+            self.warn_of_parts(steps[-1])
         # A single part is an error, never a fresh start.
-        return found or partial
+        return steps or partial
 
     def choose(self, step: int | None) -> Choice:
         """The step to restore, and its tier. A part that this process cannot read is chosen only if there is nothing else."""
@@ -167,13 +167,13 @@ class TierCatalog(StepCatalog):
         def steps_of_run() -> list[int]:
             if step is not None:
                 return [step] if step in partial and has_step(self.run, step) else []
-            found = newest(self.run)
-            return [] if found is None else [found.step]
+            listed_step = newest(self.run)
+            return [] if listed_step is None else [listed_step.step]
 
         run = self._query_run(steps_of_run, lambda: [] if local else None)
-        own = _choice([each for each in local if each not in partial], run, step)
-        has_part_alone = own.step is None or (own.step in partial and own.step not in run)
-        return _choice(local, run, step) if has_part_alone else own
+        complete = _choice([number for number in local if number not in partial], run, step)
+        has_part_alone = complete.step is None or (complete.step in partial and complete.step not in run)
+        return _choice(local, run, step) if has_part_alone else complete
 
     def latest(self) -> int | None:
         return self.choose(None).step
@@ -197,10 +197,14 @@ class TierCatalog(StepCatalog):
     def unusable(self) -> dict[int, str]:
         """The reasons why local steps are not complete, by step."""
         try:
-            found = summaries(self.local)
+            local_steps = summaries(self.local)
         except T5CkptError:
             return {}
-        return {each.step: f'{each.path} is {each.state}' for each in found if not each.complete or each.reason}
+        return {
+            summary.step: f'{summary.path} is {summary.state}'
+            for summary in local_steps
+            if not summary.complete or summary.reason
+        }
 
     @property
     def policy(self) -> KeepPolicy:
@@ -246,9 +250,9 @@ class TierCatalog(StepCatalog):
             delete_step(storage, step, self.clock, even_waiting=True)
 
     def _check_not_kept(self, storage: Storage, step: int) -> None:
-        found = decide_deletion(storage, step, self.clock, even_waiting=True)
-        if found.keep:
-            raise kept_error(storage, step, found.reason, 'deleted')
+        decision = decide_deletion(storage, step, self.clock, even_waiting=True)
+        if decision.keep:
+            raise kept_error(storage, step, decision.reason, 'deleted')
 
     def _tiers_with(self, step: int) -> Sequence[Storage]:
         """The storages that have a step; the run's first, since that one may not answer."""

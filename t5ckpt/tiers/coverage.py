@@ -73,12 +73,12 @@ class Candidate:
 
 def candidates(disks: Iterable[Mapping[int, DiskStep]]) -> list[Candidate]:
     """The saves of which any disk has a part, the newest first; of one step, the one with the fewest missing indices first."""
-    found: dict[tuple[int, str], list[DiskStep]] = {}
+    by_save: dict[tuple[int, str], list[DiskStep]] = {}
     for disk in disks:
-        for step, each in disk.items():
-            found.setdefault((step, each.save), []).append(each)
-    made = [_candidate(step, save, parts) for (step, save), parts in found.items()]
-    return sorted(made, key=lambda each: (-each.step, len(each.missing), each.save))
+        for step, disk_step in disk.items():
+            by_save.setdefault((step, disk_step.save), []).append(disk_step)
+    made = [_candidate(step, save, parts) for (step, save), parts in by_save.items()]
+    return sorted(made, key=lambda candidate: (-candidate.step, len(candidate.missing), candidate.save))
 
 
 def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
@@ -108,20 +108,24 @@ def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequen
     on_disks = [dict(DiskStep.of(vote) for vote in votes) for votes in parts]
     disks = [{step: part for step, part in disk.items() if step in recorded} for disk in on_disks]
     saves = {step: part.save for step, part in disks[0].items()}
-    known = [each for each in candidates(disks) if each.save]
-    waiting = {each.step for each in known if not each.missing and each.save == saves.get(each.step)}
+    all_candidates = [candidate for candidate in candidates(disks) if candidate.save]
+    waiting = {
+        candidate.step
+        for candidate in all_candidates
+        if not candidate.missing and candidate.save == saves.get(candidate.step)
+    }
     incomplete: list[Any] = []
-    for each in known[:1]:
-        if each.step not in waiting and len(each.missing) < 2:
-            holders = [disk.get(each.step) for disk in disks]
+    for candidate in all_candidates[:1]:
+        if candidate.step not in waiting and len(candidate.missing) < 2:
+            holders = [disk.get(candidate.step) for disk in disks]
             sender = next(
-                process for process, part in enumerate(holders) if part is not None and part.save == each.save
+                process for process, part in enumerate(holders) if part is not None and part.save == candidate.save
             )
-            incomplete.append([each.step, each.save, *(each.missing or [-1]), sender])
+            incomplete.append([candidate.step, candidate.save, *(candidate.missing or [-1]), sender])
     dropped = sorted(recorded - waiting - {step for step, *_ in incomplete})
     return {
         'waiting': sorted(waiting),
-        'dropped': [[step, _why_dropped(step, known)] for step in dropped],
+        'dropped': [[step, _why_dropped(step, all_candidates)] for step in dropped],
         'incomplete': incomplete,
         'overwriting': sorted({step for step, overwrites in flags if overwrites}),
     }
@@ -167,7 +171,7 @@ class ChunkNumbers:
         if not bits.any():
             return []
         numbered = ((name, self._number(name)) for name in names)
-        return [name for name, at in numbered if at is not None and bits[at >> 3] >> (7 - (at & 7)) & 1]
+        return [name for name, number in numbered if number is not None and bits[number >> 3] >> (7 - (number & 7)) & 1]
 
     def _number(self, name: str) -> int | None:
         location, _, key = name.rpartition('/')
@@ -176,10 +180,10 @@ class ChunkNumbers:
         if grid is None or index is None:
             return None
         number = 0
-        for at, size in zip(index, grid.grid_shape, strict=True):
-            if at >= size:
+        for axis_index, size in zip(index, grid.grid_shape, strict=True):
+            if axis_index >= size:
                 return None
-            number = number * size + at
+            number = number * size + axis_index
         return self._first[location] + number
 
 
@@ -248,17 +252,17 @@ def plan_sends(lacking: np.ndarray, votes: Sequence[str], count: int) -> SendPla
     # The processes that have only replicated arrays of a lost disk all vote alike.
     decoded = functools.lru_cache(maxsize=1)(lambda vote: decode_bits(vote, count))
     for process, vote in enumerate(votes):
-        own = decoded(vote) & left
-        if own.any():
-            own = _first_bits(own, part)
-            left &= ~own
-            sends[process] = _shrunk(own)
+        to_send = decoded(vote) & left
+        if to_send.any():
+            to_send = _first_bits(to_send, part)
+            left &= ~to_send
+            sends[process] = _shrunk(to_send)
     for process, vote in enumerate(votes):
         if vote and left.any():
-            own = decoded(vote) & left
-            if own.any():
-                left &= ~own
-                sends[process] = _shrunk(own | _grown(sends[process], left.size))
+            to_send = decoded(vote) & left
+            if to_send.any():
+                left &= ~to_send
+                sends[process] = _shrunk(to_send | _grown(sends[process], left.size))
     return SendPlan(tuple(encode_bits(_grown(bits, left.size)) if bits.size else '' for bits in sends), left)
 
 
@@ -267,14 +271,14 @@ def _first_bits(bits: np.ndarray, count: int) -> np.ndarray:
     if num_bits(bits) <= count:
         return bits
     totals = np.cumsum(np.bitwise_count(bits), dtype=np.int64)
-    at = int(np.searchsorted(totals, count, side='right'))
+    last_byte = int(np.searchsorted(totals, count, side='right'))
     kept = bits.copy()
-    kept[at:] = 0
-    rest = count - (int(totals[at - 1]) if at else 0)
-    ones = np.flatnonzero(np.unpackbits(bits[at : at + 1]))[:rest]
+    kept[last_byte:] = 0
+    rest = count - (int(totals[last_byte - 1]) if last_byte else 0)
+    ones = np.flatnonzero(np.unpackbits(bits[last_byte : last_byte + 1]))[:rest]
     last = np.zeros(8, np.uint8)
     last[ones] = 1
-    kept[at] = np.packbits(last)[0]
+    kept[last_byte] = np.packbits(last)[0]
     return kept
 
 

@@ -184,7 +184,7 @@ class PersistSchedule:
             return self._owed
         if self._previous is None:
             # The previous save may be one of an earlier process. A job of several may have left newer ones to a job of one.
-            self._previous = max((each for each in steps_in(self._local) if each < step), default=None)
+            self._previous = max((earlier for earlier in steps_in(self._local) if earlier < step), default=None)
         previous, self._previous = self._previous, step
         now, taken = self._clock(), self._last()
         # If the clock was set back, uploads continue without waiting until it has caught up.

@@ -43,7 +43,7 @@ class LostFiles:
         return {name: part.checksums[name] for name in self.names} if part.save == self.save else None
 
 
-def find_lost_files(at: CoordinationRound, part: Part, index: int) -> LostFiles | None:
+def find_lost_files(upload_round: CoordinationRound, part: Part, index: int) -> LostFiles | None:
     """Assigns the files that the process ``index`` of a save was to upload, and whose disk is lost; every process calls it.
 
     With the index -1 there are none.
@@ -62,18 +62,18 @@ def find_lost_files(at: CoordinationRound, part: Part, index: int) -> LostFiles 
             np.packbits(np.ones(numbers.count, bool)) & ~listed, [text for _, text in votes], numbers.count
         )
         for process, text in enumerate(plan.sends):
-            at.share(f'sends/{process}', text.encode())
+            upload_round.share(f'sends/{process}', text.encode())
         having = [process for process, (_, text) in enumerate(votes) if text]
         return None if plan.nowhere.any() or not having else having[0]
 
-    first = at.reduce_on_leader(Phase.SEND, vote, decide)
+    first = upload_round.reduce_on_leader(Phase.SEND, vote, decide)
     if first is None:
         return None
-    sends = decode_bits(at.receive(f'sends/{at.processes.index}').decode(), numbers.count)
-    there = sorted(part.there)
-    names = numbers.chosen(there, sends) + part.positions_of(index)
-    if index == 0 and at.processes.index == first:
-        names += [name for name in there if name.endswith('/.zarray')]
+    sends = decode_bits(upload_round.receive(f'sends/{upload_round.processes.index}').decode(), numbers.count)
+    existing = sorted(part.there)
+    names = numbers.chosen(existing, sends) + part.positions_of(index)
+    if index == 0 and upload_round.processes.index == first:
+        names += [name for name in existing if name.endswith('/.zarray')]
     return LostFiles(part.save, index, tuple(names))
 
 
@@ -87,5 +87,5 @@ def pack(entries: Mapping[str, FileEntry]) -> str:
 
 def unpack(text: str) -> dict[str, FileEntry]:
     """The entries of a text."""
-    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
-    return {name: (size, checksum) for name, (size, checksum) in found.items()}
+    entries: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return {name: (size, checksum) for name, (size, checksum) in entries.items()}

@@ -112,13 +112,13 @@ class Orders:
 
     def collect_answers(self, number: int) -> list[Answer]:
         """Returns the answers to an order so far. When all have arrived, removes them, and the orders up to this one."""
-        found = self.processes.get_all(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
-        if len(found) == self.processes.count - 1:
+        answers = self.processes.get_all(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
+        if len(answers) == self.processes.count - 1:
             for old in range(self._removed, number + 1):
                 self.processes.remove(f'{self._prefix}/order/{old}', _CALL_SECONDS)
             self.processes.remove(f'{self._prefix}/answer/{number}', _CALL_SECONDS)
             self._removed = number + 1
-        return [Answer(**json.loads(data)) for data in found.values()]
+        return [Answer(**json.loads(data)) for data in answers.values()]
 
     def stop(self, number: int) -> None:
         """Ends the work of the others on an order."""

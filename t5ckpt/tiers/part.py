@@ -115,8 +115,8 @@ class Part:
 
     def positions_of(self, index: int) -> list[str]:
         """The existing files with the data-iterator position of one process of the save."""
-        found = {name: match for name in sorted(self.there) if (match := _POSITION.match(name)) is not None}
-        return [name for name, match in found.items() if int(match[1]) == index]
+        matches = {name: match for name in sorted(self.there) if (match := _POSITION.match(name)) is not None}
+        return [name for name, match in matches.items() if int(match[1]) == index]
 
     def as_vote(self) -> DiskStep:
         """The vote of this process about the step."""
@@ -187,8 +187,8 @@ def array_bytes(name: str, size: int) -> int:
 
 def positions_in(names: Iterable[str]) -> tuple[tuple[int, int], ...]:
     """The positions of data iterators among some files."""
-    found = {(int(match[1]), int(match[2])) for name in names if (match := _POSITION.match(name)) is not None}
-    return tuple(sorted(found))
+    positions = {(int(match[1]), int(match[2])) for name in names if (match := _POSITION.match(name)) is not None}
+    return tuple(sorted(positions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,10 +206,10 @@ class LocalParts:
 
 def parts_in(storage: Storage) -> LocalParts:
     """The parts in a local directory."""
-    found = LocalParts({}, {})
-    for each in listing(storage).steps:
+    local_parts = LocalParts({}, {})
+    for listed_step in listing(storage).steps:
         try:
-            found.parts[each.step] = Part.read(storage, each.step)
+            local_parts.parts[listed_step.step] = Part.read(storage, listed_step.step)
         except T5CkptError as error:
-            found.damaged[each.step] = str(error)
-    return found
+            local_parts.damaged[listed_step.step] = str(error)
+    return local_parts

@@ -49,23 +49,23 @@ def fetch_together(
       request: of the restore that is expected.
       check: raises if the prefetch is to end.
     """
-    found, _ = restore.choose(request)
-    if found.step is None:
+    choice, _ = restore.choose(request)
+    if choice.step is None:
         return
-    if found.save:
-        read_ahead(catalog.local, found.step, check)
+    if choice.save:
+        read_ahead(catalog.local, choice.step, check)
         return
-    files = _files_of_run(catalog, coordinator, found.step)
+    files = _files_of_run(catalog, coordinator, choice.step)
     if files is None:
         return
-    part = begin_part(catalog.local, found.step, files.pop(MANIFEST), files.pop(SIDECAR), catalog.clock)
+    part = begin_part(catalog.local, choice.step, files.pop(MANIFEST), files.pop(SIDECAR), catalog.clock)
     recorded = FileChecksums.recorded_by(decode_sidecar(part.sidecar, SIDECAR), SIDECAR)
     checksums = FileChecksums.union((recorded, *recorded.load_lists(files.get, lambda name: name).values()))
-    located = locate_step(catalog.run, found.step)
+    located = locate_step(catalog.run, choice.step)
     names = files_to_read(request, part.contents()) + _positions(located, request, coordinator)
     nbytes = _fetch(part, located, names, checksums, check)
     urls = catalog.run.url(), catalog.local.url()
-    _log.info('t5ckpt: fetched step %d from %s to %s: %d bytes', found.step, *urls, nbytes)
+    _log.info('t5ckpt: fetched step %d from %s to %s: %d bytes', choice.step, *urls, nbytes)
 
 
 def _files_of_run(catalog: TierCatalog, coordinator: Coordinator, step: int) -> dict[str, bytes] | None:
@@ -73,22 +73,22 @@ def _files_of_run(catalog: TierCatalog, coordinator: Coordinator, step: int) -> 
 
     None if a disk has a part of the step, of another save, or if the step has no checksums: the restore reads it then.
     """
-    at = coordinator.round(_ACTION)
+    prefetch_round = coordinator.round(_ACTION)
 
     def decide(votes: Sequence[Any]) -> list[Any] | None:
         raw = None if any(votes) else read_raw(locate_step(catalog.run, step), checksums=True)
         if raw is None or raw.manifest is None or raw.sidecar is None or not raw.checksum_lists:
             return None
         files = {MANIFEST: raw.manifest, SIDECAR: raw.sidecar, **raw.checksum_lists}
-        at.share('files', b''.join(files.values()))
+        prefetch_round.share('files', b''.join(files.values()))
         return [[name, len(data)] for name, data in files.items()]
 
-    with at.failing_together(Phase.LOOK):
+    with prefetch_round.failing_together(Phase.LOOK):
         is_there = has_step(catalog.local, step)
-    sizes = at.reduce_on_leader(Phase.LOOK, is_there, decide)
+    sizes = prefetch_round.reduce_on_leader(Phase.LOOK, is_there, decide)
     if sizes is None:
         return None
-    data, files = memoryview(at.receive('files')), dict[str, bytes]()
+    data, files = memoryview(prefetch_round.receive('files')), dict[str, bytes]()
     # Removes the keys of the files from the coordination service.
     coordinator.round(_ACTION).barrier(Phase.LOOK)
     for name, size in sizes:

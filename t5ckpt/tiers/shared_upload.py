@@ -100,8 +100,8 @@ def send_lists(
             data = part.storage.read(source)
         except T5CkptError as error:
             raise NotUploadableError(f'{part.storage.url(source)} cannot be read: {error}') from error
-        if entry is not None and (found := entry_of(data)) != entry:
-            raise NotUploadableError(damaged_text(part.storage.url(source), found, entry))
+        if entry is not None and (sent := entry_of(data)) != entry:
+            raise NotUploadableError(damaged_text(part.storage.url(source), sent, entry))
         run.write(key, data)
         return len(data)
 
@@ -149,9 +149,11 @@ class Leader:
                 self.orders.stop(number)
                 self._answers(number, lambda _: None)
                 raise
-            there = self._check(answers, part)
-            if lost is not None and self.orders.lost.index not in there:
-                nbytes += self._write_lost_list(work.directory, part, [lost, *(unpack(each.lost) for each in answers)])
+            uploaded_lists = self._check(answers, part)
+            if lost is not None and self.orders.lost.index not in uploaded_lists:
+                nbytes += self._write_lost_list(
+                    work.directory, part, [lost, *(unpack(answer.lost) for answer in answers)]
+                )
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
             work.commit(part.manifest, part.sidecar, sorted({*grids, *parents_of(names)}))
@@ -167,10 +169,10 @@ class Leader:
             pause = min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
         return answers
 
-    def _write_lost_list(self, directory: str, part: Part, found: Sequence[Mapping[str, FileEntry]]) -> int:
+    def _write_lost_list(self, directory: str, part: Part, entry_maps: Sequence[Mapping[str, FileEntry]]) -> int:
         """Writes the list of the lost disk, whose files the processes have sent; returns its size."""
         name = file_checksums_name(self.orders.lost.index)
-        data = FileChecksums({key: entry for entries in found for key, entry in entries.items()}).encode()
+        data = FileChecksums({key: entry for entries in entry_maps for key, entry in entries.items()}).encode()
         recorded = FileChecksums.recorded_in(part.sidecar, SIDECAR)
         if recorded.get(name) != entry_of(data):
             raise NotUploadableError(f'{name} is on no disk, and cannot be made from the other disks')
@@ -182,15 +184,17 @@ class Leader:
         for answer in answers:
             if answer.error:
                 raise NotUploadableError(answer.error) if answer.is_fatal else StorageError(0, answer.error)
-        there = {index for answer in answers for index in answer.lists} | {*part.complete_lists()}
+        uploaded_lists = {index for answer in answers for index in answer.lists} | {*part.complete_lists()}
         missing = sorted(
-            set(range(part.count)) - there - {self.orders.lost.index if self.orders.lost.save == part.save else -1}
+            set(range(part.count))
+            - uploaded_lists
+            - {self.orders.lost.index if self.orders.lost.save == part.save else -1}
         )
         if missing:
             raise NotUploadableError(
                 f'the files that the processes {missing} of the save were to upload are on no disk'
             )
-        return there
+        return uploaded_lists
 
 
 class Follower(StepUploads):
@@ -254,7 +258,7 @@ class Follower(StepUploads):
             while self.refusal is None:
                 # Before the steps are read: the last orders may end them.
                 has_ended = self._ended.is_set() or self._has_left
-                waiting = [each for each in self._waiting() if step in (each, None)]
+                waiting = [waiting_step for waiting_step in self._waiting() if step in (waiting_step, None)]
                 if not waiting:
                     break
                 if has_ended:

@@ -111,16 +111,16 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
 def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
     """As :func:`upload`, and raises CheckpointNotFoundError if the local step is overwritten meanwhile."""
     try:
-        own = _contents(local, step)
-        found = strategy_of(run).occupant(run, step)
-        if found is not None and found.is_t5x and _is_same(own, read_raw(locate_step(run, step))):
+        local_contents = _contents(local, step)
+        occupant = strategy_of(run).occupant(run, step)
+        if occupant is not None and occupant.is_t5x and _is_same(local_contents, read_raw(locate_step(run, step))):
             return 0
-        if found is not None and not (overwrite and found.is_t5x):
-            raise NotUploadableError(f'{run.url(found.name)} exists, of another save')
+        if occupant is not None and not (overwrite and occupant.is_t5x):
+            raise NotUploadableError(f'{run.url(occupant.name)} exists, of another save')
         try:
             return copy(overwrite)
         except CheckpointExistsError:
-            if found is None:
+            if occupant is None:
                 raise
             # In a bucket, no single write replaces files with the names of their source. The local step stays until the upload
             # ends.

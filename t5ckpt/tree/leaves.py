@@ -331,9 +331,9 @@ def _valued(path: Path, leaf: Any) -> Any:
             f'{name}: the values of {kind} cannot be read ({error!s:.200}). Give a numpy array.'
         ) from error
     if values is None or (values.shape, values.dtype) != (leaf.shape, np.dtype(leaf.dtype)):
-        found = 'no array' if values is None else f'an array of {values.dtype} {values.shape}'
+        result = 'no array' if values is None else f'an array of {values.dtype} {values.shape}'
         raise UnsupportedLeafError(
-            f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {found}. Give a numpy array.'
+            f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {result}. Give a numpy array.'
         )
     return values
 

@@ -252,7 +252,7 @@ def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
 
 
 def _found_step(state: Any, table: LeafTable) -> Any:
-    own = getattr(state, 'step', None)
-    if own is not None and not callable(own):
-        return own
+    own_step = getattr(state, 'step', None)
+    if own_step is not None and not callable(own_step):
+        return own_step
     return next((table[path] for path in OWN_STEPS if path in table), None)

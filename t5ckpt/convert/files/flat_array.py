@@ -70,12 +70,12 @@ def read_box(fd: int, array: FlatArray, box: Box) -> np.ndarray:
     strides = strides_of(array.shape)
     flat = out.reshape(math.prod(shape[:outer]), -1).view(np.uint8)
     for row, position in enumerate(np.ndindex(*shape[:outer])):
-        first = sum((at + start) * stride for at, (start, _), stride in zip(position, box, strides, strict=False))
+        first = sum((i + start) * stride for i, (start, _), stride in zip(position, box, strides, strict=False))
         first += box[outer][0] * strides[outer] if shape else 0
-        view, at = memoryview(flat[row]), array.offset + first * array.dtype.itemsize
+        view, offset = memoryview(flat[row]), array.offset + first * array.dtype.itemsize
         while view:
-            count = os.preadv(fd, [view], at)
+            count = os.preadv(fd, [view], offset)
             if not count:
                 raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. Copy the checkpoint again.')
-            view, at = view[count:], at + count
+            view, offset = view[count:], offset + count
     return out

@@ -124,16 +124,16 @@ class _Scan:
         return int(struct.unpack(form, self._take(1 + struct.calcsize(form))[1:])[0])
 
     def _map(self, count: int, depth: int) -> Any:
-        found: dict[Any, Any] = {}
+        fields: dict[Any, Any] = {}
         for _ in range(count):
             key = self.value(depth + 1)
             if isinstance(key, str) and key in self.arrays:
                 raise CorruptCheckpointError(f'the key of a map at byte {self.at:,} is an array')
-            found[key] = self.value(depth + 1)
-        shape, chunks = _in_order(found.get('shape')), _in_order(found.get('chunks'))
-        if _CHUNKED in found and shape is not None and chunks is not None:
-            return self._joined(shape, chunks) or found
-        return found
+            fields[key] = self.value(depth + 1)
+        shape, chunks = _in_order(fields.get('shape')), _in_order(fields.get('chunks'))
+        if _CHUNKED in fields and shape is not None and chunks is not None:
+            return self._joined(shape, chunks) or fields
+        return fields
 
     def _small(self, first: int) -> Any:
         """Decodes a value that is neither a container nor a lazy array."""
@@ -181,16 +181,16 @@ class _Scan:
     def _joined(self, shape: Sequence[Any], chunks: Sequence[Any]) -> str | None:
         """An array that Flax wrote in parts, which are joined on reading; None for another map, or without a lazy part."""
         parts = [self._flat.get(chunk) if isinstance(chunk, str) else chunk for chunk in chunks]
-        known = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
-        if len(known) < len(parts) or not any(isinstance(part, FlatArray) for part in known):
+        arrays = [part for part in parts if isinstance(part, (FlatArray, np.ndarray))]
+        if len(arrays) < len(parts) or not any(isinstance(part, FlatArray) for part in arrays):
             return None
         good = len(shape) <= MAX_RANK and all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape)
-        if not good or len({part.dtype for part in known}) != 1:
+        if not good or len({part.dtype for part in arrays}) != 1:
             raise CorruptCheckpointError('the chunks of an array are not arrays of one dtype')
-        if math.prod(shape) != sum(math.prod(part.shape) for part in known):
+        if math.prod(shape) != sum(math.prod(part.shape) for part in arrays):
             raise CorruptCheckpointError(f'the chunks of an array do not fill an array of shape {shape!r:.80}')
         sizes = [int(size) for size in shape]
-        return self._kept(sizes, known[0].dtype, _joined_reader(sizes, known), None)
+        return self._kept(sizes, arrays[0].dtype, _joined_reader(sizes, arrays), None)
 
     def _peek(self, count: int) -> bytes:
         data = os.pread(self._fd, count, self.at)

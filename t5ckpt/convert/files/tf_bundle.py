@@ -176,8 +176,8 @@ def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
     if len(data) < _FOOTER_BYTES or struct.unpack('<Q', data[-8:])[0] != _MAGIC:
         raise CorruptCheckpointError(f'{where} is not the index of a TensorFlow checkpoint, or is truncated. {_CURE}')
     footer = data[-_FOOTER_BYTES:]
-    _, at = _handle(footer, 0)
-    (start, size), _ = _handle(footer, at)
+    _, position = _handle(footer, 0)
+    (start, size), _ = _handle(footer, position)
     read, last = 0, b''
     for _, value in _block(data, start, size, where):
         (start, size), _ = _handle(value, 0)
@@ -191,10 +191,10 @@ def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
             yield key, entry
 
 
-def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
-    start, at = protobuf.varint(data, at)
-    size, at = protobuf.varint(data, at)
-    return (start, size), at
+def _handle(data: bytes, position: int) -> tuple[tuple[int, int], int]:
+    start, position = protobuf.varint(data, position)
+    size, position = protobuf.varint(data, position)
+    return (start, size), position
 
 
 def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[bytes, bytes]]:
@@ -207,17 +207,17 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
         raise UnsupportedFormatError(f'{where} is compressed, which only TensorFlow reads.')
     block = data[start : start + size]
     end = size - 4 * (1 + struct.unpack('<I', block[-4:])[0])
-    at, key = 0, b''
-    while at < end:
-        shared, at = protobuf.varint(block, at)
-        rest, at = protobuf.varint(block, at)
-        length, at = protobuf.varint(block, at)
-        if shared > len(key) or at + rest + length > end:
+    position, key = 0, b''
+    while position < end:
+        shared, position = protobuf.varint(block, position)
+        rest, position = protobuf.varint(block, position)
+        length, position = protobuf.varint(block, position)
+        if shared > len(key) or position + rest + length > end:
             raise CorruptCheckpointError(f'{where} is damaged. {_CURE}')
-        key = key[:shared] + block[at : at + rest]
-        at += rest
-        yield key, block[at : at + length]
-        at += length
+        key = key[:shared] + block[position : position + rest]
+        position += rest
+        yield key, block[position : position + length]
+        position += length
 
 
 def _message(data: bytes) -> dict[int, list[Any]]:

@@ -193,12 +193,12 @@ def check_config(model: T5Model, config: Mapping[str, Any]) -> None:
         raise UnsupportedFormatError(lines('the configuration contradicts the weights:', *wrong, between='\n  '))
     combined = [
         name
-        for name, there in (
+        for name, exists in (
             ('experts', bool(model.sparse)),
             ('a bias table for each layer (UMT5)', model.relpos_per_layer),
             (f'{model.attention} (LongT5)', model.attention != SELF),
         )
-        if there
+        if exists
     ]
     if len(combined) > 1:
         raise UnsupportedFormatError(f'the model has {" and ".join(combined)}; Hugging Face has no class with both.')
@@ -209,15 +209,15 @@ def check_config(model: T5Model, config: Mapping[str, Any]) -> None:
 def _sparse_layers(model: T5Model, tower: str) -> int:
     """The number of layers with experts in a tower; raises UnsupportedFormatError for positions that transformers lacks."""
     layers = model.layers[tower]
-    found = sorted(i for name, i in model.sparse if name == tower)
+    sparse = sorted(i for name, i in model.sparse if name == tower)
     # Without experts in this tower, transformers' step is the number of layers, so layer 1 would get experts.
-    step = layers // max(1, len(found))
-    if found != [i for i in range(layers) if i % step == 1 or step == 1]:
+    step = layers // max(1, len(sparse))
+    if sparse != [i for i in range(layers) if i % step == 1 or step == 1]:
         raise UnsupportedFormatError(
-            f"{tower}: the layers {found} of {layers} have experts, but Hugging Face's Switch has them in all layers, or in "
+            f"{tower}: the layers {sparse} of {layers} have experts, but Hugging Face's Switch has them in all layers, or in "
             'every n-th from layer 1 on.'
         )
-    return len(found)
+    return len(sparse)
 
 
 def needs_larger_norm(model: T5Model, config: Mapping[str, Any]) -> bool:

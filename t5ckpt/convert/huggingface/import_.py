@@ -74,14 +74,14 @@ def import_hf(
     """
     started = time.monotonic()
     root = os.fspath(directory)
-    found = _open(root)
+    model_files = _open(root)
     settings = read_config(os.path.join(root, 'config.json')) | read_config(config)
-    tensors, dropped = _without_doubles(found, settings)
-    pairs, step = _pairs(tensors, found.metadata, settings, options)
+    tensors, dropped = _without_doubles(model_files, settings)
+    pairs, step = _pairs(tensors, model_files.metadata, settings, options)
     check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
-    table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, found.forget) for pair in pairs}
+    table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, model_files.forget) for pair in pairs}
     table['state', 'step'] = np.int32(step)
-    source = {'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in found.readers]}
+    source = {'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in model_files.readers]}
     url = write_import(table, step, checkpoints_dir, options, source)
     total = sum(tensor.nbytes for tensor in tensors.values())
     mapped = {pair.leaf: pair.tensors for pair in pairs}

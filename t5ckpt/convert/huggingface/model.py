@@ -129,8 +129,8 @@ def model_of_tensors(shapes: Shapes, model_type: str) -> T5Model:
 
 def check_leaves(pairs: Iterable[Pair], shapes: Shapes, prefix: str, where: str) -> None:
     """Raises TreeMismatchError with every difference between a model's arrays and the leaves under ``prefix``."""
-    found = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-    _check({pair.leaf: pair.shape for pair in pairs}, found, where)
+    leaves = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+    _check({pair.leaf: pair.shape for pair in pairs}, leaves, where)
 
 
 def check_tensors(pairs: Iterable[Pair], shapes: Shapes, where: str) -> None:
@@ -138,15 +138,15 @@ def check_tensors(pairs: Iterable[Pair], shapes: Shapes, where: str) -> None:
     _check({name: pair.tensor_shape for pair in pairs for name in pair.tensors}, shapes, where)
 
 
-def _check(expected: Shapes, found: Shapes, where: str) -> None:
+def _check(expected: Shapes, existing: Shapes, where: str) -> None:
     problems: list[LeafProblem] = []
     for name, shape in expected.items():
-        if name not in found:
-            near = near_names(name, found) if len(problems) < _SHOWN else []
+        if name not in existing:
+            near = near_names(name, existing) if len(problems) < _SHOWN else []
             problems.append(LeafProblem(name, 'missing', '', str(shape), f'Near: {", ".join(near)}.' if near else ''))
-        elif found[name] != shape:
-            problems.append(LeafProblem(name, 'shape', str(found[name]), str(shape)))
-    problems += [LeafProblem(name, 'unexpected', str(found[name]), '') for name in found if name not in expected]
+        elif existing[name] != shape:
+            problems.append(LeafProblem(name, 'shape', str(existing[name]), str(shape)))
+    problems += [LeafProblem(name, 'unexpected', str(existing[name]), '') for name in existing if name not in expected]
     if not problems:
         return
     shown = [f'{where} differs from the T5 that its names suggest in {counted(len(problems), "place")}:']

@@ -59,18 +59,18 @@ def step_facts(steps: Iterable[StepSummary]) -> list[dict[str, Any]]:
     """The steps with sizes, times, metrics and reasons."""
     return [
         {
-            'step': each.step,
-            'state': each.state,
-            'bytes': each.nbytes,
-            'created': each.created,
-            'metrics': {printable(name): _number(value) for name, value in each.metrics.items()},
-            'pinned': each.pinned,
-            'goes': each.kept.startswith(GOES),
-            'kept': printable('; '.join(filter(None, [each.kept, each.reason]))),
-            'writer': printable(each.writer),
-            'layout': each.layout,
+            'step': summary.step,
+            'state': summary.state,
+            'bytes': summary.nbytes,
+            'created': summary.created,
+            'metrics': {printable(name): _number(value) for name, value in summary.metrics.items()},
+            'pinned': summary.pinned,
+            'goes': summary.kept.startswith(GOES),
+            'kept': printable('; '.join(filter(None, [summary.kept, summary.reason]))),
+            'writer': printable(summary.writer),
+            'layout': summary.layout,
         }
-        for each in steps
+        for summary in steps
     ]
 
 
@@ -78,13 +78,13 @@ def curve_facts(curves: Iterable[Curve]) -> list[dict[str, Any]]:
     """The curves of the run's event files."""
     return [
         {
-            'name': printable(each.name),
-            'count': each.count,
-            'steps': [step for step, _, _ in each.points],
-            'times': [_number(time) for _, time, _ in each.points],
-            'values': [_number(value) for _, _, value in each.points],
+            'name': printable(curve.name),
+            'count': curve.count,
+            'steps': [step for step, _, _ in curve.points],
+            'times': [_number(time) for _, time, _ in curve.points],
+            'values': [_number(value) for _, _, value in curve.points],
         }
-        for each in curves
+        for curve in curves
     ]
 
 
@@ -92,8 +92,8 @@ def largest(infos: Sequence[LeafInfo]) -> list[LeafInfo]:
     """The leaves that a page lists, in their order: all, or the largest 20,000."""
     if len(infos) <= _MAX_LEAVES:
         return list(infos)
-    kept = sorted(range(len(infos)), key=lambda at: (-infos[at].nbytes, at))[:_MAX_LEAVES]
-    return [infos[at] for at in sorted(kept)]
+    kept = sorted(range(len(infos)), key=lambda index: (-infos[index].nbytes, index))[:_MAX_LEAVES]
+    return [infos[index] for index in sorted(kept)]
 
 
 def leaf_facts(infos: Sequence[LeafInfo], stats: Mapping[str, LeafStats]) -> list[dict[str, Any]]:

@@ -44,11 +44,12 @@ def not_uploaded_anymore(steps: Sequence[int], target: str) -> NotPersistedError
 
 
 class Outcomes:
-    """The results of the uploads of steps. Its methods are called with the lock of the object that has it."""
+    """The results of the uploads of steps. Safe from any thread."""
 
     def __init__(self, target: str):
         """``target`` is the URL of the run."""
         self._target = target
+        self._guard = threading.RLock()
         self._uploaded = set[int]()
         self._dropped: dict[int, str] = {}
         # Those that could not be uploaded, until a wait raises the reason or a newer step is uploaded.
@@ -60,30 +61,34 @@ class Outcomes:
 
     def forget(self, step: int) -> None:
         """Forgets a step, which waits again or was deleted."""
-        self._uploaded.discard(step)
-        self._failed.discard(step)
-        self._dropped.pop(step, None)
+        with self._guard:
+            self._uploaded.discard(step)
+            self._failed.discard(step)
+            self._dropped.pop(step, None)
 
     def note_uploaded(self, step: int) -> None:
         """Records that a step is uploaded."""
-        self.forget(step)
-        self._uploaded.add(step)
-        self._failed = {each for each in self._failed if each > step}
+        with self._guard:
+            self.forget(step)
+            self._uploaded.add(step)
+            self._failed = {each for each in self._failed if each > step}
 
     def note_dropped(self, step: int, reason: str, *, is_failure: bool = False) -> None:
         """Records that a step is not uploaded; ``is_failure`` if it cannot be, so that also a wait for all steps raises it."""
-        self.forget(step)
-        self._dropped[step] = reason
-        if is_failure:
-            self._failed.add(step)
+        with self._guard:
+            self.forget(step)
+            self._dropped[step] = reason
+            if is_failure:
+                self._failed.add(step)
 
     def check(self, step: int | None) -> None:
         """Raises NotPersistedError if a step was not uploaded; with None, if a step could not be uploaded."""
-        ended = max(self._failed, default=None) if step is None else step
-        reason = None if ended is None else self._dropped.get(ended)
-        if reason is None:
-            return
-        self._failed -= {ended} if step is not None else self._failed.copy()
+        with self._guard:
+            ended = max(self._failed, default=None) if step is None else step
+            reason = None if ended is None else self._dropped.get(ended)
+            if reason is None:
+                return
+            self._failed -= {ended} if step is not None else self._failed.copy()
         raise NotPersistedError(f'step {ended} was not uploaded to {self._target}: {reason}.')
 
 

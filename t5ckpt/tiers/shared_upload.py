@@ -10,6 +10,7 @@ If the disk of one process of the save is lost, the others upload the files of i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -198,7 +199,7 @@ class Leader:
 
 
 class Follower(StepUploads):
-    """Carries out the orders of process 0, in a thread."""
+    """Carries out the orders of process 0 in a thread, and uploads in another one."""
 
     def __init__(
         self,
@@ -232,6 +233,7 @@ class Follower(StepUploads):
         self._process = os.getpid()
         self._ended = threading.Event()
         self._looked = 0.0
+        self._upload_thread: threading.Thread | None = None
         if start_thread(self._follow, 't5ckpt-upload', daemon=False) is None:
             self._ended.set()
 
@@ -294,15 +296,20 @@ class Follower(StepUploads):
             # Process 0 has ended, or died; the save that runs says so.
             _log.info('t5ckpt: this process uploads nothing more: %s', error)
         finally:
+            if self._upload_thread is not None:
+                self._upload_thread.join()
             self._ended.set()
             with self._condition:
                 self._condition.notify_all()
 
     def _carry_out(self, number: int, order: Order) -> None:
         if isinstance(order, Upload):
+            # In a thread of its own: an order to drop a step, whose files may then be deleted, does not wait for the upload.
             self._is_uploading = True
-            self._orders.answer(number, self._upload(number, order))
-            self._is_uploading = False
+            upload = functools.partial(self._upload_and_answer, number, order)
+            self._upload_thread = start_thread(upload, 't5ckpt-upload', daemon=False)
+            if self._upload_thread is None:
+                upload()
             return
         with self._condition:
             if isinstance(order, Failed):
@@ -320,6 +327,14 @@ class Follower(StepUploads):
                 except Exception:  # noqa: BLE001 - the next start drops it
                     _log.exception('t5ckpt: step %d could not be forgotten', order.step)
             self._condition.notify_all()
+
+    def _upload_and_answer(self, number: int, order: Upload) -> None:
+        try:
+            self._orders.answer(number, self._upload(number, order))
+        except (ServiceError, TimeoutError) as error:
+            _log.info('t5ckpt: process 0 was not told of an upload: %s', error)
+        finally:
+            self._is_uploading = False
 
     def _upload(self, number: int, order: Upload) -> Answer:
         def check() -> None:

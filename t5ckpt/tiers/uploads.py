@@ -75,13 +75,24 @@ class Uploads:
         existing = set(steps_in(self.local))
         waiting = self._intents.steps()
         for step in sorted(set(waiting) - existing):
-            _log.warning('t5ckpt: step %d was to be uploaded, and is not in %s anymore', step, self.local.url())
-            self._intents.drop(step)
-            self._schedule.owe(step)
+            why = f'{self.local.url()} no longer has it'
+            self._note_lost(step, why)
+            self._queue.outcomes.note_dropped(step, why, is_failure=True)
         found = self._without_parts(sorted(existing & set(waiting)))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
             self._add(found)
+
+    def _note_lost(self, step: int, why: str, level: int = logging.WARNING) -> None:
+        """Forgets a step that waited when an earlier process ended, and that cannot be uploaded."""
+        _log.log(
+            level,
+            't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.',
+            step,
+            why,
+        )
+        self._intents.drop(step)
+        self._schedule.owe(step)
 
     def _without_parts(self, steps: Sequence[int]) -> list[int]:
         """Those of some steps of which the directory has more than the part of one of several processes."""
@@ -120,7 +131,7 @@ class Uploads:
         self,
         orders: Orders,
         waiting: Sequence[int],
-        dropped: Iterable[tuple[int, str]],
+        dropped: Sequence[tuple[int, str]],
         overwriting: Collection[int],
     ) -> None:
         """Begins the uploads of a job of several processes.
@@ -134,20 +145,16 @@ class Uploads:
         self._has_resumed = True
         is_leader = orders.processes.index == 0
         for step, why in dropped:
-            if is_leader:
-                _log.warning(
-                    't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.',
-                    step,
-                    why,
-                )
-            self._intents.drop(step)
-            self._schedule.owe(step)
+            self._note_lost(step, why, level=logging.WARNING if is_leader else logging.DEBUG)
         for step in set(waiting).difference(self._intents.steps()):
             # The disk of this process is new, or was that of a job of one process.
             self._intents.add(step, overwrite=step in overwriting)
         if not is_leader:
             uploader = self._uploader
             self._queue = Follower(orders, self.local, self.run, uploader.pace, uploader.end, self._intents.steps)
+        for step, why in dropped:
+            self._queue.outcomes.note_dropped(step, why, is_failure=True)
+        if not is_leader:
             return
         self._uploader.leader = Leader(orders, self.local, self.run, self.clock)
         if waiting:

@@ -468,6 +468,23 @@ def test_the_bucket_is_away_then_full_then_slow(four, place, tmp_path):
     assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_6']] * COUNT
 
 
+def test_steps_that_are_dropped_during_an_upload_are_deleted_in_all_processes(four, place, tmp_path):
+    """Process 0 drops them at once; the disks of the others would fill up until the upload ends."""
+    trouble = tmp_path / 'trouble'
+    trouble.write_text('held')
+    place.begin(four, persist=[1, 2, 3, 4, 5], trouble=str(trouble), local_keep=1)
+    for step in range(1, 6):
+        assert four.run('tiers_save', step) == [step] * COUNT
+    deadline = time.monotonic() + 60
+    while any(place.steps_on(disk) != ['checkpoint_1', 'checkpoint_5'] for disk in range(COUNT)):
+        assert time.monotonic() < deadline, [place.steps_on(disk) for disk in range(COUNT)]
+        time.sleep(0.1)
+    trouble.unlink()
+    assert four.run('tiers_wait') == [None] * COUNT
+    four.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [1, 5]
+
+
 def test_a_step_that_waits_is_uploaded_by_the_next_start(four, place, tmp_path):
     """Also from disks in another order."""
     trouble = tmp_path / 'trouble'
@@ -522,8 +539,10 @@ def test_a_step_that_waits_in_a_smaller_job(four, two, place, tmp_path):
     answers = two.run('tiers_restore')
     assert [(answer['step'], answer['bytes'][2]) for answer in answers] == [(1, 0)] * 2
     assert 'the disks with the files of process 1, 2 of the save are lost' in ' '.join(answers[0]['why'])
-    errors = two.run('tiers_wait', 1)
-    assert all('step 1 is not in' in text for text in errors)
+    # Also a wait for all steps says that one is lost.
+    for wanted in (None, 1):
+        errors = two.run('tiers_wait', wanted)
+        assert all('step 1 was not uploaded' in text and 'process 1, 2 of the save are lost' in text for text in errors)
     assert [two.run('tiers_save', step) for step in (2, 3)] == [[2] * 2, [3] * 2]
     assert two.run('tiers_wait') == [None] * 2
     two.run('tiers_close')

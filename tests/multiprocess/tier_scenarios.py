@@ -56,7 +56,10 @@ class DyingPolicy(t5ckpt.SaveEvery):
 
 
 class Troubled(FaultyStorage):
-    """A storage in the trouble that a file names while it exists: 'away', 'full', 'slow', or 'torn' (in process 1 alone)."""
+    """A storage in the trouble that a file names while it exists.
+
+    'away', 'full', 'slow', 'held' (writes of chunks wait), or 'torn' (writes of chunks fail in process 1).
+    """
 
     def __init__(self, inner, flag):
         super().__init__(inner)
@@ -71,6 +74,9 @@ class Troubled(FaultyStorage):
             raise NoSpaceError(28, 'injected: the bucket is full')
         if trouble == 'slow':
             time.sleep(0.2)
+        while trouble == 'held' and name == 'write' and '/target.' in key:
+            time.sleep(0.05)
+            trouble = self._flag.read_text() if self._flag.exists() else ''
         if trouble == 'torn' and jax.process_index() == 1 and name == 'write' and '/target.' in key:
             raise StorageError(5, 'injected: the upload is torn')
 

@@ -552,6 +552,24 @@ def test_a_step_that_is_damaged_in_a_bucket_stays_there(gs, local, caplog):
     assert t5ckpt.verify(local, 2, full=True).ok
 
 
+def test_a_wait_raises_for_a_step_that_was_lost_before_the_start(gs, local, caplog):
+    run = gs.url()
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        fails_from_now_on(gs)
+        ck.save(state(2))
+    works_again(gs)
+    shutil.rmtree(local / 'checkpoint_2')
+    with checkpointer(run, local, storage_options=AWAY) as ck:
+        for step in (None, 2):
+            with pytest.raises(NotPersistedError, match=r'step 2 was not uploaded .*no longer has it'):
+                ck.wait_until_persisted(step)
+        assert said(caplog, 'step 2 was to be uploaded, and is not', logging.WARNING)
+        ck.save(state(3))
+        ck.wait_until_persisted()
+
+
 def test_a_bucket_that_is_away_leaves_the_local_steps(gs, local, caplog):
     run = gs.url()
     with checkpointer(run, local, storage_options=AWAY) as ck:

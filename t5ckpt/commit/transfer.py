@@ -156,7 +156,7 @@ class Transfer:
             kept_after=(BaseException,),
         )
         with open_transaction(self._to, self._step, clock, options) as work:
-            kept = self._there(work, names, checksums)
+            kept = self._copied_before(work, names, checksums)
             total = sum(self._size(name, sizes, checksums) for name in names)
             self._report(sum(self._size(name, sizes, checksums) for name in kept), total)
             waiting = {name: self._size(name, sizes, checksums) for name in names if name not in kept}
@@ -235,7 +235,7 @@ class Transfer:
         size = sizes[name]
         return size if size is not None else checksums[name][0] if name in checksums else 0
 
-    def _there(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
+    def _copied_before(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
         """The files that an earlier attempt has copied; deletes the other files that it left."""
         sizes_here = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
         # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.

@@ -60,8 +60,8 @@ class StorageConformance:
             (end - 3, 2 * end),
             (end + 1, 2 * end),
         ):
-            found = storage.read_range('a/x', start, stop)
-            _check(found == data[start:stop], f'bytes {start} to {stop} are wrong, got {len(found)} bytes')
+            data_read = storage.read_range('a/x', start, stop)
+            _check(data_read == data[start:stop], f'bytes {start} to {stop} are wrong, got {len(data_read)} bytes')
         try:
             storage.read_range('a/none', 0, 8)
         except CheckpointNotFoundError as error:
@@ -89,10 +89,10 @@ class StorageConformance:
         for key, data in (('r/b/deep/x', b'12'), ('r/a', b'1'), ('r/b/y', b'123'), ('other', b'')):
             storage.make_dir(key.rpartition('/')[0])
             storage.write(key, data)
-        found = [(entry.name, entry.is_dir, entry.size) for entry in storage.entries('r')]
-        kinds = [(name, is_dir) for name, is_dir, _ in found]
-        _check(kinds == [('a', False), ('b', True)], f'entries: {found}')
-        _check(found[0][2] in (1, None) and found[1][2] == 0, f'entries: {found}')
+        listed = [(entry.name, entry.is_dir, entry.size) for entry in storage.entries('r')]
+        kinds = [(name, is_dir) for name, is_dir, _ in listed]
+        _check(kinds == [('a', False), ('b', True)], f'entries: {listed}')
+        _check(listed[0][2] in (1, None) and listed[1][2] == 0, f'entries: {listed}')
         walked = list(storage.walk('r'))
         _check([key for key, _ in walked] == ['r/a', 'r/b/deep/x', 'r/b/y'], f'walk: {walked}')
         _check(
@@ -182,8 +182,8 @@ class StorageConformance:
         storage.write('arrays/z/.zarray', json.dumps(metadata).encode())
         storage.write('arrays/z/0', np.array([1, 2, 3, 4], np.int32).tobytes())
         spec = {'driver': 'zarr', 'kvstore': storage.array_kvstore('arrays/z')}
-        found = storage.wait(ts.open(spec, open=True, context=storage.context())).read().result()
-        _check(found.tolist() == [1, 2, 3, 4], 'zarr files are elsewhere')
+        values = storage.wait(ts.open(spec, open=True, context=storage.context())).read().result()
+        _check(values.tolist() == [1, 2, 3, 4], 'zarr files are elsewhere')
 
     def test_link(self, tmp_path: pathlib.Path) -> None:
         """A link is a second name, which survives the deletion of the first, or it is refused."""

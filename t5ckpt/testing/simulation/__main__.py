@@ -32,19 +32,20 @@ def main() -> int:
     seeds = range(given.first, given.first + count)
     options = {'module': given.module, 'workers': given.workers}
     if given.report:
-        found = continue_report(given.report, names, seeds, **options)
-        print(table(given.report), *map(str, found.failures), sep='\n\n')
-        return int(bool(found.failures))
+        campaign = continue_report(given.report, names, seeds, **options)
+        print(table(given.report), *map(str, campaign.failures), sep='\n\n')
+        return int(bool(campaign.failures))
     failures = 0
-    for name, found in explore(names, seeds, switches=given.switches, **options):
-        faults = ', '.join(f'{count} {fault}' for fault, count in sorted(found.faults.items()) if fault != 'run')
+    for name, results in explore(names, seeds, switches=given.switches, **options):
+        faults = ', '.join(f'{count} {fault}' for fault, count in sorted(results.faults.items()) if fault != 'run')
         print(
-            f'{name}: {found.schedules} schedules, {found.points} operations, {found.states} states; {faults or "no faults"}',
-            *found.failures[:1],
+            f'{name}: {results.schedules} schedules, {results.points} operations, {results.states} states; '
+            f'{faults or "no faults"}',
+            *results.failures[:1],
             sep='\n',
             flush=True,
         )
-        failures += len(found.failures)
+        failures += len(results.failures)
     return int(failures > 0)
 
 

@@ -38,6 +38,6 @@ def scenarios_of(make: Callable[[], Storage]) -> dict[str, Scenario]:
     Args:
       make: makes an empty storage.
     """
-    own = {name: dataclasses.replace(SCENARIOS[name], kind=make, faults=FAULTS) for name in _WITH_FAULTS}
+    scenarios = {name: dataclasses.replace(SCENARIOS[name], kind=make, faults=FAULTS) for name in _WITH_FAULTS}
     # A crash within it is not survived, see docs/reliability.md.
-    return own | {'late': dataclasses.replace(SCENARIOS['late'], kind=make, faults=_STOPS, checked_after=())}
+    return scenarios | {'late': dataclasses.replace(SCENARIOS['late'], kind=make, faults=_STOPS, checked_after=())}

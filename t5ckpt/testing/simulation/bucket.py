@@ -115,10 +115,10 @@ class _Client:
         self, key: str, *, byte_range: slice | None = None, if_not_equal: bytes | None = None, **_: Any
     ) -> _Request:
         def apply() -> Any:
-            found = self._bucket.objects.get(self._prefix + key)
-            if found is None:
+            stored = self._bucket.objects.get(self._prefix + key)
+            if stored is None:
                 return _read('missing', b'', ABSENT)
-            data, version = found
+            data, version = stored
             if if_not_equal == version:
                 return _read('unspecified', b'', version)
             return _read('value', data if byte_range is None else data[byte_range], version)

@@ -42,11 +42,11 @@ class Failure:
     trace: tuple[str, ...]
 
     def __str__(self) -> str:
-        own = '' if self.module == OWN_SCENARIOS else f' --module {self.module}'
+        module = '' if self.module == OWN_SCENARIOS else f' --module {self.module}'
         which = f'--first {self.seed} --schedules 1'
         if self.switches is not None:
             which = f'--switches {self.switches} --schedules {self.schedules}'
-        again = f'python -m t5ckpt.testing.simulation{own} {self.scenario} {which}'
+        again = f'python -m t5ckpt.testing.simulation{module} {self.scenario} {which}'
         return '\n'.join(
             [f'{self.scenario}: {self.violation}', f'after {self.schedules} schedules; again: {again}', *self.trace]
         )
@@ -83,9 +83,9 @@ class Campaign:
         self.states += line['states']
         self.faults.update(line['faults'])
         if line['failure'] is not None:
-            found = dict(line['failure'])
-            found['decisions'], found['trace'] = tuple(found['decisions']), tuple(found['trace'])
-            self.failures.append(Failure(**found))
+            fields = dict(line['failure'])
+            fields['decisions'], fields['trace'] = tuple(fields['decisions']), tuple(fields['trace'])
+            self.failures.append(Failure(**fields))
 
 
 def simulate(
@@ -110,10 +110,10 @@ def simulate(
     Raises:
       RuntimeError: a worker could not run.
     """
-    found = Campaign()
-    for _, each in explore(scenarios, seeds, switches=switches, module=module, workers=workers, path=path):
-        found.merge(each)
-    return found
+    campaign = Campaign()
+    for _, results in explore(scenarios, seeds, switches=switches, module=module, workers=workers, path=path):
+        campaign.merge(results)
+    return campaign
 
 
 def explore(
@@ -147,11 +147,11 @@ def continue_report(
       module: as for :func:`simulate`.
       workers: the number of processes.
     """
-    found, names = Campaign(), [*dict.fromkeys(scenarios)]
+    campaign, names = Campaign(), [*dict.fromkeys(scenarios)]
     jobs = _jobs(names, seeds, None, workers, by_scenario=True)
-    for _, each in _run(jobs, names, module, os.fspath(report), None):
-        found.merge(each)
-    return found
+    for _, results in _run(jobs, names, module, os.fspath(report), None):
+        campaign.merge(results)
+    return campaign
 
 
 def _run(
@@ -179,11 +179,11 @@ def _run(
                 stack.callback(worker.kill)
                 running.append((job['scenarios'], worker, errors))
         for name in scenarios:
-            found = Campaign()
+            campaign = Campaign()
             for names, worker, errors in running:
                 if name in names:
-                    found.add(_line(worker, errors))
-            yield name, found
+                    campaign.add(_line(worker, errors))
+            yield name, campaign
 
 
 def _line(worker: subprocess.Popen[str], errors: IO[str]) -> Mapping[str, Any]:

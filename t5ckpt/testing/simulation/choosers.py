@@ -53,9 +53,9 @@ class ByRandom(_WithFaults):
 
     def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
         if scheduler.points in self._faults:
-            found = self.fault(scheduler, task)
-            if found is not None:
-                return found
+            decision = self.fault(scheduler, task)
+            if decision is not None:
+                return decision
         if goes_on and self._choice.random() >= self._switching:
             return None
         ready = scheduler.ready()
@@ -75,28 +75,28 @@ class ByPriority(_WithFaults):
         self._changes = {choice.randrange(1, max(2, length)) for _ in range(choice.choice((1, 2, 3)))}
 
     def _priority(self, task: Task) -> float:
-        found = self._priorities.get(task.name)
-        if found is None:
-            found = self._priorities[task.name] = zlib.crc32(f'{self._seed} {task.name}'.encode())
-        return found
+        priority = self._priorities.get(task.name)
+        if priority is None:
+            priority = self._priorities[task.name] = zlib.crc32(f'{self._seed} {task.name}'.encode())
+        return priority
 
     def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
         if scheduler.points in self._faults:
-            found = self.fault(scheduler, task)
-            if found is not None:
-                return found
+            decision = self.fault(scheduler, task)
+            if decision is not None:
+                return decision
         if scheduler.points in self._changes:
             self._changes.discard(scheduler.points)
             self._priorities[task.name] = -float(scheduler.points)
         chosen, highest = (task, self._priority(task)) if goes_on else (None, -math.inf)
         first, now = chosen, scheduler.now
         # Whether a task can run takes longer to find out than its priority.
-        for each in scheduler.tasks:
-            priority = self._priority(each)
-            if (priority > highest or first is None) and each.can_run(now):
-                first = first or each
+        for candidate in scheduler.tasks:
+            priority = self._priority(candidate)
+            if (priority > highest or first is None) and candidate.can_run(now):
+                first = first or candidate
                 if priority > highest:
-                    chosen, highest = each, priority
+                    chosen, highest = candidate, priority
         return None if chosen is None or chosen is first else Decision(task.name, task.points, 'run', chosen.name)
 
 
@@ -108,18 +108,20 @@ class Replay:
     """
 
     def __init__(self, decisions: Iterable[Decision]):
-        self._left = {(each.task, each.index): each for each in decisions}
+        self._left = {(decision.task, decision.index): decision for decision in decisions}
         self.alternatives: list[Decision] = []
 
     def choose(self, scheduler: Scheduler, task: Task, *, goes_on: bool) -> Decision | None:
-        found = self._left.pop((task.name, task.points), None)
-        if found is None and not self._left:
+        decision = self._left.pop((task.name, task.points), None)
+        if decision is None and not self._left:
             ready = scheduler.ready()
             default = task if goes_on else ready[0]
             self.alternatives += [
-                Decision(task.name, task.points, 'run', each.name) for each in ready if each is not default
+                Decision(task.name, task.points, 'run', other_task.name)
+                for other_task in ready
+                if other_task is not default
             ]
-        return found
+        return decision
 
 
 def chooser_of(seed: int, faults: Sequence[str], length: int) -> ByRandom | ByPriority:

@@ -47,9 +47,9 @@ class Directory:
 
 
 def _copied(inode: File | Directory, copies: dict[int, File | Directory]) -> File | Directory:
-    found = copies.get(inode.number)
-    if found is not None:
-        return found
+    copy = copies.get(inode.number)
+    if copy is not None:
+        return copy
     if isinstance(inode, Directory):
         return _copied_directory(inode, copies)
     file = copies[inode.number] = File(inode.number, inode.mtime)
@@ -59,10 +59,10 @@ def _copied(inode: File | Directory, copies: dict[int, File | Directory]) -> Fil
 
 def _copied_directory(inode: Directory, copies: dict[int, File | Directory]) -> Directory:
     made = copies[inode.number] = Directory(inode.number, inode.mtime)
-    made.names = {name: _copied(each, copies) for name, each in inode.names.items()}
-    made.durable = {name: _copied(each, copies) for name, each in inode.durable.items()}
+    made.names = {name: _copied(child, copies) for name, child in inode.names.items()}
+    made.durable = {name: _copied(child, copies) for name, child in inode.durable.items()}
     made.pending = [
-        {name: None if each is None else _copied(each, copies) for name, each in change.items()}
+        {name: None if child is None else _copied(child, copies) for name, child in change.items()}
         for change in inode.pending
     ]
     return made
@@ -146,30 +146,30 @@ class Disk:
 
     def files(self) -> dict[str, bytes]:
         """All files by path."""
-        found: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
 
         def walk(directory: Directory, prefix: str) -> None:
             for name, inode in directory.names.items():
                 if isinstance(inode, Directory):
                     walk(inode, f'{prefix}{name}/')
                 else:
-                    found[prefix + name] = inode.data
+                    files[prefix + name] = inode.data
 
         walk(self.root, '/')
-        return found
+        return files
 
     def paths(self) -> list[str]:
         """All files and directories."""
-        found: list[str] = []
+        paths: list[str] = []
 
         def walk(directory: Directory, prefix: str) -> None:
             for name, inode in directory.names.items():
-                found.append(prefix + name)
+                paths.append(prefix + name)
                 if isinstance(inode, Directory):
                     walk(inode, f'{prefix}{name}/')
 
         walk(self.root, '/')
-        return found
+        return paths
 
     # --- changes ---------------------------------------------------------------------------------------------------------
 

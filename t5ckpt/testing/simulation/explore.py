@@ -86,7 +86,7 @@ class Explorer:
         return Outcome(failure, tuple(scheduler.taken), points, tuple(scheduler.trace or ()), alternatives)
 
     def _is_checked(self, scheduler: Scheduler, tasks: Sequence[Task]) -> bool:
-        faults = {each.action for each in scheduler.taken} - {'run'}
+        faults = {decision.action for decision in scheduler.taken} - {'run'}
         return faults <= {*self.scenario.checked_after} and all(task.error is None for task in tasks)
 
     def _count(self, scheduler: Scheduler, world: World) -> None:
@@ -101,7 +101,7 @@ class Explorer:
 
         No fault leaves files with names that t5ckpt does not use.
         """
-        has_fault = any(each.action != 'run' for each in scheduler.taken)
+        has_fault = any(decision.action != 'run' for decision in scheduler.taken)
         for task in tasks:
             error = task.error
             is_of_fault = isinstance(error, T5CkptError) and not isinstance(error, UnsupportedFormatError)
@@ -128,9 +128,9 @@ class Explorer:
     def _leftover(world: World) -> str | None:
         for observer, keys in ((world.observer, world.keys()), (world.local, world.local_keys())):
             for key in sorted(keys):
-                found = _OWN.match(key)
-                step = None if found is None else found.group(1) or found.group(3)
-                if found is None or (step is not None and int(step) not in observer.visible):
+                match = _OWN.match(key)
+                step = None if match is None else match.group(1) or match.group(3)
+                if match is None or (step is not None and int(step) not in observer.visible):
                     return key
         return None
 
@@ -172,7 +172,7 @@ class Explorer:
                 return
             number += 1
             if len(decisions) < switches:
-                waiting += [(*decisions, each) for each in outcome.alternatives]
+                waiting += [(*decisions, alternative) for alternative in outcome.alternatives]
 
     def shortest(self, outcome: Outcome, seed: int, *, attempts: int = 400) -> Outcome:
         """Removes decisions as long as the schedule fails; returns the shortest one, with its trace."""
@@ -185,7 +185,7 @@ class Explorer:
                 attempts -= 1
                 again = self.run(Replay(shorter), seed)
                 if again.failure is not None:
-                    best = [each for each in again.decisions if each in shorter]
+                    best = [decision for decision in again.decisions if decision in shorter]
                 else:
                     start += size
             size = size // 2

@@ -60,8 +60,8 @@ class _Vector:
         self.shape, self.size, self.nbytes = (sharding.num_devices,), sharding.num_devices, 4 * sharding.num_devices
         self.sharding = sharding
         data, device = np.full(1, value, np.float32), sharding.devices[index]
-        at = sharding.devices_indices_map(self.shape)[device]
-        self._shards = [types.SimpleNamespace(index=at, data=data, device=device, replica_id=0)]
+        region = sharding.devices_indices_map(self.shape)[device]
+        self._shards = [types.SimpleNamespace(index=region, data=data, device=device, replica_id=0)]
 
     @property
     def addressable_shards(self) -> Sequence[Any]:
@@ -115,7 +115,7 @@ class Job:
             yield
         finally:
             late = scheduler.now - max(began, self._service.first_death) - self._timeout - _OWN_SECONDS
-            is_stopped = any(each.action not in ('run', 'crash') for each in scheduler.taken)
+            is_stopped = any(decision.action not in ('run', 'crash') for decision in scheduler.taken)
             if late > 0 and not is_stopped and not current_task().process.is_dead:
                 scheduler.fail(f'a process was not notified for {self._timeout + late:.0f} s that another one had died')
 

@@ -97,11 +97,11 @@ def _pointed(name: str, convert: Callable[[Any], Any] = lambda found: found) -> 
         fault = scheduler.point(' '.join([name, *map(str, args[:1])]))
         if fault is not None and fault.action != 'lost':
             raise StorageError(errno.EIO, _FAILED)
-        found = convert(method(*args, **options))
+        result = convert(method(*args, **options))
         self.server.notice()
         if fault is not None:
             raise StorageError(errno.EIO, _FAILED)
-        return found
+        return result
 
     return call
 
@@ -124,7 +124,7 @@ class OwnStorage(FaultyStorage):
     names = _pointed('names')
     size = _pointed('size')
     entries = _pointed('entries')
-    walk = _pointed('walk', lambda found: iter(list(found)))
+    walk = _pointed('walk', lambda result: iter(list(result)))
     make_dir = _pointed('make_dir')
     sync_tree = _pointed('sync_tree')
     publish = _pointed('publish')

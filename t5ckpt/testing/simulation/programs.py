@@ -122,7 +122,7 @@ def _read(world: World, step: int) -> None:
     with contents.identity.reading():
         read = arrays.read(leaves['w',], 'w')
     value = int(np.asarray(leaves['n',]))
-    if any(each != value for each in read):
+    if any(element != value for element in read):
         world.scheduler.fail(f'a reader of step {step} got w={read} and n={value}')
 
 
@@ -168,7 +168,7 @@ def remover(world: World, step: int, *, has_rivals: bool = True) -> Callable[[],
 
 
 def _failed_requests(world: World) -> int:
-    return sum(each.action in ('error', 'lost', 'late') for each in world.scheduler.taken)
+    return sum(decision.action in ('error', 'lost', 'late') for decision in world.scheduler.taken)
 
 
 def lister(world: World, times: int = 2) -> Callable[[], None]:

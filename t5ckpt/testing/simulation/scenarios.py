@@ -216,7 +216,7 @@ def _repair(world: World) -> Sequence[Task]:
         world.start('repair', repairer(world, step, source=source), machine='a'),
         world.start('repair2', repairer(world, step, source=source), machine='b'),
         world.start('trainer', saver(world, 1, [3]), machine='c'),
-        world.start('rm', remover(world, step), machine='d', may_delete=lambda each: each == step),
+        world.start('rm', remover(world, step), machine='d', may_delete=lambda number: number == step),
     ]
 
 
@@ -225,8 +225,8 @@ def _repair_beside_a_start(world: World) -> Sequence[Task]:
     source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
     return [
         world.start('repair', repairer(world, step, source=source), machine='a'),
-        world.start('start', restarter(world), machine='b', may_delete=lambda each: each in world.observer.damaged),
-        world.start('rm', remover(world, 2), machine='c', may_delete=lambda each: each == 2),
+        world.start('start', restarter(world), machine='b', may_delete=lambda number: number in world.observer.damaged),
+        world.start('rm', remover(world, 2), machine='c', may_delete=lambda number: number == 2),
     ]
 
 

@@ -256,7 +256,7 @@ class Scheduler:
         """The task's function has returned."""
         task.has_ended = True
         self._tasks.remove(task)
-        if task.is_main and not self.is_ending and not any(each.is_main for each in self._tasks):
+        if task.is_main and not self.is_ending and not any(other.is_main for other in self._tasks):
             self._abort()
         if task.error is not None and not isinstance(task.error, Killed) and self.trace is not None:
             self._note(task, f'raised {type(task.error).__name__}: {task.error}')
@@ -278,7 +278,7 @@ class Scheduler:
     def ready(self) -> list[Task]:
         """The tasks that can run."""
         now = self.now
-        return [each for each in self._tasks if each.can_run(now)]
+        return [task for task in self._tasks if task.can_run(now)]
 
     def _abort(self) -> None:
         self.is_ending = True
@@ -286,15 +286,15 @@ class Scheduler:
             self.kill(process)
 
     def _named(self, name: str | float) -> Task | None:
-        return next((each for each in self._tasks if each.name == name and each.can_run(self.now)), None)
+        return next((task for task in self._tasks if task.name == name and task.can_run(self.now)), None)
 
     def _next(self, task: Task | None) -> Task:
         """The next task where the one that ran cannot go on."""
         while True:
             ready = self.ready()
-            for each in ready:
-                if each.process.is_dead:
-                    return each
+            for candidate in ready:
+                if candidate.process.is_dead:
+                    return candidate
             if ready:
                 if task is None or self._is_quiet:
                     return ready[0]
@@ -304,9 +304,9 @@ class Scheduler:
                 if decision is not None and chosen is not None:
                     self.taken.append(decision)
                 return chosen or ready[0]
-            wakes = min((each.wakes() for each in self._tasks), default=math.inf)
+            wakes = min((waiter.wakes() for waiter in self._tasks), default=math.inf)
             if math.isinf(wakes) or wakes - EPOCH > MAX_SECONDS:
-                waiting = ', '.join(f'{each.name} ({each.label})' for each in self._tasks)
+                waiting = ', '.join(f'{waiter.name} ({waiter.label})' for waiter in self._tasks)
                 self.failure = self.failure or f'all tasks wait forever: {waiting}'
                 self._abort()
             else:

@@ -141,7 +141,7 @@ def restarter(world: World) -> Callable[[], None]:
                     world.scheduler.fail(f'steps {sorted(before)} were there: {type(error).__name__}: {error}')
                 return
         value = int(np.asarray(state['n']))
-        if any(each != value for each in np.asarray(state['w'])):
+        if any(element != value for element in np.asarray(state['w'])):
             world.scheduler.fail(f'restore_or_init returned w={state["w"]} and n={value}')
         if value == -1 and before - observer.disappeared:
             world.scheduler.fail(f'restore_or_init made a new state, although steps {sorted(before)} exist')

@@ -26,7 +26,7 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     explorer = Explorer(importlib.import_module(job['module']).SCENARIOS[name])
     switches = job['switches']
     explored = Explored.read(job['report'], name, job['first']) if job['report'] else None
-    found = (
+    outcomes = (
         explorer.seeds(explored.following if explored else job['first'], job['count'])
         if switches is None
         else itertools.islice(explorer.exhaustive(switches), job['count'])
@@ -34,7 +34,7 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     # The preparation, which takes no decision.
     explorer.report.schedules = 0
     failure = None
-    for seed, outcome in found:
+    for seed, outcome in outcomes:
         if explorer.report.schedules % _COLLECTED_EVERY == 0:
             gc.collect()
         if outcome.failure is not None:
@@ -47,7 +47,7 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
                 'switches': switches,
                 'schedules': schedules,
                 'violation': shortest.failure or outcome.failure,
-                'decisions': [dataclasses.asdict(each) for each in shortest.decisions],
+                'decisions': [dataclasses.asdict(decision) for decision in shortest.decisions],
                 'trace': shortest.trace,
             }
     report = explorer.report

@@ -156,7 +156,7 @@ class Observer:
                 del self.visible[step]
             return
         try:
-            found = _contents(manifest)
+            contents = _contents(manifest)
         except Exception as error:
             self._scheduler.fail(f'step {step} is listed, and its manifest is damaged: {error!r}')
             raise
@@ -165,24 +165,24 @@ class Observer:
         if sidecars == [None, None] and self._was_collected(step, manifest):
             self.visible.pop(step, None)
             return
-        for name, data in found.files:
-            there = self._read(f'{directory}/{name}')
-            if there is None and self.damaged.get(step) == found.value:
+        for name, data in contents.files:
+            stored = self._read(f'{directory}/{name}')
+            if stored is None and self.damaged.get(step) == contents.value:
                 # Also if a deletion that failed lists it again.
                 break
-            if there is None:
+            if stored is None:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
-            if data is not None and there != data:
-                self._scheduler.fail(f'step {step} is that of {found.value:g}, and {directory}/{name} is not')
+            if data is not None and stored != data:
+                self._scheduler.fail(f'step {step} is that of {contents.value:g}, and {directory}/{name} is not')
         if sidecars == [None, None] and before is None:
             self._scheduler.fail(f'step {step} is listed without its sidecar')
-        if before is not None and before != found.value and not self._may(step):
-            self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {found.value:g}')
-        if before != found.value:
+        if before is not None and before != contents.value and not self._may(step):
+            self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {contents.value:g}')
+        if before != contents.value:
             self.saved.pop(step, None)
             task = self._scheduler.current
             self._writers[step] = '' if task is None else task.process.name
-        self.visible[step] = found.value
+        self.visible[step] = contents.value
         self.appeared.add(step)
 
     def _was_collected(self, step: int, manifest: bytes) -> bool:
@@ -293,8 +293,8 @@ class World:
     def read(self, key: str) -> bytes | None:
         """The bytes of a key of the run, without a point."""
         if isinstance(self.server, Bucket):
-            found = self.server.objects.get(f'run/{key}')
-            return None if found is None else found[0]
+            stored = self.server.objects.get(f'run/{key}')
+            return None if stored is None else stored[0]
         if isinstance(self.server, OwnServer):
             return self.server.read(key)
         return self.server.read(f'/run/{key}')

@@ -93,7 +93,7 @@ def reason_to_stay(storage: Storage, listed_step: ListedStep) -> str | None:
     except FormatError as error:
         return str(error)
     return (
-        f'{listed_step.layout} does not write {few(unknown)}: move that away to have the step deleted'
+        f'{listed_step.layout} does not write {few(unknown)}: move it away, so that the step can be deleted'
         if unknown
         else None
     )

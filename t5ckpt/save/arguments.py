@@ -69,9 +69,7 @@ class SaveCall:
                 )
             first, second, step = state, (), named
         elif type(first) is int and step is None:
-            raise ValueError(
-                f'save was given the step {first} where the state belongs. Write save(state, step={first}).'
-            )
+            raise ValueError(f'save received the step {first} in place of the state. Write save(state, step={first}).')
         if isinstance(first, str):
             raise ValueError(f'the step must be an integer, got {shown(first)}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
         check_transforms(second)
@@ -225,7 +223,7 @@ def warn_of_idle(
         text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
         warn_caller(NoEffectWarning(text))
     if source is not None and not policy.metric_names:
-        text = 'metric_source has no effect: no keep policy looks at a metric. Pass keep_policy=KeepBest(...), or leave it out.'
+        text = 'metric_source has no effect: no keep policy compares a metric. Pass keep_policy=KeepBest(...), or leave it out.'
         warn_caller(NoEffectWarning(text))
     if keep_datasets is not None and dataset is None:
         text = (

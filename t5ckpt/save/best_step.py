@@ -104,7 +104,7 @@ def warn_of_missing_metrics(notices: Notices, missing: Mapping[str, tuple[int, C
     """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
     for name, (step, held) in missing.items():
         text = (
-            f'step {step} has no metric {name!r}, which the keep policy looks at; it has: {", ".join(held) or "none"}. '
+            f'step {step} has no metric {name!r}, which the keep policy compares; it has: {", ".join(held) or "none"}. '
             f'Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
         )
         notices.warn(('keep_policy', name), MissingMetricWarning(text))

@@ -250,7 +250,7 @@ def after_commit(
             context.retention.carry_out(step)
         except Exception:  # noqa: BLE001 - logged with its traceback
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
-            _log.exception('t5ckpt: retention after the save of step %d failed; the checkpoint is there', step)
+            _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)
     if context.reuse is not None:
         context.reuse.take(_previous_of(prepared, directory, written, sidecar_checksum))
     return done

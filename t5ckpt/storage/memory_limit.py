@@ -21,7 +21,7 @@ def check_whole_read(nbytes: int, where: str) -> None:
     limit = memory_limit()
     if limit is not None and nbytes > limit // 2:
         raise NotEnoughMemoryError(
-            f'{where} has {nbytes:,} bytes and is read whole, which takes more than the {limit:,} bytes of memory that this '
+            f'{where} has {nbytes:,} bytes and is read at once, which takes more than the {limit:,} bytes of memory that this '
             'machine has. If no program of yours has written so large a file, copy the checkpoint again.'
         )
 

@@ -60,7 +60,7 @@ class SavesFirst:
         self._free_until = 0.0
 
     def note_save(self, has_ended: Callable[[], bool]) -> None:
-        """Records the save that has started."""
+        """Records the save that is about to start."""
         self._has_ended = has_ended
 
     def wait(self, check: Callable[[], None]) -> None:

@@ -325,7 +325,7 @@ class Follower(StepUploads):
                 try:
                     self._end(order)
                 except Exception:  # noqa: BLE001 - the next start drops it
-                    _log.exception('t5ckpt: step %d could not be forgotten', order.step)
+                    _log.exception('t5ckpt: the end of the upload of step %d could not be recorded', order.step)
             self._condition.notify_all()
 
     def _upload_and_answer(self, number: int, order: Upload) -> None:

@@ -107,7 +107,7 @@ class Uploader:
             self._catalog.retain(step)
             self._retain(step)
         except Exception:  # noqa: BLE001 - a policy is the user's code, and the step is uploaded
-            _log.exception('t5ckpt: retention after the upload of step %d failed; the checkpoint is there', step)
+            _log.exception('t5ckpt: retention after the upload of step %d failed; the upload is complete', step)
 
     def _copy(self, step: int, check: Callable[[], None]) -> int:
         """Copies a step, and commits it; returns the bytes."""

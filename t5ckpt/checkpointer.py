@@ -761,7 +761,7 @@ class Checkpointer:
         self._refuse_if_read_only(f'delete step {step_to_delete}')
         self.wait_until_finished()
 
-        def decide(votes: Sequence[Any]) -> int | None:
+        def decide(votes: Sequence[Any]) -> tuple[int | None, bool]:
             steps, refusals, parts = zip(*votes, strict=True)
             if any(step != step_to_delete for step in steps):
                 raise DisagreementError(f'the processes were asked to delete different steps: {steps}.')
@@ -773,13 +773,18 @@ class Checkpointer:
                 # A lost disk: the other processes delete theirs.
                 if not any(parts):
                     raise
-            return self.latest_step()
+            return self.latest_step(), any(parts)
 
         deletion = self._round(f'the deletion of step {step_to_delete}')
-        vote = (step_to_delete, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(step_to_delete)))
-        self._schedule.forget(step_to_delete, deletion.reduce_on_leader(Phase.DELETE, vote, decide))
-        if not deletion.is_leader:
-            self._tiers.delete_part(step_to_delete)
+        with deletion.failing_together(Phase.DELETE):
+            self._tiers.begin_deletion()
+            vote = (step_to_delete, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(step_to_delete)))
+        latest, has_parts = deletion.reduce_on_leader(Phase.DELETE, vote, decide)
+        self._schedule.forget(step_to_delete, latest)
+        if has_parts:
+            with deletion.together(Phase.COMMIT):
+                if not deletion.is_leader:
+                    self._tiers.delete_part(step_to_delete)
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)
@@ -808,15 +813,16 @@ class Checkpointer:
 
     def steps_to_restore(self, local: Sequence[Sequence[int]] = ()) -> list[int]:
         """The steps that ``restore_or_init`` tries, ascending, with the ``local`` ones of all processes."""
-        return sorted({*self._tiers.catalog.to_restore()}.union(*local))
+        on_disks = set[int]().union(*local)
+        return sorted({*self._tiers.catalog.to_restore(on_disks), *on_disks})
 
     def local_steps(self) -> list[int]:
         """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one."""
         return self._tiers.catalog.local_part_steps()
 
-    def damaged_copies(self, step: int) -> list[Storage]:
-        """The storages in which a step is damaged, after ``restore(step)`` has failed, for ``restore_or_init``."""
-        return self._tiers.catalog.damaged_copies(step)
+    def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
+        """See :meth:`StepCatalog.damaged_copies`; for ``restore_or_init``."""
+        return self._tiers.catalog.damaged_copies(step, shared=shared)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

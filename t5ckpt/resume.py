@@ -20,7 +20,7 @@ from typing import Any
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import unread_contents
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.commit.deletion import stays_text, try_to_rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
 from t5ckpt.core.call_site import warn_caller
@@ -32,8 +32,6 @@ from t5ckpt.errors import (
     FormatError,
     NotADirectoryStorageError,
     RemoteError,
-    StepKeptError,
-    T5CkptError,
     TreeMismatchError,
     UnreadLayoutWarning,
     UnsupportedFormatError,
@@ -181,16 +179,19 @@ def restore_or_init(
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
     failed: dict[int, str] = {}
     for step in reversed(steps):
-        error: T5CkptError | None = None
+        error: Exception | None = None
         try:
             state = checkpointer.restore(step, strict=strict, donate=donate)
         except TreeMismatchError as caught:
             error = with_cures(caught, _OWN_CURES)
-        except T5CkptError as caught:
+        except Exception as caught:  # noqa: BLE001 - raised below, when the other processes know
             error = caught
         else:
             checkpointer.restored_step = step
-            checkpointer.agree('renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed))
+            _rename_damaged(checkpointer, failed, shared=False)
+            checkpointer.agree(
+                'renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed, shared=True)
+            )
             return state
         kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error, checkpointer, step), _verdict)
         if fallback is None or kind == 'other':
@@ -232,7 +233,7 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
         warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so a new run starts, but {text}'))
 
 
-def _kind(error: T5CkptError, checkpointer: Checkpointer, step: int) -> str:
+def _kind(error: Exception, checkpointer: Checkpointer, step: int) -> str:
     """Classifies the error of a failed restore, in one process."""
     # A step in a layout that t5ckpt does not read is not damaged. An older step would lose the training after it.
     if isinstance(error, UnsupportedFormatError) and step in _steps_of_others(checkpointer.storage):
@@ -256,24 +257,16 @@ def _verdict(kinds: Sequence[str]) -> str:
     return 'other' if not known or 'other' in known else 'corrupt' if 'corrupt' in known else 'format'
 
 
-def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str]) -> None:
+def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str], *, shared: bool) -> None:
     """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
-    others = _steps_of_others(checkpointer.storage) if failed else {}
-    for step, kind in failed.items():
-        for storage in checkpointer.damaged_copies(step):
-            where = storage.url(others.get(step, step_dir(step)))
-            stays = f't5ckpt: {where} is not renamed, so that step cannot be saved there again'
-            if step in others or kind != 'corrupt':
-                _log.warning(stays)
-                continue
-            try:
-                aside = rename_damaged(storage, step, time.time)
-            except StepKeptError as error:
-                _log.warning('%s: %s', stays, error)
-            except T5CkptError as error:
-                _log.warning('t5ckpt: could not rename %s: %s', where, error)
+    copies = {step: checkpointer.damaged_copies(step, shared=shared) for step in failed}
+    others = _steps_of_others(checkpointer.storage) if any(copies.values()) else {}
+    for step, storages in copies.items():
+        for storage in storages:
+            if step in others or failed[step] != 'corrupt':
+                _log.warning(stays_text(storage, others.get(step, step_dir(step))))
             else:
-                _log.error('t5ckpt: %s cannot be restored and was renamed to %s', where, storage.url(aside))
+                try_to_rename_damaged(storage, step, time.time)
 
 
 @dataclasses.dataclass(frozen=True)

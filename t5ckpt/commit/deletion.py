@@ -140,3 +140,21 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
         return rename_aside(storage, step_dir(step), step, 'damaged', clock())
     finally:
         lease.release()
+
+
+def stays_text(storage: Storage, name: str) -> str:
+    """The log line of a damaged step that keeps its name."""
+    return f't5ckpt: {storage.url(name)} is not renamed, so that step cannot be saved there again'
+
+
+def try_to_rename_damaged(storage: Storage, step: int, clock: Clock) -> None:
+    """Renames a damaged step, see :func:`rename_damaged`, and logs the new name, or why it stays."""
+    where = storage.url(step_dir(step))
+    try:
+        aside = rename_damaged(storage, step, clock)
+    except StepKeptError as error:
+        _log.warning('%s: %s', stays_text(storage, step_dir(step)), error)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: could not rename %s: %s', where, error)
+    else:
+        _log.error('t5ckpt: %s cannot be restored and was renamed to %s', where, storage.url(aside))

@@ -125,8 +125,7 @@ class TierCatalog(StepCatalog):
             return []
         try:
             return self.local_steps()
-        except T5CkptError:
-            # The restore that follows raises the error in all processes.
+        except Exception:  # noqa: BLE001 - the restore that follows raises it in all processes
             return []
 
     def steps(self) -> list[int]:
@@ -149,11 +148,13 @@ class TierCatalog(StepCatalog):
                     part_step, self.local.url(), part_step,
                 )  # fmt: skip
 
-    def to_restore(self) -> list[int]:
+    def to_restore(self, on_disks: Collection[int] = ()) -> list[int]:
         partial = self.partial_steps()
         local = [step for step in self.local_steps() if step not in partial]
 
-        of_run = self._query_run(lambda: listing(self.run).to_restore, lambda: local or partial or None)
+        of_run = self._query_run(
+            lambda: listing(self.run).to_restore, lambda: sorted({*local, *on_disks}) or partial or None
+        )
         steps = sorted({*local, *of_run})
         if steps:
             self.warn_of_parts(steps[-1])
@@ -191,8 +192,13 @@ class TierCatalog(StepCatalog):
             self._damaged.setdefault(step, []).extend(storages)
             raise
 
-    def damaged_copies(self, step: int) -> list[Storage]:
-        return self._damaged.get(step, [])
+    def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
+        # In a job of several processes, each has a local directory of its own.
+        return [
+            storage
+            for storage in self._damaged.get(step, [])
+            if shared == (storage is self.run or not self._has_parts())
+        ]
 
     def unusable(self) -> dict[int, str]:
         """The reasons why local steps are not complete, by step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
@@ -35,16 +35,19 @@ class StepCatalog(ABC):
         """The steps with states of data iterators, ascending."""
 
     @abstractmethod
-    def to_restore(self) -> list[int]:
-        """The steps that ``restore_or_init`` tries, ascending."""
+    def to_restore(self, on_disks: Collection[int] = ()) -> list[int]:
+        """The steps that ``restore_or_init`` tries, ascending; ``on_disks`` are those in the local directories of the job."""
 
     @abstractmethod
     def local_part_steps(self) -> list[int]:
         """The steps of which this process may have a part, in a job of several, ascending."""
 
     @abstractmethod
-    def damaged_copies(self, step: int) -> list[Storage]:
-        """The storages in which a step is damaged, after ``restore(step)`` has failed."""
+    def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
+        """The storages in which a step is damaged, after ``restore(step)`` has failed.
+
+        With ``shared``, those of all processes; else, in a job of several, those of this process alone.
+        """
 
 
 class _OneTierCatalog(StepCatalog):
@@ -63,14 +66,14 @@ class _OneTierCatalog(StepCatalog):
     def dataset_steps(self) -> list[int]:
         return dataset_steps_in(self._storage)
 
-    def to_restore(self) -> list[int]:
+    def to_restore(self, on_disks: Collection[int] = ()) -> list[int]:  # noqa: ARG002
         return listing(self._storage).to_restore
 
     def local_part_steps(self) -> list[int]:
         return []
 
-    def damaged_copies(self, step: int) -> list[Storage]:  # noqa: ARG002
-        return [self._storage]
+    def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:  # noqa: ARG002
+        return [self._storage] if shared else []
 
 
 class StepTiers(ABC):
@@ -126,6 +129,15 @@ class StepTiers(ABC):
         """Deletes a step from all tiers, and ends its upload; see :func:`delete_step`."""
 
     @abstractmethod
+    def begin_deletion(self) -> None:
+        """Locks and checks the local directory in a job of several processes; all of them call it.
+
+        Raises:
+          LocalDirError: the local directory is in use, or of another run.
+          ClosedError: the checkpointer is closed.
+        """
+
+    @abstractmethod
     def deletion_vote(self, step: int) -> tuple[str, bool]:
         """The error that a deletion of the local part of a step would raise, or ''; and whether there is a local part."""
 
@@ -174,6 +186,9 @@ class OneTier(StepTiers):
 
     def delete(self, step: int) -> None:
         delete_step(self.local, step, self._clock)
+
+    def begin_deletion(self) -> None:
+        pass
 
     def deletion_vote(self, step: int) -> tuple[str, bool]:  # noqa: ARG002
         return '', False

@@ -25,6 +25,7 @@ from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import interrupted_uploads
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
+from t5ckpt.tiers.mixed_overwrites import put_in_place, replaced_in, saves_to_put_in_place
 from t5ckpt.tiers.one_tier import StepTiers
 from t5ckpt.tiers.orders import Orders
 from t5ckpt.tiers.part import LocalParts, is_incomplete, parts_in
@@ -115,14 +116,20 @@ class Tiers(StepTiers):
                     f'{self._catalog.run.url()}.'
                 )
             self._open(create=True)
-            local, waiting = parts_in(self.local), self._uploads.records()
+            local, waiting, saves = parts_in(self.local), self._uploads.records(), self._dir.saves()
+            replaced = {step: list(names) for step, names in replaced_in(self.local).items()}
             vote = {
                 'id': self._dir.known_id(),
-                'saves': self._dir.saves(),
+                'saves': saves,
+                'replaced': [*replaced.items()],
                 'waiting': waiting,
                 'parts': self._uploads.part_votes(local),
             }
-        decided = at.reduce_on_leader(Phase.LOOK, vote, self._joined)
+        decided = at.reduce_on_leader(Phase.LOOK, vote, functools.partial(_decide_join, self._dir))
+        if decided['put_in_place']:
+            with at.together(Phase.COMMIT):
+                put_in_place(self.local, dict(decided['put_in_place']), dict(saves), self._catalog.clock)
+            return self._join(coordinator, channel)
         if decided['is_new']:
             with at.together(Phase.COMMIT):
                 self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
@@ -138,14 +145,6 @@ class Tiers(StepTiers):
         self._uploads.join(orders, waiting, dropped, decided['overwriting'])
         self._has_joined = True
         return None if decided['incomplete'] else local
-
-    def _joined(self, votes: Sequence[Any]) -> dict[str, Any]:
-        """On process 0: the id, and which of the waiting steps are uploaded."""
-        saves = {(step, save) for vote in votes for step, save in vote['saves']}
-        agreed, is_shared = self._dir.agreed_id([tuple(vote['id']) for vote in votes], saves)
-        uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
-        is_new = any(vote['id'] != [agreed, is_shared] for vote in votes)
-        return {'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}
 
     def _find_lost_files(
         self, coordinator: Coordinator, step: int, save: str, index: int, sender: int
@@ -240,8 +239,13 @@ class Tiers(StepTiers):
         self.begin_save()
         self._dir.ensure_record()
 
+    def begin_deletion(self) -> None:
+        self._check_not_closed('delete')
+        if not self._is_single:
+            self._end_prefetch()
+            self._join(self._coordinator)
+
     def deletion_vote(self, step: int) -> tuple[str, bool]:
-        self._end_prefetch()
         try:
             check_deletable(self.local, step, self._catalog.clock, even_waiting=True)
             return '', has_step(self.local, step)
@@ -285,3 +289,15 @@ class Tiers(StepTiers):
         finally:
             self.retention.wait()
             self._dir.end()
+
+
+def _decide_join(directory: LocalDir, votes: Sequence[Any]) -> dict[str, Any]:
+    """On process 0: the id, and which of the waiting steps are uploaded."""
+    saves = {(step, save) for vote in votes for step, save in vote['saves']}
+    mixed = saves_to_put_in_place([dict(vote['saves']) for vote in votes], [dict(vote['replaced']) for vote in votes])
+    if mixed and len({vote['id'][0] for vote in votes} - {''}) == 1:
+        return {'put_in_place': [*mixed.items()]}
+    agreed, is_shared = directory.agreed_id([tuple(vote['id']) for vote in votes], saves)
+    uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
+    is_new = any(vote['id'] != [agreed, is_shared] for vote in votes)
+    return {'put_in_place': [], 'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}

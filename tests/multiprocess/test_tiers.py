@@ -440,6 +440,56 @@ def test_a_trainer_starts_without_process_0s_disk(four, place):
     assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_2']] * COUNT
 
 
+def test_a_trainer_starts_without_process_0s_disk_and_without_the_bucket(four, place, tmp_path):
+    saved(four, place, [1, 2], persist=[1])
+    shutil.rmtree(place.disks[0])
+    trouble = tmp_path / 'trouble'
+    trouble.write_text('away')
+    place.begin(four, persist=[], trouble=str(trouble))
+    assert four.run('tiers_restore_or_init', 2) == [2] * COUNT
+    trouble.unlink()
+    four.run('tiers_close')
+
+
+def test_an_unexpected_error_of_one_process_ends_the_start_of_all(four, place):
+    saved(four, place, [1], persist=[])
+    place.begin(four, persist=[], local_hook=[2, 'read', 'checkpoint_1/checkpoint', 'bug'], process_timeout=30.0)
+    errors = four.errors('tiers_restore_or_init', None)
+    assert [kind for kind, _ in errors] == ['RemoteError', 'RemoteError', 'RuntimeError', 'RemoteError']
+    assert all('injected: a bug' in text for _, text in errors)
+
+
+@pytest.mark.parametrize('lost', [None, 0])
+def test_a_step_that_cannot_be_restored_is_renamed_on_all_disks(four, place, lost):
+    """Else their retention and their lists differ from then on."""
+    saved(four, place, [1, 2], leaves=ONCE, persist=[1])
+    (chunk, *_) = (place.disks[2] / 'checkpoint_2/target.both').glob('[0-9]*')
+    chunk.unlink()
+    if lost is not None:
+        shutil.rmtree(place.disks[lost])
+    place.begin(four, ONCE, persist=[])
+    assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
+    assert four.run('tiers_steps') == [[1]] * COUNT
+    four.run('tiers_close')
+    for disk in set(range(COUNT)) - {lost}:
+        (name,) = [name for name in place.steps_on(disk) if name != 'checkpoint_1']
+        assert name.startswith('checkpoint_2.damaged-')
+
+
+def test_a_deletion_leaves_the_directory_of_another_run_alone(four, place, tmp_path):
+    """Also as the first call of the job."""
+    other = Place(tmp_path / 'other')
+    for each in (place, other):
+        saved(four, each, [1], persist=[])
+    place.disks[1] = other.disks[1]
+    place.begin(four, persist=[])
+    for answer in four.run('tiers_delete', 1):
+        assert 'has the local checkpoints of' in answer
+    four.run('tiers_close')
+    assert other.steps_on(1) == ['checkpoint_1']
+    assert place.steps_on(0) == ['checkpoint_1']
+
+
 def test_the_bucket_is_away_then_full_then_slow(four, place, tmp_path):
     """Saves go on, the newest step is uploaded when it can be, and nothing that waits is deleted."""
     trouble = tmp_path / 'trouble'
@@ -844,6 +894,42 @@ def test_sigkill_in_a_restart(jobs, place, operation, key):
     assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
     for disk in place.disks:
         t5ckpt.verify(disk, 2, full=True).raise_if_damaged()
+
+
+def test_sigkill_in_a_deletion(jobs, place):
+    """The others learn that the step is still on a disk, from which the next start would restore it."""
+    with jobs.one(ends=True) as job:
+        place.begin(job, process_timeout=5.0, local_hook=(1, 'publish', 'checkpoint_1.deleted-', 'die'), persist=[])
+        job.run('tiers_save', 1)
+        job.start('tiers_delete', 1)
+        answers = job.answers(HEARTBEAT_SECONDS + 60)
+        assert answers[1] == DEAD
+        assert not any(isinstance(answer, list) for answer in answers), answers
+    assert 'checkpoint_1' in place.steps_on(1)
+
+
+@pytest.mark.parametrize(
+    ('operation', 'key', 'seed'), [('publish', 'checkpoint_1.replaced-', 1), ('exchange', 'checkpoint_1', 7)]
+)
+def test_sigkill_between_the_commits_of_an_overwrite(jobs, place, operation, key, seed):
+    """All disks get the same save again: the old one, or the new one if the last disk had it under another name."""
+    with jobs.one(ends=False) as job:
+        saved(job, place, [1], leaves=ONCE, persist=[])
+    with jobs.one(ends=True) as job:
+        place.begin(job, ONCE, persist=[], process_timeout=5.0, local_hook=(2, operation, key, 'die'))
+        job.start('tiers_overwrite', 1, 7)
+        assert job.answers(HEARTBEAT_SECONDS + 60)[2] == DEAD
+    saves = [(disk / 'checkpoint_1/t5ckpt.json').read_bytes() for disk in place.disks]
+    assert len(set(saves)) == 2
+    with jobs.one(ends=False) as job:
+        for _ in range(2):
+            place.begin(job, ONCE, persist=[])
+            assert [answer['step'] for answer in job.run('tiers_restore', 1, seed)] == [1] * COUNT
+            job.run('tiers_close')
+        place.begin(job, ONCE, persist=[])
+        assert job.run('tiers_save', 2) == [2] * COUNT
+        job.run('tiers_close')
+    assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_1', 'checkpoint_2']] * COUNT
 
 
 def test_a_training_loop_is_killed_and_continues_on_other_disks(jobs, place):

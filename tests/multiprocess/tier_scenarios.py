@@ -102,6 +102,11 @@ def eio():
     raise StorageError(5, 'injected: input/output error')
 
 
+def bug():
+    """An error of a storage that is no T5CkptError."""
+    raise RuntimeError('injected: a bug')
+
+
 def _dies(done, total):
     if _held.get('dies_at') == 'write' and done > total // 2:
         scenarios.die()
@@ -123,7 +128,7 @@ def tiers(directory, leaves, options, local):
         storage = Troubled(storage, trouble)
     hook = options.pop('local_hook', None)
     if hook is not None and hook[0] == jax.process_index():
-        functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio}
+        functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'bug': bug}
         inner, *at = open_storage(local), *hook[1:3]
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])

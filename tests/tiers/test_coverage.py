@@ -16,6 +16,7 @@ from t5ckpt.tiers.coverage import (
     plan_sends,
     union,
 )
+from t5ckpt.tiers.mixed_overwrites import saves_to_put_in_place
 
 COUNT = 13
 
@@ -123,3 +124,24 @@ def test_holders_of_the_same_chunks_share_the_work():
     votes = [encode_bits(packed(range(COUNT)))] * 4
     plan = plan_sends(packed(range(COUNT)), votes, COUNT)
     assert [len(chunks_of(decode_bits(text, COUNT))) for text in plan.sends] == [4, 4, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ('current', 'replaced', 'expected'),
+    [
+        # No process died: only leftovers of ended replacements.
+        ([{1: 'new'}, {1: 'new'}], [{1: ['old']}, {1: ['old']}], {}),
+        # Process 1 died before its commit, with the new one elsewhere or under the other name.
+        ([{1: 'new'}, {1: 'old'}], [{1: ['old']}, {}], {1: 'old'}),
+        ([{1: 'new'}, {1: 'new'}, {1: 'old'}], [{1: ['old']}, {1: ['old']}, {1: ['new']}], {1: 'new'}),
+        ([{1: 'old'}, {1: 'old'}, {1: 'new'}], [{1: ['new']}, {1: ['new']}, {1: ['old']}], {1: 'old'}),
+        # The disk of process 1 is new, or has a third save.
+        ([{1: 'new'}, {}], [{1: ['old']}, {}], {}),
+        ([{1: 'new'}, {1: 'third'}], [{1: ['old']}, {}], {}),
+        # A removed copy cannot be put back; garbage collection puts back the one of a step that is missing.
+        ([{1: 'new'}, {1: 'old'}], [{}, {1: ['new']}], {1: 'new'}),
+        ([{}, {}], [{2: ['old']}, {}], {}),
+    ],
+)
+def test_all_disks_get_the_same_save_after_an_overwrite_that_was_cut_off(current, replaced, expected):
+    assert saves_to_put_in_place(current, replaced) == expected

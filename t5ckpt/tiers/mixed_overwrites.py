@@ -1,0 +1,81 @@
+"""Ends overwrites that a dead process has left between the commits of a job: all disks get the same save of the step again.
+
+A process commits an overwrite when the new files of all processes are durable, and keeps the old checkpoint, in the state
+``'replaced'`` of ``format/names.py``, until all have committed theirs. If one dies before that, some disks have the new save of
+the step and others the old one, and neither may be complete. The next start puts the save in place that all of them have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from t5ckpt.commit.replacement import take_back
+from t5ckpt.core.keys import join
+from t5ckpt.core.protocols import Clock
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import SIDECAR, parse_leftover
+from t5ckpt.storage import Storage
+
+_log = logging.getLogger('t5ckpt')
+
+
+def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
+    """The replaced checkpoints in a local directory: by step, the name of each by its save."""
+    replaced: dict[int, dict[str, str]] = {}
+    for entry in storage.entries():
+        leftover = parse_leftover(entry.name) if entry.is_dir else None
+        if leftover is None or leftover.state != 'replaced':
+            continue
+        try:
+            save = digest(storage.read(join(entry.name, SIDECAR)))
+        except T5CkptError:
+            # Its writer died before it was complete.
+            continue
+        replaced.setdefault(leftover.step, {})[save] = entry.name
+    return replaced
+
+
+def saves_to_put_in_place(
+    current: Sequence[Mapping[int, str]], replaced: Sequence[Mapping[int, Sequence[str]]]
+) -> dict[int, str]:
+    """Decides which save of a step all disks get, where they have different ones.
+
+    Args:
+      current: the save of each step, by process.
+      replaced: the replaced saves of each step, by process.
+
+    Returns:
+      By step, a save that each disk with the step has, in its place or replaced; of several, that of most disks.
+    """
+    decided: dict[int, str] = {}
+    for step in sorted({step for disk in replaced for step in disk}):
+        disks = [
+            (saves[step], {saves[step], *old.get(step, ())})
+            for saves, old in zip(current, replaced, strict=True)
+            if step in saves
+        ]
+        in_place = [save for save, _ in disks]
+        common = set[str].intersection(*(known for _, known in disks)) if disks else set[str]()
+        if len(set(in_place)) > 1 and common:
+            decided[step] = max(common, key=lambda save: (in_place.count(save), save))
+    return decided
+
+
+def put_in_place(storage: Storage, saves: Mapping[int, str], current: Mapping[int, str], clock: Clock) -> None:
+    """Puts the replaced checkpoints of some saves in the places of the current ones, which are removed.
+
+    Raises:
+      StorageError: the disk failed.
+    """
+    replaced = replaced_in(storage)
+    for step, save in saves.items():
+        name = replaced.get(step, {}).get(save)
+        if name is not None and current.get(step) != save:
+            take_back(storage, step, name, clock)
+            _log.warning(
+                't5ckpt: a process died while step %d was overwritten; %s has the save again that all disks have',
+                step,
+                storage.url(),
+            )

@@ -40,6 +40,8 @@ ANY_PATH = _Path('path')
 def named_paths(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that name checkpoints, with ``run@1200`` replaced by the step's directory.
 
+    A verb with ``--tier`` gets ``run@1200`` unchanged, because the tier has to be chosen first; it calls :func:`resolved`.
+
     Raises:
       click.UsageError: the path of a run names a step, or ``--step`` names one as well.
     """
@@ -102,7 +104,23 @@ def _resolved(path: str, given: Mapping[str, Any], is_run: bool, param: click.Pa
     if given.get('step') is not None or given.get('steps'):
         raise click.UsageError(f'{path} names a step, so --step cannot name another. Leave one of them out.')
     _refuse_file(path, run)
-    return step_path(run, _step_in(named))
+    return path if 'tier' in given else resolved(path)
+
+
+def resolved(path: str) -> str:
+    """The directory of the step that ``run@1200`` names; other paths unchanged."""
+    named = step_named(path)
+    return path if named is None else step_path(named['run'], _step_in(named))
+
+
+def step_number(path: str) -> int | None:
+    """The number of the step that ``run@latest`` names.
+
+    Raises:
+      CheckpointNotFoundError: the run does not have it.
+    """
+    named = step_named(path)
+    return None if named is None else locate(named['run'], _step_in(named)).step
 
 
 def step_path(run: str, step: int | None) -> str:

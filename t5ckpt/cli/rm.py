@@ -22,8 +22,8 @@ from t5ckpt.cli.output import (
     run_at,
     steps_option,
 )
-from t5ckpt.cli.paths import CHECKPOINT
-from t5ckpt.cli.tiers import tier_option, tier_paths
+from t5ckpt.cli.paths import CHECKPOINT, step_named, step_number
+from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
 from t5ckpt.core.text import counted
@@ -61,7 +61,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
       t5ckpt rm run@1000 run@2000
       t5ckpt rm run/checkpoint_3000 --yes
     """
-    storage, chosen = _chosen(path, others, steps)
+    storage, chosen = _chosen(path, others, steps, tier)
     targets = _targets(storage, chosen, tier)
     as_json = how['as_json']
     even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
@@ -126,19 +126,19 @@ def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_
     return there
 
 
-def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[Storage, list[int]]:
+def _chosen(path: str, others: Sequence[str], numbers: Sequence[int], tier: str | None) -> tuple[Storage, list[int]]:
     """The run, and the named steps of it.
 
     Raises:
       click.UsageError: no step is named, or steps of several runs, or a number for the path of a step.
     """
-    run, first = _run_and_step(path)
+    run, first = _run_and_step(path, tier)
     steps = {*numbers} if first is None else {first}
     for word in others:
         if _NUMBER.fullmatch(word):
             steps.add(int(word))
             continue
-        parent, step = _run_and_step(word)
+        parent, step = _run_and_step(word, tier)
         if step is None or open_storage(parent).url() != open_storage(run).url():
             raise click.UsageError(f'{word} is not a step of {run}. Delete the steps of one run at a time.')
         steps.add(step)
@@ -151,11 +151,30 @@ def _chosen(path: str, others: Sequence[str], numbers: Sequence[int]) -> tuple[S
     return run_at(run), sorted(steps)
 
 
-def _run_and_step(path: str) -> tuple[str, int | None]:
-    """The run's path, and the step if the path is a step's directory."""
+def _run_and_step(path: str, tier: str | None) -> tuple[str, int | None]:
+    """The run's path, and the step if the path is a step's directory or names one (``run@1200``)."""
+    named = step_named(path)
+    if named is not None:
+        return named['run'], _named_step(path, named['step'], tier)
     parent, name = split_path(path)
     step = parse_step_dir(name)
     if step is None and name and (found := inspect_name(open_storage(parent), name)) is not None:
         # A step of another layout may have another name.
         step = found.step
     return (path, None) if step is None else (parent, step)
+
+
+def _named_step(path: str, name: str, tier: str | None) -> int | None:
+    """The number of the step that ``run@1200`` or ``run@best`` names in a tier.
+
+    Raises:
+      click.UsageError: it is not the same step in both tiers.
+    """
+    if tier == BOTH and name.isdecimal():
+        # A step may be in one tier only.
+        return int(name)
+    steps = {each: step_number(location) for each, location in tier_paths(path, tier).items()}
+    if len(set(steps.values())) > 1:
+        listed = ' and '.join(f'step {step} in the tier {each}' for each, step in steps.items())
+        raise click.UsageError(f'{path} is {listed}. Pass the number of the step.')
+    return next(iter(steps.values()))

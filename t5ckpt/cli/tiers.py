@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from t5ckpt.cli.paths import step_named
 from t5ckpt.format.names import TIER_RECORD
 from t5ckpt.storage import open_storage, split_path
 
@@ -44,9 +45,15 @@ def record_in(directory: str) -> TierRecord | None:
 def recorded_run(path: str) -> str | None:
     """The path in the run that a local directory, or a step of one, is uploaded to; None for other paths.
 
+    For ``LOCAL@latest`` it ends in ``@latest``, too.
+
     Raises:
       LocalDirError: the record of the directory is damaged.
     """
+    named = step_named(path)
+    if named is not None:
+        record = record_in(named['run'])
+        return None if record is None else f'{record.run.rstrip("/")}@{named["step"]}'
     for directory, name in ((path, ''), split_path(path)):
         record = record_in(directory)
         if record is not None:
@@ -58,12 +65,12 @@ def tier_paths(path: str, tier: str | None, *, default: str = LOCAL) -> dict[str
     """The paths that a verb works on, by the names of their tiers.
 
     Args:
-      path: a run, a local directory, or a step of either.
+      path: a run, a local directory, or a step of either, also as ``LOCAL@latest``.
       tier: of ``--tier``.
       default: the tier for None.
 
     Returns:
-      The path alone, under None, if it is not in a local directory.
+      The path alone, under None, if it is not in a local directory. A step is not resolved: ``RUN@latest``.
 
     Raises:
       click.UsageError: ``tier`` is given, and the path is not in a local directory.

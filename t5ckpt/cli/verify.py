@@ -15,7 +15,7 @@ from t5ckpt.cli.output import (
     progress,
     step_option,
 )
-from t5ckpt.cli.paths import CHECKPOINT
+from t5ckpt.cli.paths import CHECKPOINT, resolved
 from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
@@ -50,28 +50,29 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
     for name, location in tier_paths(path, tier).items():
         try:
             with progress('verifying') as report:
-                reports[name] = verify(location, step, full=full, follow_links=follow_links, progress=report)
+                reports[name] = verify(resolved(location), step, full=full, follow_links=follow_links, progress=report)
         except (CheckpointNotFoundError, StorageError) as error:
             if tier != BOTH:
                 raise
             lacking[name] = error
-    if not reports:
-        raise next(iter(lacking.values()))
+    verb = click.get_current_context().command
     is_ok = all(report.ok for report in reports.values())
     if as_json and tier != BOTH:
         (one,) = reports.values()
         print_json(_fields(one))
-    elif as_json:
+    elif as_json and reports:
         tiers = [{'tier': name, **_fields(report)} for name, report in reports.items()]
         unverified = [{'tier': name, 'error': str(error)} for name, error in lacking.items()]
         print_json({'ok': is_ok, 'tiers': tiers, 'unverified': unverified})
     else:
         for report in reports.values():
-            click.echo(in_shell_terms(str(report), click.get_current_context().command))
+            click.echo(in_shell_terms(str(report), verb))
     for name, error in lacking.items():
-        print_line(f'tier {name} is not verified: {error}', err=True)
+        print_line(f'tier {name} is not verified: {in_shell_terms(str(error), verb)}', err=True)
     away = [error for error in lacking.values() if isinstance(error, StorageError)]
-    return Exit.NO if not is_ok else code_of(away[0]) if away else Exit.DONE
+    if not is_ok:
+        return Exit.NO
+    return code_of(away[0]) if away else Exit.DONE if reports else Exit.UNREADABLE
 
 
 def _fields(report: VerifyReport) -> dict[str, Any]:

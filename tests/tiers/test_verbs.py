@@ -181,5 +181,66 @@ def test_the_run_is_a_bucket(bucket, tmp_path):
     said = t5ckpt_cli('ls', local, '--timeout', 1, code=4)
     assert 'only the local steps are listed' in said
     bucket.proxy.choose = lambda kind, key: None
+    words = ['show', f'{local}@1', '--tier', 'persistent', '--json', '--timeout', 9]
+    assert json.loads(t5ckpt_cli(*words))['path'].startswith(run)
     t5ckpt_cli('rm', local, 1, '--tier', 'all', '--yes')
     assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([], [])
+
+
+def test_the_tier_is_chosen_before_the_step(local, run):
+    """Step 1 is only in the run, step 3 only in the local directory; the least loss of the tiers is that of 1 and of 3."""
+    for name, tier, step in [
+        ('1', 'persistent', 1),
+        ('best:loss:min', 'persistent', 1),
+        ('best:loss:min', 'local', 3),
+        ('best:loss:min', None, 3),
+        ('latest', 'persistent', 4),
+    ]:
+        words = ['show', f'{local}@{name}', '--json', *(['--tier', tier] if tier else [])]
+        place = run if tier == 'persistent' else local
+        assert json.loads(t5ckpt_cli(*words))['path'] == str(place / f'checkpoint_{step}/checkpoint'), words
+    said = t5ckpt_cli('show', f'{local}@9', '--tier', 'persistent', code=3)
+    assert f'{run}/checkpoint_9: step 9 does not exist, complete steps are: 1, 4.' in said
+    assert '--step cannot name another' in t5ckpt_cli('show', f'{local}@1', '--step', 1, '--tier', 'local', code=2)
+    assert '--tier is for local directories' in t5ckpt_cli('show', f'{run}@1', '--tier', 'local', code=2)
+    assert 'names no step' in t5ckpt_cli('show', f'{local}@lates', '--tier', 'local', code=2)
+
+
+def test_verify_of_a_named_step_of_one_tier(local, run):
+    for words in ([f'{local}@1'], [local, '--step', 1]):
+        found = json.loads(t5ckpt_cli('verify', *words, '--tier', 'all', '--json'))
+        assert [each['path'] for each in found['tiers']] == [str(run / 'checkpoint_1/checkpoint')]
+        assert [each['tier'] for each in found['unverified']] == ['local']
+
+
+@pytest.mark.parametrize('words', [['@9'], ['', '--step', 9]])
+def test_verify_of_a_step_of_neither_tier_lists_the_steps_of_both(local, run, words):
+    said = t5ckpt_cli('verify', f'{local}{words[0]}', *words[1:], '--tier', 'all', code=3)
+    assert f'{local}/checkpoint_9: step 9 does not exist, complete steps are: 3, 4.' in said
+    assert f'{run}/checkpoint_9: step 9 does not exist, complete steps are: 1, 4.' in said
+    assert 'None for the latest' not in said
+
+
+@pytest.mark.parametrize(
+    ('name', 'tier', 'left'),
+    [
+        ('@1', 'persistent', ([3, 4], [4])),
+        ('@1', 'all', ([3, 4], [4])),
+        ('@best:loss:min', 'persistent', ([3, 4], [4])),
+        ('@best:loss:min', None, ([4], [1, 4])),
+        ('@latest', 'all', ([3], [1])),
+        ('/checkpoint_4', 'all', ([3], [1])),
+    ],
+)
+def test_rm_of_a_named_step(local, run, name, tier, left):
+    t5ckpt_cli('rm', f'{local}{name}', '--yes', *(['--tier', tier] if tier else []))
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == left
+
+
+def test_rm_of_a_name_that_differs_between_the_tiers(local, run):
+    said = t5ckpt_cli('rm', f'{local}@best:loss:min', '--yes', '--tier', 'all', code=2)
+    assert 'is step 3 in the tier local and step 1 in the tier persistent. Pass the number of the step' in said
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([3, 4], [1, 4])
+    said = t5ckpt_cli('rm', f'{local}@9', '--yes', '--tier', 'all', code=3)
+    assert f'step 9 is in neither {local} nor {run}' in said
+    assert 'complete steps are: 1, 4' in t5ckpt_cli('rm', f'{local}@9', '--yes', '--tier', 'persistent', code=3)

@@ -142,7 +142,7 @@ class Retention:
         if wanted in infos:
             return infos[wanted].metrics
         shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
-        asked = 'a step' if wanted is None else f'step {wanted}'
+        asked = 'step' if wanted is None else f'step {wanted}'
         raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
 
     def recorded_policy(self) -> KeepPolicy | None:

@@ -15,6 +15,7 @@ from t5ckpt.core.protocols import Partitioner, Progress
 from t5ckpt.core.text import shown
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
+from t5ckpt.errors import T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Resize
@@ -71,6 +72,7 @@ class RestoreRequest:
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: the options of reads, such as memory maps.
       note_read: called with the bytes of arrays that this process has read.
+      no_step: makes the error for a step that does not exist; None lists the steps of ``storage`` in it.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """
 
@@ -86,6 +88,7 @@ class RestoreRequest:
     reading: ReadOptions
     notices: Notices
     note_read: Callable[[int], None] = lambda _: None
+    no_step: Callable[[int], T5CkptError] | None = None
     local_part: LocalPart | None = None
 
     def verifies_checksums(self, located: Located) -> bool:

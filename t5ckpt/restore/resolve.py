@@ -8,7 +8,7 @@ import os
 
 from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.text import lines_of_error
-from t5ckpt.errors import DisagreementError, RemoteError
+from t5ckpt.errors import CheckpointNotFoundError, DisagreementError, RemoteError
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.restore.request import RestoreRequest
@@ -16,9 +16,20 @@ from t5ckpt.storage import is_same_kind
 
 
 def _locate(request: RestoreRequest) -> Located:
-    path = None if request.call.path is None else os.fspath(request.call.path)
-    located = locate_step(request.storage, request.call.step) if path is None else _locate_path(request, path)
+    if request.call.path is not None:
+        located = _locate_path(request, os.fspath(request.call.path))
+    else:
+        located = _locate_step(request, request.call.step)
     return dataclasses.replace(located, follow_links=request.reading.follow_links)
+
+
+def _locate_step(request: RestoreRequest, step: int | None) -> Located:
+    try:
+        return locate_step(request.storage, step)
+    except CheckpointNotFoundError as error:
+        if step is None or request.no_step is None:
+            raise
+        raise request.no_step(step) from error
 
 
 def _locate_path(request: RestoreRequest, url: str) -> Located:

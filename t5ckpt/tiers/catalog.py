@@ -232,7 +232,17 @@ class TierCatalog(StepCatalog):
         """
         infos = {info.step: info for info in self.infos_in_any_layout()}
         wanted = max(infos, default=None) if step is None else step
-        return infos[wanted].metrics if wanted in infos else self._run_retention.metrics_at(step)
+        if wanted is not None and wanted not in infos:
+            raise self.no_step(wanted)
+        return infos[wanted].metrics if wanted is not None else self._run_retention.metrics_at(None)
+
+    def no_step(self, step: int) -> T5CkptError:
+        """The error for a step that no tier has, with the steps of both."""
+        existing = [str(each) for each in self.steps()][-10:]
+        cure = f'{", ".join(existing)}. Pass one of them.' if existing else 'none.'
+        return CheckpointNotFoundError(
+            f'{self.local.url()} and {self.run.url()}: step {step} does not exist, complete steps are: {cure}'
+        )
 
     def retain(self, step: int) -> None:
         """Runs garbage collection and retention on the run's storage after the upload of a step."""
@@ -252,8 +262,13 @@ class TierCatalog(StepCatalog):
         tiers = self._tiers_with(step)
         for storage in tiers:
             self._check_not_kept(storage, step)
-        for storage in tiers or [self.run]:
-            delete_step(storage, step, self.clock, even_waiting=True)
+        try:
+            for storage in tiers or [self.run]:
+                delete_step(storage, step, self.clock, even_waiting=True)
+        except CheckpointNotFoundError as error:
+            if tiers:
+                raise
+            raise self.no_step(step) from error
 
     def _check_not_kept(self, storage: Storage, step: int) -> None:
         decision = decide_deletion(storage, step, self.clock, even_waiting=True)

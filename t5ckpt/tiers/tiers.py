@@ -204,6 +204,7 @@ class Tiers(StepTiers):
         if request.call.path is not None:
             return run_restore(request)
         self._end_prefetch()
+        request = dataclasses.replace(request, no_step=self._catalog.no_step)
         if not self._is_single:
             # It would write to the local directory.
             self._check_not_closed('restore')

@@ -401,7 +401,9 @@ def test_a_step_that_the_disk_of_process_0_has_lost_is_deleted(four, place):
         four.run('tiers_save', step)
     shutil.rmtree(place.disks[0] / 'checkpoint_1')
     assert four.run('tiers_delete', 1) == [[2]] * COUNT
-    assert all('checkpoint_1 does not exist' in text or 'no such' in text for text in four.run('tiers_delete', 1))
+    missing = f'{place.disks[0]} and {place.run}: step 1 does not exist, complete steps are: 2. Pass one of them'
+    assert all(missing in text for text in four.run('tiers_delete', 1))
+    assert all(missing in text for _, text in four.errors('tiers_restore', 1))
     four.run('tiers_close')
 
 

@@ -1,0 +1,55 @@
+"""The error for a step that no tier has lists the steps of both."""
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.errors import CheckpointNotFoundError
+
+
+def state(step):
+    return {'w': np.full((32, 64), step, np.float32), 'step': np.int32(step)}
+
+
+@pytest.fixture
+def ck(run_dir, tmp_path):
+    """Steps 31 and 35 are in the local directory, step 20 is in the bucket."""
+    policy = t5ckpt.SaveAt({20})
+    with t5ckpt.Checkpointer(
+        state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local', persist_policy=policy
+    ) as ck:
+        for step in (20, 31, 35):
+            ck.save(state(step), metrics={'loss': step})
+            ck.wait_until_persisted()
+        yield ck
+
+
+@pytest.mark.parametrize('call', ['restore', 'metrics', 'delete'])
+def test_both_tiers_are_listed(ck, run_dir, tmp_path, call):
+    assert ck.all_steps() == [20, 31, 35]
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        getattr(ck, call)(77)
+    text = (
+        f'{tmp_path / "local"} and {run_dir}: step 77 does not exist, complete steps are: 20, 31, 35. Pass one of them'
+    )
+    assert text in str(raised.value)
+    assert ck.all_steps() == [20, 31, 35]
+
+
+def test_no_tier_has_a_step(run_dir, tmp_path):
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local') as ck:
+        for call in (ck.restore, ck.metrics, ck.delete):
+            with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist, complete steps are: none'):
+                call(7)
+        with pytest.raises(CheckpointNotFoundError, match='there is no step; complete steps are: none'):
+            ck.metrics()
+
+
+def test_one_tier_names_the_run(run_dir):
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir) as ck:
+        ck.save(state(1))
+        for call in (ck.restore, ck.delete):
+            with pytest.raises(
+                CheckpointNotFoundError, match=r'checkpoint_7: step 7 does not exist, .* are: 1\. Pass one'
+            ):
+                call(7)

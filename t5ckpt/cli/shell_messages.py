@@ -58,6 +58,7 @@ _RULES = tuple(
             r'\(open_checkpoint\(path\)\[name\]\[:100\]\), map it \(mmap=True\), or restore it sharded',
             "(t5ckpt cat PATH 'LEAF[:100]')",
         ),
+        (r'or read the copy in checkpoints_dir', 'or pass the path of the run to which its steps are uploaded'),
         (r'pass several checkpoints or ema=', 'pass --average or --ema'),
         (r', or pass verify=.quick.', ''),
     )

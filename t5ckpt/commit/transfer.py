@@ -139,9 +139,7 @@ class Transfer:
         if len(lost) > len(removed):
             part = part_of(checksums.lists, sizes) if COPIES in sizes else None
             if part is not None:
-                raise CorruptCheckpointError(
-                    f"{part_text(self._from.url(self._base), part)} Copy the step from the run's storage."
-                )
+                raise CorruptCheckpointError(part_text(self._from.url(self._base), part))
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
         names = sorted(set(sizes) - {self._manifest_name, SIDECAR})

@@ -308,16 +308,16 @@ def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
     indices = [index for index in range(len(lists)) if file_checksums_name(index) in names]
     if len(indices) == len(lists):
         return None
-    return (
-        f'process {", ".join(map(str, indices))} of {len(lists)}'
-        if indices
-        else f'copies of the files of {len(lists)} processes'
-    )
+    which = f'process{"es" if len(indices) > 1 else ""} {", ".join(map(str, indices))}'
+    return f'{which} of {len(lists)}' if indices else f'copies of the files of {len(lists)} processes'
 
 
 def part_text(where: str, part: str) -> str:
-    """The sentence that a directory has only a part of a step, see :func:`part_of`."""
-    return f'{where} is the part of {part}: the other files are on the disks of the other processes.'
+    """The error that a directory has only a part of a step, see :func:`part_of`."""
+    return (
+        f'{where} is the part of {part}: the other files are on the disks of the other processes. Restore it in a job of several '
+        'processes (or of one, if it has all chunks) with Checkpointer(local_dir=...), or read the copy in checkpoints_dir.'
+    )
 
 
 def dataset_prefix(shard_id: int, num_shards: int) -> str:

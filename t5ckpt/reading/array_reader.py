@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -84,6 +85,7 @@ class ArrayReader:
         self._direct = None if root is None else DirectReader(root, checks=self._checks, follow_links=follow_links)
         self._arrays = TensorStoreArrays(self._files, self._checks)
         self._cache = cache
+        self._around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def is_cached(self) -> bool:
@@ -149,6 +151,10 @@ class ArrayReader:
           FormatError: the array is damaged.
           StorageError: a file cannot be read.
         """
+        with self._around_read():
+            return self._read_identified(leaf, name, index)
+
+    def _read_identified(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
         if self._identity is None:
             return self._read(leaf, name, index)
         # A read that verifies checksums needs no check of the checkpoint's identity.
@@ -165,6 +171,12 @@ class ArrayReader:
         """A reader for many reads, after which the caller checks the checkpoint's identity once."""
         reader = copy.copy(self)
         reader._identity = None  # noqa: SLF001 - a copy of itself
+        return reader
+
+    def within(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> Self:
+        """A reader each :meth:`read` of which runs in a context."""
+        reader = copy.copy(self)
+        reader._around_read = context  # noqa: SLF001 - a copy of itself
         return reader
 
     def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
@@ -15,7 +15,7 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
-from t5ckpt.core.text import CURE_OF_DAMAGE
+from t5ckpt.core.text import CURE_OF_DAMAGE, without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -76,6 +76,18 @@ class Contents:
           CorruptCheckpointError: it is a part; the text says how to restore it.
         """
         _check_not_part(self.located, FileChecksums.recorded_by(self.sidecar, SIDECAR))
+
+    @contextlib.contextmanager
+    def naming_part(self) -> Generator[None]:
+        """Adds to an error of a read that the directory has only a part of the step, if it does."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            try:
+                self.check_not_part()
+            except CorruptCheckpointError as part:
+                raise CorruptCheckpointError(f'{without_cure_of_damage(str(error))}; {part}') from error
+            raise
 
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
@@ -177,10 +189,7 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
         return
     part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
     if part is not None:
-        raise CorruptCheckpointError(
-            f'{part_text(storage.url(directory), part)} Restore it in a job of several processes, with '
-            'Checkpointer(local_dir=...), or restore the copy in checkpoints_dir.'
-        )
+        raise CorruptCheckpointError(part_text(storage.url(directory), part))
 
 
 def file_checksums_of(located: Located) -> FileChecksums | None:

@@ -40,6 +40,12 @@ def test_all_back(four, place):
     check_parts(place)
 
 
+NAMES_PART = (
+    r'is the part of process 1 of 4: .* in a job of several processes \(or of one, if it has all chunks\) .* or read the copy '
+    'in checkpoints_dir'
+)
+
+
 def check_parts(place):
     """What the verbs and the readers of one checkpoint say of the part of one process."""
     for index, disk in enumerate(place.disks):
@@ -51,12 +57,28 @@ def check_parts(place):
             assert each['bytes'] == sum(file.stat().st_size for file in files if file.is_file())
     text = t5ckpt_cli('verify', place.disks[1])
     assert f'the part of process 1 of {COUNT}: complete (presence and sizes' in text
-    with pytest.raises(
-        CorruptCheckpointError, match=r'is the part of process 1 of 4: .* in a job of several processes'
-    ):
+    with pytest.raises(CorruptCheckpointError, match=NAMES_PART):
         t5ckpt.load_t5x_checkpoint(place.disks[1])
-    with pytest.raises(CorruptCheckpointError, match='is the part of process 1 of 4'):
+    with pytest.raises(CorruptCheckpointError, match=NAMES_PART):
         t5ckpt.copy_checkpoint(place.disks[1], place.run.parent / 'copy')
+    view = t5ckpt.open_checkpoint(place.disks[1])
+    assert np.array_equal(
+        view['target/everywhere'][:8], scenarios.full('target/everywhere', (2048, 1024), 'float32', 3)[:8]
+    )
+    for read in (view['target/rows'].get, lambda: view['target/rows'][:], view.stats):
+        with pytest.raises(CorruptCheckpointError, match=rf'target/(rows|bfloat): .* is missing; .*{NAMES_PART}'):
+            read()
+    disk, copied = place.disks[1], place.run.parent / 'copy'
+    for words in (
+        ['stats', disk],
+        ['diff', disk, place.run],
+        ['cp', disk, copied],
+        ['cp', disk, copied, '--drop', 'x'],
+    ):
+        text = t5ckpt_cli(*words, code=3)
+        assert 'is the part of process 1 of 4: ' in text
+        assert 'or pass the path of the run to which its steps are uploaded' in text
+        assert 'older step' not in text
     (chunk, *_) = (place.disks[1] / 'checkpoint_3' / 'target.rows').glob('[0-9]*')
     chunk.unlink()
     (damage,) = t5ckpt.verify(place.disks[1]).damages

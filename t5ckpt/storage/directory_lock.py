@@ -48,9 +48,10 @@ class DirectoryLock(Lock):
 
     def close(self) -> None:
         """Releases the lock."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        # Taken out first: after an interrupt in os.close, another file may have the descriptor.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def lock_directory(path: str) -> DirectoryLock | None:

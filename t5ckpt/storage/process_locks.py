@@ -14,7 +14,7 @@ class ProcessLock(Lock):
     """The lock of a directory: its URL in the set of locked directories of this process."""
 
     def __init__(self, url: str):
-        self._url = url
+        self._url: str | None = url
 
     @classmethod
     def take(cls, url: str) -> ProcessLock | None:
@@ -32,4 +32,7 @@ class ProcessLock(Lock):
     def close(self) -> None:
         """Releases the lock."""
         with _guard:
-            _locked_urls.discard(self._url)
+            # A second call must not release the lock of the next caller.
+            url, self._url = self._url, None
+            if url is not None:
+                _locked_urls.discard(url)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import os
 import secrets
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +28,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage, open_storage
-from t5ckpt.storage.base import Lock
+from t5ckpt.tiers.local_lock import LocalLock
 from t5ckpt.tiers.part import save_of
 
 _RUN_ID = f'{INDEX}/run_id'
@@ -98,6 +96,7 @@ class LocalDir:
 
     Attributes:
       guard: held while the directory is opened or gets its record, which a prefetch does in its thread.
+      lock: of the directory.
     """
 
     def __init__(self, local: Storage, run: Storage, keep: int, *, read_only: bool):
@@ -108,7 +107,7 @@ class LocalDir:
         self.read_only = read_only
         self._record: TierRecord | None = None
         self.guard = threading.RLock()
-        self._lock: Lock | None = None
+        self.lock = LocalLock(local)
         # The id that the run's storage has; '' if it has none, None before the first answer.
         self._run_id: str | None = None
         self._has_asked = False
@@ -117,7 +116,8 @@ class LocalDir:
         """Locks the directory and checks its record. Returns False if it does not exist and is not to be created.
 
         Raises:
-          LocalDirError: it is a file, another process has it, it cannot be locked, or its steps are those of another run.
+          LocalDirError: it is a file, another process has it, it cannot be locked, or its steps are those of another run. In a
+            forked process, the directory is to be created.
         """
         local = self.storage
         kind = local.kind('')
@@ -125,26 +125,16 @@ class LocalDir:
             raise LocalDirError(
                 f'{local.url()} is a file, and local_dir must be a directory. Pass another local_dir, or move the file away.'
             )
+        # A forked process reads both tiers without the lock, which its parent has.
+        self.read_only |= self.lock.is_forked
         if create:
+            self.lock.check_not_forked()
             local.make_dir('')
         elif kind is None:
             return False
         lost = self._forget_removed()
-        if self._lock is None and not self.read_only:
-            self._lock = _locked(local)
-            if self._lock is None:
-                raise LocalDirError(
-                    f'{local.url()} is in use by another process, or by another checkpointer of this one. End that process, '
-                    'close that checkpointer, or pass another local_dir; several processes of a machine need one each.'
-                )
-            if not self._lock.is_held:
-                reason = self._lock.reason or 'flock'
-                self._release()
-                raise LocalDirError(
-                    f'{local.url()} cannot be locked ({reason}), so another process could use it at the same time. Pass a '
-                    'local_dir on a disk of this machine or in its memory.'
-                )
-            weakref.finalize(self, self._lock.close)
+        if not self.read_only:
+            self.lock.take()
         if self._record is None:
             self._record = read_record(local)
             self._check_record()
@@ -154,11 +144,11 @@ class LocalDir:
 
     def _forget_removed(self) -> TierRecord | None:
         """Ends the lock of a directory that was removed while it was in use; returns the record that it had."""
-        if self._lock is None or self._lock.is_current():
+        if not self.lock.is_of_removed():
             return None
         _log.error('t5ckpt: %s was removed while it was in use, and its steps with it', self.storage.url())
         record, self._record = self._record, None
-        self._release()
+        self.lock.release()
         return record
 
     def _check_record(self) -> None:
@@ -173,7 +163,7 @@ class LocalDir:
             text = f'{local.url()} has the local checkpoints of {record.run}, and this run is {self.run.url()}. {_cures(local)}'
         if text is not None:
             self._record = None
-            self._release()
+            self.lock.release()
             raise LocalDirError(text)
 
     def check_id(self) -> None:
@@ -333,12 +323,7 @@ class LocalDir:
     def end(self) -> None:
         """Releases the lock; later calls only read."""
         self.read_only = True
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self.lock.release()
 
 
 def read_run_id(run: Storage) -> str:
@@ -360,15 +345,6 @@ def _has_save(run: Storage, step: int, save: str) -> bool:
     except (FormatError, CheckpointNotFoundError):
         return False
     return sidecar is not None and digest(sidecar) == save
-
-
-def _locked(local: Storage) -> Lock | None:
-    lock = local.try_lock('')
-    if lock is None:
-        # A notebook may have replaced a checkpointer without closing it.
-        gc.collect()
-        lock = local.try_lock('')
-    return lock
 
 
 def _cures(local: Storage) -> str:

@@ -1,8 +1,4 @@
-"""The uploads of the local steps: begins those that ``tiers/intents.py`` chooses, and waits for them.
-
-An overwrite of a step that the run has, or may have, is always uploaded: the run would keep the old values, and a restore would
-return them once the local step is deleted.
-"""
+"""The uploads of the local steps: begins those that ``tiers/intents.py`` chooses, and waits for them."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import sys
 from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import has_step, newest, steps_in
+from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.format.checksum import digest
@@ -25,6 +21,7 @@ from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Orders
+from t5ckpt.tiers.overwrites import Overwrites
 from t5ckpt.tiers.part import LocalParts, Part, part_alone, save_of
 from t5ckpt.tiers.queue import StepUploads, UploadQueue
 from t5ckpt.tiers.shared_upload import Follower, Leader
@@ -45,6 +42,7 @@ class Uploads:
         self._catalog = catalog
         self._intents = Intents(self.local)
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
+        self._overwrites = Overwrites(self.run, self._intents)
         self._uploader = Uploader(options, directory, catalog, self._intents, self._schedule)
         self.note_save = self._uploader.note_save
         upload = self._uploader.upload
@@ -54,8 +52,6 @@ class Uploads:
         self._has_resumed = False
         # The steps that wait and of which a job of one process has only a part.
         self._parts = set[int]()
-        # The largest step that the run's storage has had; None before its first answer.
-        self._newest_of_run: int | None = None
 
     def note_reuse(self, reuse: Reuse | None) -> None:
         """Takes the checkpoint that the next saves link chunks from; a damaged one is not linked again."""
@@ -168,19 +164,7 @@ class Uploads:
     def reason(self, step: int, call: SaveCall, preempted: bool) -> str | None:
         """The reason to upload a step that is being saved, or None."""
         reason = self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
-        return _OVERWRITES if call.overwrite and self._may_replace(step) else reason
-
-    def _may_replace(self, step: int) -> bool:
-        """Whether the run has a step, or gets it; also if its storage does not answer, unless it can only have smaller steps."""
-        if step in self._intents.steps():
-            return True
-        if not self._queue.is_failing():
-            with contextlib.suppress(T5CkptError):
-                found = newest(self.run)
-                self._newest_of_run = -1 if found is None else found.step
-                return has_step(self.run, step)
-        is_surely_newer = self._newest_of_run is not None and step > self._newest_of_run
-        return not is_surely_newer or self._queue.outcomes.was_uploaded(step)
+        return _OVERWRITES if call.overwrite and self._overwrites.may_replace(step, self._queue) else reason
 
     @contextlib.contextmanager
     def around_commit(self, step: int, call: SaveCall, reason: str | None) -> Generator[None]:
@@ -212,7 +196,12 @@ class Uploads:
 
     @contextlib.contextmanager
     def without(self, step: int) -> Generator[None]:
-        """Ends the upload of a step, which is deleted in the context; begins it again if the deletion fails."""
+        """Ends the upload of a step, which is deleted in the context; begins it again if the deletion fails.
+
+        Raises:
+          LocalDirError: this process was forked from the one that has the local directory.
+        """
+        self._dir.lock.check_not_forked()
         is_waiting = step in self._intents.steps()
         self._queue.cancel(step)
         try:
@@ -256,7 +245,12 @@ class Uploads:
         return 'persist_policy did not take it.'
 
     def close(self) -> None:
-        """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps."""
+        """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps.
+
+        In a process that was forked, does nothing: the threads of the uploads are those of its parent.
+        """
+        if self._dir.lock.is_forked:
+            return
         if isinstance(self._queue, Follower) and sys.exception() is not None:
             self._queue.leave()
         try:

@@ -1,0 +1,53 @@
+"""A process that was forked from the trainer, such as a worker of a data loader, reads both tiers, and writes to none."""
+
+import json
+
+from support import forked
+
+import t5ckpt
+
+_PROGRAM = """
+import json, logging, os, sys, warnings
+warnings.simplefilter('ignore')
+import t5ckpt
+logging.basicConfig(format='%(levelname)s %(message)s')
+run, local = sys.argv[1:]
+ck = t5ckpt.Checkpointer({'a': 1}, None, run, local_dir=local)
+ck.save({'a': 1}, step=1)
+ck.wait_until_persisted()
+ck.save({'a': 2}, step=2)
+ck.wait_until_persisted()
+
+
+def error_of(call):
+    try:
+        return str(call())
+    except t5ckpt.errors.T5CkptError as error:
+        return type(error).__name__, str(error)
+
+
+child = os.fork()
+if child == 0:
+    answers = [ck.latest_step(), ck.all_steps(), repr(ck).endswith('latest_step=2)'), dict(ck.metrics(1))]
+    answers.append(ck.wait_until_persisted(2))
+    answers += [error_of(lambda: ck.save({'a': 3}, step=3)), error_of(lambda: ck.delete(1)), ck.all_steps()]
+    ck.close()
+    print(json.dumps(answers), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+ck.save({'a': 3}, step=3)
+ck.close()
+"""
+
+
+def test_a_forked_process_lists_the_steps_and_saves_nothing(tmp_path):
+    done = forked.run(_PROGRAM, tmp_path / 'run', tmp_path / 'local')
+    assert done.returncode == 0, done.stderr
+    assert 'ERROR' not in done.stderr
+    assert 'was removed' not in done.stderr
+    latest, steps, has_latest, metrics, waited, save, delete, after = json.loads(done.stdout)
+    assert (latest, steps, has_latest, metrics, waited, after) == (2, [1, 2], True, {}, None, [1, 2])
+    for kind, text in (save, delete):
+        assert kind == 'LocalDirError'
+        assert 'this process was forked' in text
+    assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]

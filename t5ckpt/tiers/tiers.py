@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
@@ -13,7 +13,7 @@ from t5ckpt.commit.deletion import check_deletable, delete_step, rename_damaged
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import Channel, CoordinationRound, Phase
+from t5ckpt.distributed.rounds import Channel, CoordinationRound
 from t5ckpt.errors import CheckpointNotFoundError, ClosedError, T5CkptError, UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.execute import run_restore
@@ -22,15 +22,11 @@ from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.coverage import interrupted_uploads
+from t5ckpt.tiers.join import Join
 from t5ckpt.tiers.local_dir import LocalDir, open_local
-from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
-from t5ckpt.tiers.mixed_overwrites import put_in_place, replaced_in, saves_to_put_in_place
 from t5ckpt.tiers.one_tier import StepTiers
-from t5ckpt.tiers.orders import Orders
-from t5ckpt.tiers.part import LocalParts, is_incomplete, parts_in
+from t5ckpt.tiers.part import LocalParts, is_incomplete
 from t5ckpt.tiers.prefetch import Prefetch, fetch_alone
-from t5ckpt.tiers.provide import completed
 from t5ckpt.tiers.restore import restore_from_tiers
 from t5ckpt.tiers.shared_prefetch import fetch_together
 from t5ckpt.tiers.shared_restore import SharedRestore
@@ -71,6 +67,7 @@ class Tiers(StepTiers):
             self._dir, self._open, self.retention, run_retention, clock, has_parts=lambda: not self._is_single
         )
         self._uploads = Uploads(options, self._dir, self._catalog)
+        self._join_once = Join(self._dir, self._uploads, clock)
         self._prefetch: Prefetch | None = None
         self._has_joined = self._is_closed = False
 
@@ -107,52 +104,18 @@ class Tiers(StepTiers):
         """
         if self._has_joined:
             return None
-        at = coordinator.round('opening the local directories')
-        with at.failing_together(Phase.LOOK):
-            self._check_not_closed('restore')
-            if self._read_only:
-                raise UnsupportedTopologyError(
-                    'local_dir with read_only=True is for jobs of one process. Leave local_dir out, to read '
-                    f'{self._catalog.run.url()}.'
-                )
-            self._open(create=True)
-            local, waiting, saves = parts_in(self.local), self._uploads.records(), self._dir.saves()
-            replaced = {step: list(names) for step, names in replaced_in(self.local).items()}
-            vote = {
-                'id': self._dir.known_id(),
-                'saves': saves,
-                'replaced': [*replaced.items()],
-                'waiting': waiting,
-                'parts': self._uploads.part_votes(local),
-            }
-        decided = at.reduce_on_leader(Phase.LOOK, vote, functools.partial(_decide_join, self._dir))
-        if decided['put_in_place']:
-            with at.together(Phase.COMMIT):
-                put_in_place(self.local, dict(decided['put_in_place']), dict(saves), self._catalog.clock)
-            return self._join(coordinator, channel)
-        if decided['is_new']:
-            with at.together(Phase.COMMIT):
-                self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
-        waiting, dropped, lost = decided['waiting'], decided['dropped'], None
-        for step, save, index, sender in decided['incomplete']:
-            lost = self._find_lost_files(coordinator, step, save, index, sender)
-            if lost is None:
-                dropped.append([step, f'files that process {index} of the save was to upload are on no disk'])
-            else:
-                waiting.append(step)
-        channel = channel or self._coordinator.new_channel()
-        orders = Orders(channel.processes, channel.prefix, lost or LostFiles())
-        self._uploads.join(orders, waiting, dropped, decided['overwriting'])
+        local = self._join_once.run(coordinator, lambda: channel or self._coordinator.new_channel(), self._open_in_job)
         self._has_joined = True
-        return None if decided['incomplete'] else local
+        return local
 
-    def _find_lost_files(
-        self, coordinator: Coordinator, step: int, save: str, index: int, sender: int
-    ) -> LostFiles | None:
-        """Finds the files of a step of which one disk is lost, and makes a part on each disk that has none."""
-        part, rounds = self._uploads.part_of(step, save), functools.partial(coordinator.round, 'the uploads')
-        part = completed(rounds(), part, self.local, step, sender, self._catalog.clock)
-        return find_lost_files(rounds(), part, index)
+    def _open_in_job(self) -> None:
+        self._check_not_closed('restore')
+        if self._read_only:
+            raise UnsupportedTopologyError(
+                'local_dir with read_only=True is for jobs of one process. Leave local_dir out, to read '
+                f'{self._catalog.run.url()}.'
+            )
+        self._open(create=True)
 
     def begin_save(self) -> None:
         """Creates, locks and checks the local directory."""
@@ -290,15 +253,3 @@ class Tiers(StepTiers):
         finally:
             self.retention.wait()
             self._dir.end()
-
-
-def _decide_join(directory: LocalDir, votes: Sequence[Any]) -> dict[str, Any]:
-    """On process 0: the id, and which of the waiting steps are uploaded."""
-    saves = {(step, save) for vote in votes for step, save in vote['saves']}
-    mixed = saves_to_put_in_place([dict(vote['saves']) for vote in votes], [dict(vote['replaced']) for vote in votes])
-    if mixed and len({vote['id'][0] for vote in votes} - {''}) == 1:
-        return {'put_in_place': [*mixed.items()]}
-    agreed, is_shared = directory.agreed_id([tuple(vote['id']) for vote in votes], saves)
-    uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
-    is_new = any(vote['id'] != [agreed, is_shared] for vote in votes)
-    return {'put_in_place': [], 'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}

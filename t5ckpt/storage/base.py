@@ -1,4 +1,4 @@
-"""The interface that every backend implements. ``storage/__init__.py`` lists the other parts of a new backend.
+"""The interface that every backend implements. CONTRIBUTING.md lists the steps to add one.
 
 Keys are '/'-separated and relative to the storage's root. Every backend guarantees:
 

@@ -286,7 +286,7 @@ class Checkpointer:
         return self._train_state
 
     def __repr__(self) -> str:
-        latest = None if self._storage.is_absent else self.latest_step()
+        latest = None if self._storage.is_absent else self._tiers.catalog.latest_or_error()
         return f'{type(self).__name__}({self.checkpoints_dir!r}, latest_step={latest})'
 
     @property

@@ -53,7 +53,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from t5ckpt.core.text import counted, lines, listed, printable
+from t5ckpt.core.text import counted, lines, listed, numbered, printable
 from t5ckpt.core.value_suffix import value_rule
 
 __all__ = [
@@ -240,9 +240,10 @@ class ProcessMissingError(T5CkptError, TimeoutError):
     """
 
     def __init__(self, action: str, phase: str, missing: tuple[int, ...], seconds: float):
-        names = f'process {", ".join(map(str, missing))}' if missing else 'one of the processes'
+        names = numbered('process', missing, 'processes') if missing else 'one of the processes'
+        each = 'Each of them' if len(missing) > 1 else 'It'
         super().__init__(
-            f'{action}: {names} did not arrive at {phase!r} within {seconds:g} s. It died, is hanging, or did not make the '
+            f'{action}: {names} did not arrive at {phase!r} within {seconds:g} s. {each} died, is hanging, or did not make the '
             'same call, which every process must make. Look at its log; process_timeout= sets the time-out.'
         )
         self.missing = missing

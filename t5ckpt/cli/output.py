@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -207,9 +207,19 @@ def print_decisions(plan: Iterable[tuple[str | None, Decision]]) -> None:
     )
 
 
-def decision_fields(plan: Iterable[tuple[str | None, Decision]]) -> list[dict[str, Any]]:
-    """The decisions in the types of JSON, each with the name of its tier."""
-    return [{**dataclasses.asdict(decision), 'tier': tier} for tier, decision in plan]
+def decision_fields(
+    plan: Iterable[tuple[str | None, Decision]], deleted: Collection[tuple[str | None, int]]
+) -> list[dict[str, Any]]:
+    """The decisions in the types of JSON, each with the name of its tier, and whether the step was deleted from it."""
+    return [
+        {**dataclasses.asdict(decision), 'tier': tier, 'was_deleted': (tier, decision.step) in deleted}
+        for tier, decision in plan
+    ]
+
+
+def deleted_texts(deleted: Iterable[tuple[str | None, int]]) -> list[str]:
+    """The deleted steps, each with the name of its tier, if it has one."""
+    return [str(step) if tier is None else f'{step} ({tier})' for tier, step in deleted]
 
 
 def without_nan(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from t5ckpt.cli.output import (
     check_exists,
     confirm,
     decision_fields,
+    deleted_texts,
     json_option,
     moved_option,
     print_decisions,
@@ -28,7 +29,7 @@ from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
-from t5ckpt.core.text import counted, some_of
+from t5ckpt.core.text import counted, numbered, some_of
 from t5ckpt.format.names import step_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
@@ -97,17 +98,17 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
         print_decisions(plan)
         _print_others(other_steps)
     doomed = sum(len(tier.doomed) for tier in tiers)
-    deleted: list[int] = []
+    deleted: list[tuple[str | None, int]] = []
     if doomed and not dry_run:
         confirm(f'Delete {doomed:,} of {counted(len(plan), "step")}?', yes)
-        deleted = list(dict.fromkeys(step for tier in tiers for step in tier.carry_out()))
+        deleted = [(tier.name, step) for tier in tiers for step in tier.carry_out()]
     left = [] if dry_run else [decision for tier in tiers for decision in tier.left()]
     failed = {decision.step: decision.reason if decision.keep else 'the storage did not delete it' for decision in left}
     if as_json:
         print_json(
             {
-                'plan': decision_fields(plan),
-                'deleted': deleted,
+                'plan': decision_fields(plan, deleted),
+                'deleted': list(dict.fromkeys(step for _, step in deleted)),
                 'failed': failed,
                 'not_counted': other_steps,
                 'mode': tiers[0].mode,
@@ -187,9 +188,9 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
     return _Planned(name, retention, mode, note, plan, [] if prunes_others else _others(storage))
 
 
-def _summary(deleted: Sequence[int], doomed: int, steps: int, *, dry_run: bool) -> str:
+def _summary(deleted: Sequence[tuple[str | None, int]], doomed: int, steps: int, *, dry_run: bool) -> str:
     if deleted:
-        return f'deleted: {some_of([str(step) for step in deleted], _SHOWN, ", ")}'
+        return f'deleted: {some_of(deleted_texts(deleted), _SHOWN, ", ")}'
     return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
 
 
@@ -244,7 +245,7 @@ def _check_present(wanted: Sequence[int], steps: Sequence[int]) -> None:
     if absent:
         existing = f'it has {some_of(sorted(map(str, set(steps)), key=int), 20, ", ")}' if steps else 'it has none'
         raise click.UsageError(
-            f'--keep-step: the run has no step {", ".join(map(str, absent))}; {existing}. Nothing was deleted.'
+            f'--keep-step: the run has no {numbered("step", absent)}; {existing}. Nothing was deleted.'
         )
 
 

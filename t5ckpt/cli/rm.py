@@ -15,6 +15,7 @@ from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.cli.output import (
     confirm,
     decision_fields,
+    deleted_texts,
     json_option,
     print_decisions,
     print_json,
@@ -26,7 +27,7 @@ from t5ckpt.cli.paths import CHECKPOINT, step_named, step_number
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.commit.deletion import decide_deletion, delete_step
-from t5ckpt.core.text import counted
+from t5ckpt.core.text import counted, numbered_are
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.format.names import parse_step_dir
 from t5ckpt.policies import WAITS
@@ -70,7 +71,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     if not as_json:
         print_decisions(by_tier)
     kept = [each.step for each in plan if each.keep]
-    deleted: list[int] = []
+    deleted: list[tuple[str | None, int]] = []
     failed: dict[int, str] = {}
     if not kept and not how['dry_run']:
         urls = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
@@ -78,14 +79,14 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
         for each in targets:
             try:
                 delete_step(each.storage, each.step, time.time, **even)
-                deleted.append(each.step)
+                deleted.append((each.tier, each.step))
             except StepKeptError as error:
                 failed[each.step] = str(error)
     if as_json:
         print_json(
             {
-                'plan': decision_fields(by_tier),
-                'deleted': list(dict.fromkeys(deleted)),
+                'plan': decision_fields(by_tier, deleted),
+                'deleted': list(dict.fromkeys(step for _, step in deleted)),
                 'must_stay': kept,
                 'failed': failed,
                 'dry_run': how['dry_run'],
@@ -96,7 +97,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
         cure = ''.join(text for reason, text in cures.items() if any(each.reason.startswith(reason) for each in plan))
         print_line(f'nothing was deleted: {", ".join(map(str, kept))} must stay.{cure}', err=True)
     elif deleted:
-        print_line(f'deleted: {", ".join(map(str, deleted))}')
+        print_line(f'deleted: {", ".join(deleted_texts(deleted))}')
     for text in failed.values():
         print_line(text, err=True)
     return 1 if kept or failed else 0
@@ -122,7 +123,7 @@ def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_
     absent = sorted(set(steps) - {each.step for each in there})
     if absent:
         urls = ' nor '.join(each.url() for each in storages.values())
-        raise CheckpointNotFoundError(f'step {", ".join(map(str, absent))} is in neither {urls}.')
+        raise CheckpointNotFoundError(f'{numbered_are("step", absent)} in neither {urls}.')
     return there
 
 

@@ -21,7 +21,7 @@ from t5ckpt.convert.trees import log_left_out, open_tree
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import counted, some_of
+from t5ckpt.core.text import counted, numbered, some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
@@ -107,7 +107,7 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
     of_layout = [listed_step for listed_step in listed.steps if listed_step.layout in _LAYOUTS[kind]]
     missing = sorted(set(steps or ()) - {listed_step.step for listed_step in of_layout})
     if missing or not of_layout:
-        asked = f'has no step {", ".join(map(str, missing))}' if missing else 'has no step'
+        asked = f'has no {numbered("step", missing)}' if missing else 'has no step'
         other_layouts = sorted({listed_step.layout for listed_step in listed.steps} - {*_LAYOUTS[kind]})
         count = counted(len(numbers) - len(of_layout), 'step')
         of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''

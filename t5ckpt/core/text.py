@@ -140,6 +140,17 @@ def counted(count: int, one: str, several: str = '') -> str:
     return f'{count:,} {one}' if count == 1 else f'{count:,} {several or one + "s"}'
 
 
+def numbered(noun: str, numbers: Iterable[object], several: str = '') -> str:
+    """A noun with the numbers that it has: 'step 3', 'steps 3, 5'; ``several`` is an irregular plural."""
+    texts = [str(number) for number in numbers]
+    return f'{noun if len(texts) == 1 else several or noun + "s"} {", ".join(texts)}'
+
+
+def numbered_are(noun: str, numbers: Sequence[object], several: str = '') -> str:
+    """As :func:`numbered`, with the verb: 'step 3 is', 'steps 3, 5 are'."""
+    return f'{numbered(noun, numbers, several)} {"is" if len(numbers) == 1 else "are"}'
+
+
 def some_of(texts: Sequence[str], shown: int, between: str = ', ') -> str:
     """The first ``shown`` texts, and the number of those left out."""
     return between.join(texts[:shown]) + (f' and {len(texts) - shown} more' if len(texts) > shown else '')

@@ -52,7 +52,11 @@ class Opening:
             if has and lacks:
                 self.has_failed = True
                 raise DisagreementError(
-                    f'{name} is passed in process {some_of(has, 4)}, and not in process {some_of(lacks, 4)}. Pass {name} in all '
+                    f'{name} is passed in {_some_processes(has)}, and not in {_some_processes(lacks)}. Pass {name} in all '
                     'processes of the job, or in none.'
                 )
         return [vote['vote'] for vote in votes]
+
+
+def _some_processes(indices: Sequence[str]) -> str:
+    return f'{"process" if len(indices) == 1 else "processes"} {some_of(indices, 4)}'

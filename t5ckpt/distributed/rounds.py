@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from t5ckpt.core.text import lines_of_error
+from t5ckpt.core.text import lines_of_error, numbered
 from t5ckpt.distributed.opening import Opening
 from t5ckpt.distributed.processes import Processes, ServiceError, Status
 from t5ckpt.errors import CoordinationError, DisagreementError, ProcessMissingError, RemoteError, T5CkptError
@@ -64,7 +64,7 @@ def coordination_error(action: str, phase: str, status: Status) -> CoordinationE
     """Returns the error of a call that failed with a status; ``action`` and ``phase`` name the operation of the processes."""
     text = status.text[:300]
     if status.has_dead:
-        names = f'process {", ".join(map(str, status.died))}' if status.died else 'a process'
+        names = numbered('process', status.died, 'processes') if status.died else 'a process'
         what = f'{names} died. Look at its log, then restart the job; it continues from its latest checkpoint. ({text})'
     elif status.code == 'UNAVAILABLE':
         what = (
@@ -267,7 +267,7 @@ class CoordinationRound:
                 raise RemoteError(text)
             if opening is not None and kind == DisagreementError.__name__:
                 opening.has_failed = True
-                raise DisagreementError(text)
+                raise DisagreementError(text.removeprefix(f'{kind}: '))
             raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {text}', (0,))
         return decision['value']
 

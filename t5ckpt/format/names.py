@@ -32,6 +32,8 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable
 
+from t5ckpt.core.text import numbered
+
 MANIFEST = 'checkpoint'
 SIDECAR = 't5ckpt.json'
 COPIES = 'copies.json'
@@ -308,8 +310,9 @@ def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
     indices = [index for index in range(len(lists)) if file_checksums_name(index) in names]
     if len(indices) == len(lists):
         return None
-    which = f'process{"es" if len(indices) > 1 else ""} {", ".join(map(str, indices))}'
-    return f'{which} of {len(lists)}' if indices else f'copies of the files of {len(lists)} processes'
+    if not indices:
+        return f'copies of the files of {len(lists)} processes'
+    return f'{numbered("process", indices, "processes")} of {len(lists)}'
 
 
 def part_text(where: str, part: str) -> str:

@@ -138,7 +138,8 @@ def _why_dropped(step: int, known: Sequence[Candidate]) -> str:
         return 'no disk has a part of it that can be read'
     if found.missing:
         lost = some_of([*map(str, found.missing)], 8)
-        return f'the disks with the files of process {lost} of the save are lost'
+        processes = 'process' if len(found.missing) == 1 else 'processes'
+        return f'the disks with the files of {processes} {lost} of the save are lost'
     return f'process 0 has no part of this save, and step {known[0].step} is newer'
 
 

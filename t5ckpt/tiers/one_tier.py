@@ -12,7 +12,7 @@ from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.rounds import CoordinationRound
-from t5ckpt.errors import NoEffectWarning
+from t5ckpt.errors import NoEffectWarning, T5CkptError
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save.request import SaveRequest
@@ -29,6 +29,13 @@ class StepCatalog(ABC):
     @abstractmethod
     def latest(self) -> int | None:
         """The largest step, or None."""
+
+    def latest_or_error(self) -> int | str | None:
+        """As :meth:`latest`, or the class of the error, for a ``repr``."""
+        try:
+            return self.latest()
+        except T5CkptError as error:
+            return f'<{type(error).__name__}>'
 
     @abstractmethod
     def dataset_steps(self) -> list[int]:

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from t5ckpt.core.text import numbered_are
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import LocalDirError, NotPersistedError, T5CkptError
 from t5ckpt.tiers.upload import NotUploadableError
@@ -37,9 +38,9 @@ class UploadOutdated(UploadStopped):
 
 def not_uploaded_anymore(steps: Sequence[int], target: str) -> NotPersistedError:
     """The error of a wait for steps that no thread of this process uploads."""
-    text = ', '.join(map(str, steps))
     return NotPersistedError(
-        f'step {text} is not in {target}, since the checkpointer is closed. The next start with this local_dir uploads it.'
+        f'{numbered_are("step", steps)} not in {target}, since the checkpointer is closed. The next start with this local_dir '
+        'uploads it.'
     )
 
 
@@ -314,9 +315,9 @@ class UploadQueue(StepUploads):
                 if self._is_stopped or not self._is_running:
                     raise not_uploaded_anymore(sorted(self._waiting), self._target)
                 if self._error is not None and self._failed_attempts > failed:
-                    waiting = ', '.join(map(str, sorted(self._waiting)))
+                    waiting = numbered_are('step', sorted(self._waiting))
                     raise NotPersistedError(
-                        f'step {waiting} is not in {self._target} yet: {self._error} The upload is repeated.'
+                        f'{waiting} not in {self._target} yet: {self._error} The upload is repeated.'
                     ) from self._error
                 failed = min(failed, self._failed_attempts)
                 self._condition.wait(_LOOK_SECONDS)

@@ -10,6 +10,7 @@ from typing import Any
 
 from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.catalog.locate import locate_step
+from t5ckpt.core.text import numbered_are
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.reading.raw_files import read_raw
@@ -265,8 +266,8 @@ class Uploads:
             left = self._waiting()
             if left and self._queue.refusal is None:
                 _log.warning(
-                    't5ckpt: step %s is in %s, and not in %s yet. The next start with this local_dir uploads it.',
-                    ', '.join(map(str, left)),
+                    't5ckpt: %s in %s, and not in %s yet. The next start with this local_dir uploads it.',
+                    numbered_are('step', left),
                     self.local.url(),
                     self.run.url(),
                 )

@@ -45,7 +45,7 @@ def test_the_code_and_the_dead_are_parsed(text, code, died):
     ('text', 'words'),
     [
         (BARRIER_DIED, 'process 1 died. Look at its log'),
-        (UNHEALTHY, 'process 1, 3 died. Look at its log'),
+        (UNHEALTHY, 'processes 1, 3 died. Look at its log'),
         (LOST, "lost JAX's coordination service, which runs in process 0"),
         (BARRIER_AGAIN, 'failed: INTERNAL: Barrier (b1::0) is invoked'),
         ('nothing known', 'failed: nothing known'),

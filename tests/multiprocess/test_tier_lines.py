@@ -46,7 +46,7 @@ def test_a_save_of_a_step_that_all_disks_have_is_skipped(four, place, new_logs):
 @pytest.mark.parametrize(
     ('leaves', 'lost', 'why'),
     [
-        (TWICE, (0, 3), 'the disks with the files of process 0, 3 of the save are lost'),
+        (TWICE, (0, 3), 'the disks with the files of processes 0, 3 of the save are lost'),
         (ONCE, (3,), 'files that process 3 of the save was to upload are on no disk'),
     ],
 )

@@ -19,4 +19,5 @@ def test_a_local_directory_in_one_process_alone(two, tmp_path, action, given):
     assert time.monotonic() - started < 100
     for kind, text in errors:
         assert kind == 'DisagreementError', text
+        assert 'DisagreementError' not in text
         assert f'local_dir is passed in process {given}, and not in process {1 - given}' in text

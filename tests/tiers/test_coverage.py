@@ -68,7 +68,7 @@ def test_uploads_that_are_dropped_have_a_reason():
     assert (found['waiting'], found['incomplete']) == ([5], [])
     assert found['dropped'] == [
         [2, 'no disk has a part of it that can be read'],
-        [3, 'the disks with the files of process 1, 2 of the save are lost'],
+        [3, 'the disks with the files of processes 1, 2 of the save are lost'],
         [4, 'process 0 has no part of this save, and step 5 is newer'],
     ]
 

@@ -13,7 +13,7 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt.cli.shell_messages import in_shell_terms
-from t5ckpt.errors import LocalDirError, NoSpaceError
+from t5ckpt.errors import LocalDirError, NoSpaceError, NotPersistedError
 from t5ckpt.storage.error_mapping import foreign_errors
 
 
@@ -175,3 +175,30 @@ def test_ls_shows_a_pin_and_that_the_step_waits(run_dir, local, policy):
     assert kept[0] == 'pinned: for a talk; waits for its upload'
     assert 'latest' in kept[1]
     assert 'waits for its upload' in kept[1]
+
+
+def test_the_repr_of_a_checkpointer_never_raises(gs, tmp_path, local):
+    with checkpointer(tmp_path / 'other', local) as ck:
+        ck.save(state(1))
+        assert repr(ck) == f"Checkpointer('{tmp_path / 'other'}', latest_step=1)"
+    refused = checkpointer(tmp_path / 'run', local)
+    assert repr(refused) == f"Checkpointer('{tmp_path / 'run'}', latest_step=<LocalDirError>)"
+    away = t5ckpt.Checkpointer(state(0), checkpoints_dir=gs.url(), storage_options={'retry_seconds': 1.0})
+    gs.proxy.choose = lambda kind, key: '503'
+    assert repr(away).endswith('latest_step=<StorageError>)')
+
+
+def test_several_steps_are_plural(gs, local, caplog):
+    run, options = gs.url(), {'local_keep': 3, 'storage_options': {'retry_seconds': 1.0}}
+    gs.proxy.choose = lambda kind, key: '503'
+    with checkpointer(run, local, **options) as ck:
+        for step in (1, 2):
+            ck.save(state(step), overwrite=True)
+            with pytest.raises(
+                NotPersistedError, match=f'step{"s" * (step > 1)} .* {"is" if step == 1 else "are"} not in'
+            ):
+                ck.wait_until_persisted()
+    assert lines(caplog, f'steps 1, 2 are in {local}, and not in {run} yet.')
+    gs.proxy.choose = lambda kind, key: None
+    text = t5ckpt_cli('rm', local, 1, 8, 9, '--tier', 'all', '--yes', code=3)
+    assert f'steps 8, 9 are in neither {local} nor {run}.' in text

@@ -136,6 +136,7 @@ def test_prune_of_both(local, run):
         (4, 'persistent', True),
     ]
     assert (found['deleted'], t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([1], [3, 4], [4])
+    assert [each['step'] for each in found['plan'] if each['was_deleted']] == [1]
     assert 'no step 9; it has 3, 4' in t5ckpt_cli(*words, '--keep-step', 9, '--yes', code=2)
     # A step to keep of one tier.
     t5ckpt_cli(*words, '--keep-step', 3, '--yes')
@@ -151,7 +152,15 @@ def test_rm(local, run, tier, left):
     assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == left
     assert found['deleted'] == [4]
     tiers = {None: ['local'], 'all': ['persistent', 'local']}.get(tier, [tier])
-    assert [each['tier'] for each in found['plan']] == tiers
+    assert [(each['tier'], each['was_deleted']) for each in found['plan']] == [(each, True) for each in tiers]
+
+
+def test_rm_names_the_tier_of_each_deleted_step(local):
+    words = ['rm', local, 3, 4, '--tier', 'all', '--yes']
+    found = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
+    assert [each['was_deleted'] for each in found['plan']] == [False] * 3
+    lines = t5ckpt_cli(*words).splitlines()
+    assert lines[-1] == 'deleted: 4 (persistent), 3 (local), 4 (local)'
 
 
 def test_rm_of_both_deletes_nothing_if_one_is_pinned(local, run):

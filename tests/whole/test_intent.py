@@ -587,7 +587,7 @@ def test_a_step_to_keep_that_is_not_there_is_refused_and_nothing_is_deleted(run,
     words = ['prune', str(run), '--yes', '--keep-step', '9', '--keep-step', '7', *more]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
-    assert 'the run has no step 7, 9; it has 1, 2, 3. Nothing was deleted.' in ' '.join(done.output.split())
+    assert 'the run has no steps 7, 9; it has 1, 2, 3. Nothing was deleted.' in ' '.join(done.output.split())
     assert t5ckpt.all_steps(run) == [1, 2, 3]
 
 

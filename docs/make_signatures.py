@@ -39,6 +39,7 @@ INTERNAL = {
     'start',
     'steps_to_restore',
     'damaged_copies',
+    'damaged_urls',
 }
 
 

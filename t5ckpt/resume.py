@@ -202,8 +202,8 @@ def restore_or_init(
         # Raises if an older step could not be inspected: it may be complete.
         checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
         raise CorruptCheckpointError(
-            f'{checkpointer.checkpoints_dir}: none of the steps {sorted(failed)} can be restored; the log has the errors. Repair '
-            'one, or move them away to start a new run.'
+            f'{checkpointer.damaged_urls(failed)}: none of the steps {sorted(failed)} can be restored; the log has the errors. '
+            'Repair one, or move them away to start a new run.'
         )
     _warn_of_unread(checkpointer)
     if sources is None:

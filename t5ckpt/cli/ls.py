@@ -12,7 +12,7 @@ from t5ckpt.catalog.locate import foreign_layout, no_checkpoint, open_run_storag
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_line, print_table, run_at
 from t5ckpt.cli.paths import RUN
-from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, record_in, tier_option, tier_paths
+from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, naming_record, record_in, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
 from t5ckpt.core.text import human_age, human_bytes, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
@@ -53,7 +53,8 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
     code = Exit.DONE
     for name, location in paths.items():
         try:
-            rows += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
+            with naming_record(path, name):
+                rows += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
         except T5CkptError as error:
             if name != PERSISTENT or len(paths) == 1:
                 raise

@@ -19,7 +19,7 @@ from t5ckpt.cli.output import (
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, resolved
-from t5ckpt.cli.tiers import tier_option, tier_paths
+from t5ckpt.cli.tiers import naming_record, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
@@ -63,8 +63,9 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     """
     if depth is not None and (how['sort'] != 'tree' or as_json):
         raise click.UsageError('--depth applies only to the tree. Leave out --sort and --json.')
-    (location,) = tier_paths(path, how['tier']).values()
-    view = open_checkpoint(resolved(location), step, follow_links=how['follow_links'])
+    ((tier, location),) = tier_paths(path, how['tier']).items()
+    with naming_record(path, tier):
+        view = open_checkpoint(resolved(location), step, follow_links=how['follow_links'])
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)

@@ -6,11 +6,15 @@ any run; ``ls`` lists both.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.cli.paths import step_named
+from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import TIER_RECORD
 from t5ckpt.storage import open_storage, split_path
 
@@ -50,15 +54,33 @@ def recorded_run(path: str) -> str | None:
     Raises:
       LocalDirError: the record of the directory is damaged.
     """
-    named = step_named(path)
-    if named is not None:
-        record = record_in(named['run'])
-        return None if record is None else f'{record.run.rstrip("/")}@{named["step"]}'
-    for directory, name in ((path, ''), split_path(path)):
+    for directory, rest in _divisions(path):
         record = record_in(directory)
         if record is not None:
-            return f'{record.run.rstrip("/")}/{name}' if name else record.run
+            return f'{record.run.rstrip("/")}{rest}' if rest else record.run
     return None
+
+
+def _divisions(path: str) -> list[tuple[str, str]]:
+    """The directories that may be the local directory of a path, each with the rest of the path."""
+    named = step_named(path)
+    if named is not None:
+        return [(named['run'], f'@{named["step"]}')]
+    parent, name = split_path(path)
+    return [(path, ''), (parent, f'/{name}')]
+
+
+@contextlib.contextmanager
+def naming_record(path: str, tier: str | None) -> Generator[None]:
+    """Adds to the error for a run that does not exist that its URL is in the record of the local directory."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        record = next(((each, found) for each, _ in _divisions(path) if (found := record_in(each)) is not None), None)
+        if tier != PERSISTENT or record is None or catalog_of(open_storage(record[1].run)).exists():
+            raise
+        file = open_storage(record[0]).url(TIER_RECORD)
+        raise CheckpointNotFoundError(f'{error} {file} names this run: the local steps are uploaded to it.') from error
 
 
 def tier_paths(path: str, tier: str | None, *, default: str = LOCAL) -> dict[str | None, str]:

@@ -17,7 +17,7 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import CHECKPOINT, resolved
 from t5ckpt.cli.shell_messages import in_shell_terms
-from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
+from t5ckpt.cli.tiers import BOTH, naming_record, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.integrity.report import VerifyReport
@@ -49,7 +49,7 @@ def command(path: str, step: int | None, full: bool, follow_links: bool, as_json
     lacking: dict[str | None, T5CkptError] = {}
     for name, location in tier_paths(path, tier).items():
         try:
-            with progress('verifying') as report:
+            with naming_record(path, name), progress('verifying') as report:
                 reports[name] = verify(resolved(location), step, full=full, follow_links=follow_links, progress=report)
         except (CheckpointNotFoundError, StorageError) as error:
             if tier != BOTH:

@@ -11,6 +11,7 @@ import errno
 import logging
 from collections.abc import Callable
 
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import delete_step
@@ -116,7 +117,7 @@ def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, clock: Clo
         if occupant is not None and occupant.is_t5x and _is_same(local_contents, read_raw(locate_step(run, step))):
             return 0
         if occupant is not None and not (overwrite and occupant.is_t5x):
-            raise NotUploadableError(f'{run.url(occupant.name)} exists, of another save')
+            raise NotUploadableError(f'{run.url(occupant.name)} exists, {_kind_and_cure(occupant)}')
         try:
             return copy(overwrite)
         except CheckpointExistsError:
@@ -139,6 +140,15 @@ def _contents(local: Storage, step: int) -> RawFiles:
 
 def _unreadable(local: Storage, step: int, error: StorageError) -> UnreadableStepError:
     return UnreadableStepError(error.errno or errno.EIO, f'{local.url(step_dir(step))} cannot be read: {error}')
+
+
+def _kind_and_cure(occupant: ListedStep) -> str:
+    if not occupant.is_t5x:
+        return f'in the layout of {occupant.layout}. Remove it with the program that wrote it'
+    return (
+        'of another save. To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt rm --tier '
+        'persistent)'
+    )
 
 
 def _not_found(local: Storage, run: Storage, step: int, error: CheckpointNotFoundError) -> Exception:

@@ -234,7 +234,9 @@ class Uploads:
             raise NotPersistedError(f'step {step} is not in {self.run.url()}: {self._why_not_there(step)}')
         save = save_of(self.local, step)
         if save not in ('', _save_in_run(self.run, step)):
-            raise NotPersistedError(f'step {step} in {self.run.url()} is of another save than in {self.local.url()}.')
+            raise NotPersistedError(
+                f'step {step} in {self.run.url()} is of another save than in {self.local.url()}. Save it with overwrite=True.'
+            )
 
     def _why_not_there(self, step: int) -> str:
         if self._queue.outcomes.was_uploaded(step):

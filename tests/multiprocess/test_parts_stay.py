@@ -59,6 +59,9 @@ def test_a_save_of_the_step_itself_renames_the_part(four, place, caplog):
 def test_parts_alone_are_an_error_and_no_fresh_start(four, place):
     saved(four, place, [1], persist=[])
     ck, state = alone(place)
-    with ck, pytest.raises(CorruptCheckpointError, match=r'none of the steps \[1\]'):
+    with (
+        ck,
+        pytest.raises(CorruptCheckpointError, match=rf'^{place.run} and {place.disks[1]}: none of the steps \[1\]'),
+    ):
         t5ckpt.restore_or_init(ck, lambda: state)
     assert place.steps_on(1) == ['checkpoint_1']

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 
 def state(step):
@@ -53,3 +53,13 @@ def test_one_tier_names_the_run(run_dir):
                 CheckpointNotFoundError, match=r'checkpoint_7: step 7 does not exist, .* are: 1\. Pass one'
             ):
                 call(7)
+
+
+def test_steps_of_both_tiers_that_cannot_be_restored(ck, run_dir, tmp_path):
+    ck.close()
+    for sidecar in [*run_dir.glob('checkpoint_*/t5ckpt.json'), *tmp_path.glob('local/checkpoint_*/t5ckpt.json')]:
+        sidecar.write_text('{}')
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local') as again:
+        text = rf'^{run_dir} and {tmp_path / "local"}: none of the steps \[20, 31, 35\] can be restored'
+        with pytest.raises(CorruptCheckpointError, match=text):
+            t5ckpt.restore_or_init(again, lambda: state(0))

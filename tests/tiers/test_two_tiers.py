@@ -18,6 +18,7 @@ import time
 import numpy as np
 import pytest
 from support import forked
+from support.cli import t5ckpt_cli
 from support.timed_storage import TimedStorage
 
 import t5ckpt
@@ -291,8 +292,35 @@ def test_a_step_of_another_save_is_not_replaced(run_dir, local, caplog):
         ck.save(state(2) | {'step': np.int32(1)})
         with pytest.raises(NotPersistedError, match='of another save'):
             ck.wait_until_persisted(1)
-        assert said(caplog, 'step 1 is not uploaded', logging.ERROR)
-    same(t5ckpt.load_t5x_checkpoint(run_dir, 1), 1)
+        (line,) = said(caplog, 'step 1 is not uploaded', logging.ERROR)
+        cures = 'To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt rm --tier persistent)'
+        assert f'{run_dir}/checkpoint_1 exists, of another save. {cures}' in line
+        same(t5ckpt.load_t5x_checkpoint(run_dir, 1), 1)
+        ck.save(state(3) | {'step': np.int32(1)}, overwrite=True)
+        ck.wait_until_persisted(1)
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(run_dir, 1)['w'], state(3)['w'])
+
+
+def test_a_step_of_another_save_that_is_deleted_before_the_save(run_dir, local):
+    t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(2))
+        t5ckpt_cli('rm', local, 1, '--tier', 'persistent', '--yes')
+        ck.save(state(3) | {'step': np.int32(1)})
+        ck.wait_until_persisted(1)
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(run_dir, 1)['w'], state(3)['w'])
+
+
+def test_a_step_of_orbax_is_not_replaced(tmp_path, run_dir, local, caplog):
+    (run_dir / 'checkpoint_1').mkdir(parents=True)
+    (run_dir / 'checkpoint_1' / '_CHECKPOINT_METADATA').write_text('{}')
+    (run_dir / 'checkpoint_1' / '_METADATA').write_text('{"tree_metadata": {}}')
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        with pytest.raises(NotPersistedError):
+            ck.wait_until_persisted(1)
+    (line,) = said(caplog, 'step 1 is not uploaded', logging.ERROR)
+    assert f'{run_dir}/checkpoint_1 exists, in the layout of orbax. Remove it with the program that wrote it' in line
 
 
 def test_the_newest_wins_while_the_bucket_is_away(gs, local, caplog):

@@ -154,8 +154,10 @@ def test_a_wait_compares_the_saves(remote, local):
         ck.wait_until_persisted(1)
         # Another program replaces the bucket's step.
         t5ckpt.Checkpointer(state(0), None, remote).save(state(5, 1), overwrite=True)
-        with pytest.raises(NotPersistedError, match='is of another save'):
+        with pytest.raises(NotPersistedError, match=r'is of another save than in .*\. Save it with overwrite=True\.'):
             ck.wait_until_persisted(1)
+        ck.save(state(7, 1), overwrite=True)
+        ck.wait_until_persisted(1)
 
 
 # --- close ---------------------------------------------------------------------------------------------------------------

@@ -826,8 +826,9 @@ class Checkpointer:
 
     def damaged_urls(self, steps: Iterable[int]) -> str:
         """``checkpoints_dir``, and the other storages in which steps are damaged, for the error of ``restore_or_init``."""
-        copies = [storage.url() for step in steps for storage in self.damaged_copies(step)]
-        return ' and '.join(dict.fromkeys([self.checkpoints_dir, *copies]))
+        copies = [self.damaged_copies(step, shared=shared) for step in steps for shared in (True, False)]
+        urls = [storage.url() for storages in copies for storage in storages]
+        return ' and '.join(dict.fromkeys([self.checkpoints_dir, *urls]))
 
 
 def _latest(keep: int | None) -> KeepPolicy:

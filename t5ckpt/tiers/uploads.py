@@ -9,21 +9,18 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step, steps_in
-from t5ckpt.catalog.locate import locate_step
 from t5ckpt.core.text import numbered_are
-from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, NotPersistedError, T5CkptError
-from t5ckpt.format.checksum import digest
-from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.save.request import Reuse
-from t5ckpt.storage import Storage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Orders
 from t5ckpt.tiers.overwrites import Overwrites
-from t5ckpt.tiers.part import LocalParts, Part, part_alone, save_of
+from t5ckpt.tiers.part import LocalParts, Part, part_alone
+from t5ckpt.tiers.persisted import check_in_run, check_none_waits
 from t5ckpt.tiers.queue import StepUploads, UploadQueue
 from t5ckpt.tiers.shared_upload import Follower, Leader
 from t5ckpt.tiers.upload import remove_unfinished
@@ -229,14 +226,13 @@ class Uploads:
         """
         self._queue.wait(step)
         if step is None:
-            return
-        if not has_step(self.run, step):
-            raise NotPersistedError(f'step {step} is not in {self.run.url()}: {self._why_not_there(step)}')
-        save = save_of(self.local, step)
-        if save not in ('', _save_in_run(self.run, step)):
-            raise NotPersistedError(
-                f'step {step} in {self.run.url()} is of another save than in {self.local.url()}. Save it with overwrite=True.'
-            )
+            check_none_waits(self._dir, self._not_begun())
+        else:
+            check_in_run(self._dir, step, self._not_begun(), self._why_not_there)
+
+    def _not_begun(self) -> list[int]:
+        """The steps that wait while this process uploads nothing."""
+        return [] if self._has_resumed and not self._dir.lock.is_forked else self._intents.steps()
 
     def _why_not_there(self, step: int) -> str:
         if self._queue.outcomes.was_uploaded(step):
@@ -278,12 +274,3 @@ class Uploads:
 
     def _waiting(self) -> list[int]:
         return [step for step in self._intents.steps() if step not in self._parts] if self._has_resumed else []
-
-
-def _save_in_run(run: Storage, step: int) -> str:
-    """Identifies the save that the run has of a step; '' if it has been deleted."""
-    try:
-        sidecar = read_raw(locate_step(run, step)).sidecar
-    except CheckpointNotFoundError:
-        return ''
-    return '' if sidecar is None else digest(sidecar)

@@ -127,3 +127,23 @@ def test_a_job_of_one_process_in_between_leaves_a_step_that_waits(job, place):
     assert job.run('tiers_wait', 2) == [None] * 2
     assert t5ckpt.verify(place.run / 'checkpoint_2', full=True).ok
     job.run('tiers_close')
+
+
+def test_a_wait_before_the_first_restore_says_that_the_step_waits(job, place):
+    """Each process may wait alone: the other ones take no part."""
+    place.begin(job)
+    place.trouble.write_text('away')
+    job.run('tiers_save', 1)
+    job.run('tiers_close')
+    place.trouble.unlink()
+    place.begin(job)
+    for words in ((), (1,)):
+        for process in range(2):
+            text = job.run('tiers_wait_alone', process, *words)[process]
+            assert 'step 1 ' in text, text
+            assert 'the upload begins with the first restore or save' in text, text
+    assert [answer['step'] for answer in job.run('tiers_restore')] == [1] * 2
+    assert job.run('tiers_wait', 1) == [None] * 2
+    assert job.run('tiers_wait') == [None] * 2
+    job.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [1]

@@ -288,6 +288,11 @@ def tiers_wait(step=None):
     return None
 
 
+def tiers_wait_alone(process, step=None):
+    """Waits for the uploads in one process; the text of the error."""
+    return tiers_wait(step) if jax.process_index() == process else None
+
+
 def tiers_delete(step):
     """Deletes a step; the steps that are left, or the text of the error."""
     try:

@@ -358,3 +358,28 @@ def test_a_file_that_is_not_sent_does_not_use_up_the_rate():
     started = time.monotonic()
     limit.wait(1, lambda: None)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize('away', [False, True])
+def test_a_reader_says_that_it_uploads_nothing(remote, local, away):
+    """The step waits since an earlier start."""
+    remote.is_away = True
+    with t5ckpt.Checkpointer(state(1), None, remote, local_dir=local, **SMALL) as ck:
+        ck.save(state(1))
+    remote.is_away = away
+    with t5ckpt.Checkpointer(state(1), None, remote, local_dir=local, read_only=True, **SMALL) as reader:
+        for words in ((), (1,)):
+            with pytest.raises(
+                NotPersistedError, match=r'step 1 .*waits for its upload.* read_only=True uploads nothing'
+            ):
+                reader.wait_until_persisted(*words)
+        if not away:
+            with pytest.raises(NotPersistedError, match='there is no such step'):
+                reader.wait_until_persisted(2)
+    remote.is_away = False
+    with t5ckpt.Checkpointer(state(1), None, remote, local_dir=local, **SMALL) as ck:
+        ck.wait_until_persisted(1)
+    # The trainer died before it removed the record.
+    (local / '.t5ckpt/to_persist/1').touch()
+    with t5ckpt.Checkpointer(state(1), None, remote, local_dir=local, read_only=True, **SMALL) as reader:
+        reader.wait_until_persisted(1)

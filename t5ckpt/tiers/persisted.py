@@ -1,0 +1,66 @@
+"""Checks after the wait for an upload: whether the run has the step, and whether steps wait of which no upload has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.locate import locate_step
+from t5ckpt.errors import CheckpointNotFoundError, NotPersistedError, StorageError
+from t5ckpt.format.checksum import digest
+from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.storage import Storage
+from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.part import save_of
+
+
+def check_none_waits(directory: LocalDir, not_begun: Collection[int]) -> None:
+    """Raises NotPersistedError if there are steps that wait, and this process uploads nothing."""
+    if not_begun:
+        steps = ', '.join(map(str, not_begun))
+        raise NotPersistedError(f'step {steps} waits for its upload to {directory.run.url()}: {_when_begun(directory)}')
+
+
+def check_in_run(directory: LocalDir, step: int, not_begun: Collection[int], reason: Callable[[int], str]) -> None:
+    """Checks that the run has a step, of the same save as the local directory.
+
+    Args:
+      directory: the local directory.
+      step: the step.
+      not_begun: the steps that wait, while this process uploads nothing.
+      reason: why another step is not in the run.
+
+    Raises:
+      NotPersistedError: it has not.
+      StorageError: the run's storage does not answer, and the step does not wait.
+    """
+    local, run = directory.storage, directory.run
+    try:
+        is_there = has_step(run, step)
+    except StorageError:
+        if step not in not_begun:
+            raise
+        is_there = False
+    if not is_there:
+        why = f'it waits for its upload: {_when_begun(directory)}' if step in not_begun else reason(step)
+        raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')
+    save = save_of(local, step)
+    if save not in ('', _save_in_run(run, step)):
+        raise NotPersistedError(f'step {step} in {run.url()} is of another save than in {local.url()}. Save it with overwrite=True.')
+
+
+def _when_begun(directory: LocalDir) -> str:
+    if directory.lock.is_forked:
+        return 'the process from which this one was forked uploads it.'
+    if directory.read_only:
+        return 'a checkpointer with read_only=True uploads nothing.'
+    return 'the upload begins with the first restore or save.'
+
+
+def _save_in_run(run: Storage, step: int) -> str:
+    """Identifies the save that the run has of a step; '' if it has been deleted."""
+    try:
+        sidecar = read_raw(locate_step(run, step)).sidecar
+    except CheckpointNotFoundError:
+        return ''
+    return '' if sidecar is None else digest(sidecar)

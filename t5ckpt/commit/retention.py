@@ -37,6 +37,11 @@ class RunFacts(Protocol):
     """The steps of a run and their facts; see :class:`Retention` for the methods."""
 
     @property
+    def may_be_away(self) -> bool:
+        """Whether saves do not need the storage of these steps."""
+        ...
+
+    @property
     def policy(self) -> KeepPolicy:
         """The keep policy of the run."""
         ...
@@ -56,6 +61,8 @@ class RunFacts(Protocol):
 
 class Retention:
     """Applies the keep policy of one checkpointer, in process 0, and caches the facts of the steps."""
+
+    may_be_away = False
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Channel
-from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError
+from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError, StorageError
 from t5ckpt.save.arguments import metric_numbers
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
@@ -290,10 +290,19 @@ class SaveSchedule:
         return view
 
     def _first_view(self, now: float) -> _SharedState:
-        steps = self._facts.steps()
-        if self._watched.names:
-            for info in self._facts.infos_in_any_layout():
-                self._best = with_best(self._best, info.metrics)
+        steps: list[int] = []
+        try:
+            steps = self._facts.steps()
+            if self._watched.names:
+                for info in self._facts.infos_in_any_layout():
+                    self._best = with_best(self._best, info.metrics)
+        except StorageError as error:
+            if not self._facts.may_be_away:
+                raise
+            # ``would_save`` calls this on a copy.
+            if self._notices.is_new('first view'):
+                _log.warning('t5ckpt: the save policy starts without the steps of the run: %s', error)
+            self._notices.add('first view')
         return _SharedState(now, steps[-1] if steps else None, now)
 
     def _record_result(self, view: _SharedState, begun: _StartedSave) -> None:

@@ -55,6 +55,8 @@ class TierCatalog(StepCatalog):
       clock: unix seconds.
     """
 
+    may_be_away = True
+
     def __init__(
         self,
         directory: LocalDir,

@@ -383,3 +383,30 @@ def test_a_reader_says_that_it_uploads_nothing(remote, local, away):
     (local / '.t5ckpt/to_persist/1').touch()
     with t5ckpt.Checkpointer(state(1), None, remote, local_dir=local, read_only=True, **SMALL) as reader:
         reader.wait_until_persisted(1)
+
+
+@pytest.mark.parametrize(
+    'policy', [t5ckpt.SaveEvery(1), t5ckpt.SaveOnImprovement('loss', 'min')], ids=['every', 'best']
+)
+def test_a_training_begins_while_the_bucket_is_away(remote, local, caplog, policy):
+    """The local directory has no step yet, so the steps of the run are unknown."""
+    with t5ckpt.Checkpointer(state(0), None, remote, local_dir=local, save_policy=policy, **SMALL) as ck:
+        assert int(t5ckpt.restore_or_init(ck, lambda: state(0))['step']) == 0
+        remote.is_away = True
+        assert ck.should_save(1, metrics={'loss': 0.5})
+        for step in (1, 2, 3):
+            assert ck.maybe_save(step, state(step), metrics={'loss': 1 / step}).result().step == step
+        assert [record.levelname for record in caplog.records if 'the steps of the run' in record.message] == [
+            'WARNING'
+        ]
+        remote.is_away = False
+        ck.wait_until_persisted(3)
+
+
+def test_a_training_without_a_local_directory_does_not_begin_while_the_bucket_is_away(remote):
+    with t5ckpt.Checkpointer(state(0), None, remote, save_policy=t5ckpt.SaveEvery(1), **SMALL) as ck:
+        remote.is_away = True
+        with pytest.raises(StorageError, match='the bucket is away'):
+            ck.maybe_save(1, state(1))
+        remote.is_away = False
+        assert ck.maybe_save(1, state(1)).result().step == 1

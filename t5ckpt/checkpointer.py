@@ -205,7 +205,7 @@ class Checkpointer:
         self._clock = clock
         self._is_read_only = read_only
         self._notices = Notices()
-        self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps))
+        self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted))
         save_options = SaveOptions(cast, compression_for(compression, self._tiers.local), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source

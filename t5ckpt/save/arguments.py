@@ -20,7 +20,7 @@ from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
 from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
 from t5ckpt.policies import KeepAll, KeepPolicy
-from t5ckpt.save_policies import SavePolicy
+from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
 
 LOCAL_KEEP = 2
@@ -171,12 +171,19 @@ class TierOptions:
     gbps: float | None
 
     @classmethod
-    def of(cls, local_dir: Any, keep: int, policy: SavePolicy | None, gbps: float | None) -> TierOptions | None:
-        """Checks the options; returns None without a local directory, and warns of the others then."""
+    def of(
+        cls, local_dir: Any, keep: int, policy: SavePolicy | None, gbps: float | None, preempted: Any
+    ) -> TierOptions | None:
+        """Checks the options; returns None without a local directory, and warns of the others then.
+
+        Raises:
+          ValueError: an option is invalid, or the policy waits for a preemption without ``preempted``.
+        """
         check_kind('persist_policy', policy, SavePolicy, 'SaveEvery(1000)')
         count = integer('local_keep', keep, 1)
         rate = None if gbps is None else number('upload_gbps', gbps)
         if local_dir is not None:
+            check_preemption(policy, preempted, 'uploads')
             return cls(local_dir, count, policy, rate)
         given = {
             'local_keep': count != LOCAL_KEEP,
@@ -197,6 +204,14 @@ def check_policies(keep: int | None, keep_policy: Any, save_policy: Any, metric_
     check_kind('keep_policy', keep_policy, KeepPolicy, 'KeepLatest(3)')
     check_kind('save_policy', save_policy, SavePolicy, 'SaveEvery(1000)')
     check_kind('metric_source', metric_source, MetricSource, 'TensorBoardMetrics(directory)')
+
+
+def check_preemption(policy: SavePolicy | None, preempted: Any, verb: str) -> None:
+    """Raises ValueError for a policy that waits for a preemption without ``preempted``; ``verb`` is what it would do then."""
+    if preempted is None and any(isinstance(part, SaveOnPreemption) for part in parts_of(policy)):
+        raise ValueError(
+            f'SaveOnPreemption never {verb} without preempted=: pass preempted=PreemptionNotice() to the constructor.'
+        )
 
 
 def check_no_directory(cure: str = _CONSTRUCTOR, /, **options: Any) -> None:

@@ -27,14 +27,14 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Channel
-from t5ckpt.errors import DisagreementError, MissingMetricWarning, NoEffectWarning, RemoteError, StorageError
-from t5ckpt.save.arguments import metric_numbers
+from t5ckpt.errors import DisagreementError, NoEffectWarning, RemoteError, StorageError
+from t5ckpt.save.arguments import check_preemption, metric_numbers
 from t5ckpt.save.pending import PendingSave
-from t5ckpt.save_policies import Moment, SaveOnPreemption, SavePolicy, parts_of
+from t5ckpt.save.watched_metrics import OF_SAVE_POLICY, WatchedMetrics
+from t5ckpt.save_policies import Moment, SavePolicy
 
 _CHECK_SECONDS = 1.0
 _MAX_GAP = 1000
-_PATIENT_CALLS = 1000
 
 _log = logging.getLogger('t5ckpt')
 
@@ -78,43 +78,6 @@ class LocalSignals:
     is_saving: Callable[[], bool]
 
 
-class _WatchedMetrics:
-    """The metrics that a save policy compares; warns of one that is never passed to ``maybe_save``."""
-
-    def __init__(self, policy: SavePolicy | None, notices: Notices):
-        self.names = frozenset[str]() if policy is None else frozenset(policy.metric_names)
-        self._policy = policy
-        self._notices = notices
-        # Metrics that were not passed so far.
-        self._awaited = set(self.names)
-        self._calls = 0
-
-    def of(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The watched ones of the metrics that were passed to a call."""
-        return {name: metrics[name] for name in self.names & metrics.keys()} if self.names and metrics else {}
-
-    def warn_if_missing(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Counts a call, and warns if a metric was not passed so far; in one process of the job."""
-        if not self._awaited:
-            return
-        given = {} if metrics is None else metrics
-        self._awaited -= given.keys()
-        if not self._awaited:
-            return
-        self._calls += 1
-        # Calls without any metrics are normal if the model is evaluated only now and then.
-        if not given and self._calls <= _PATIENT_CALLS:
-            return
-        names = ', '.join(map(repr, sorted(self._awaited)))
-        shown = ', '.join(map(str, given)) or f'none in the first {_PATIENT_CALLS} calls'
-        text = (
-            f'maybe_save was called at step {step} without the metric {names}, which save_policy={self._policy} needs; the '
-            f'metrics given were: {shown}. Until this metric is passed in metrics=, the policy does not save because of it. '
-            'Pass it, or use one of the given metrics in the policy.'
-        )
-        self._notices.warn(('save_policy', names), MissingMetricWarning(text))
-
-
 class SaveSchedule:
     """Asks the save policy at every call. There is one per checkpointer; call it from the thread that trains."""
 
@@ -132,10 +95,7 @@ class SaveSchedule:
           ValueError: the policy waits for a preemption, and there is no ``preempted``.
         """
         preempted = signals.preempted
-        if preempted is None and any(isinstance(part, SaveOnPreemption) for part in parts_of(policy)):
-            raise ValueError(
-                'SaveOnPreemption never saves without preempted=: pass preempted=PreemptionNotice() to the constructor.'
-            )
+        check_preemption(policy, preempted, 'saves')
         self._policy = policy
         self._notices = notices
         self._coordinator = coordinator
@@ -144,7 +104,7 @@ class SaveSchedule:
         self._is_saving = signals.is_saving
         self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
-        self._watched = _WatchedMetrics(policy, notices)
+        self._watched = WatchedMetrics(policy, OF_SAVE_POLICY)
         self._channel: Channel | None = None
         self._is_leader = True
         self._view: _SharedState | None = None
@@ -234,7 +194,7 @@ class SaveSchedule:
         is_back = self._previous is not None and step <= self._previous
         view = self._updated(step, self._watched.of(metrics), is_back)
         if self._is_leader:
-            self._watched.warn_if_missing(step, metrics)
+            self._watched.warn_if_missing(step, metrics, self._notices)
         previous, self._previous = self._previous, step
         if step == view.last_step:
             return None

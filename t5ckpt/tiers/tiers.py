@@ -130,7 +130,7 @@ class Tiers(StepTiers):
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         step, call = request.step, request.call
-        self._uploads.note_reuse(request.context.reuse)
+        self._uploads.note_request(request)
         return dataclasses.replace(
             request,
             in_parts=not self._is_single,

@@ -12,7 +12,8 @@ from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.core.text import numbered_are
 from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.save.arguments import SaveCall, TierOptions
-from t5ckpt.save.request import Reuse
+from t5ckpt.save.request import SaveRequest
+from t5ckpt.save.watched_metrics import OF_PERSIST_POLICY, WatchedMetrics
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
@@ -41,6 +42,7 @@ class Uploads:
         self._intents = Intents(self.local)
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
         self._overwrites = Overwrites(self.run, self._intents)
+        self._watched = WatchedMetrics(options.policy, OF_PERSIST_POLICY)
         self._uploader = Uploader(options, directory, catalog, self._intents, self._schedule)
         self.note_save = self._uploader.note_save
         upload = self._uploader.upload
@@ -51,9 +53,14 @@ class Uploads:
         # The steps that wait and of which a job of one process has only a part.
         self._parts = set[int]()
 
-    def note_reuse(self, reuse: Reuse | None) -> None:
-        """Takes the checkpoint that the next saves link chunks from; a damaged one is not linked again."""
-        self._uploader.reuse = reuse
+    def note_request(self, request: SaveRequest) -> None:
+        """Takes a save that begins, and warns once if it lacks a metric of the persist policy; in the caller's thread.
+
+        The checkpoint that the save links chunks from is not linked again if an upload finds it damaged.
+        """
+        self._uploader.reuse = request.context.reuse
+        if request.round.is_leader:
+            self._watched.warn_if_missing(request.step, request.call.metrics, request.context.notices)
 
     def check_not_refused(self) -> None:
         """Raises the LocalDirError for which nothing is uploaded, if there is one."""

@@ -66,6 +66,11 @@ class Scene:
         return self.root / 'run'
 
     @property
+    def local(self) -> pathlib.Path:
+        """A local directory, which does not exist yet."""
+        return self.out.parent / 'local'
+
+    @property
     def memory(self) -> str:
         """The run on a storage without links."""
         place = f'memory://intent-{id(self.root)}'
@@ -407,6 +412,22 @@ CHECKPOINTER: list[Case] = [
             'persist_policy': lambda s, _: s.checkpointer(persist_policy=t5ckpt.SaveEvery(5)),
             'upload_gbps': lambda s, _: s.checkpointer(upload_gbps=1),
         }.items()
+    ),
+    (
+        'Checkpointer',
+        'persist_policy',
+        t5ckpt.MissingMetricWarning,
+        "without the metric 'acc', which persist_policy",
+        lambda s, _: saved(
+            s, metrics={'loss': 1.0}, local_dir=s.local, persist_policy=t5ckpt.SaveOnImprovement('acc', 'max')
+        ),
+    ),
+    (
+        'Checkpointer',
+        'save_policy persist_policy',
+        ValueError,
+        'SaveOnPreemption never (saves|uploads) without preempted=',
+        lambda s, name: s.checkpointer(local_dir=s.local, **{name: t5ckpt.SaveOnPreemption()}),
     ),
     *(
         (

@@ -80,7 +80,8 @@ verify | error | unknown word; 'auto' is documented
 strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
 read_only | hint | a program that never saves
 local_dir | error | in use, of another run, on a bucket, or in the run's directory
-local_keep persist_policy upload_gbps | warning | without local_dir
+local_keep persist_policy upload_gbps | warning | without local_dir; no save has a metric of the policy
+save_policy persist_policy | error | SaveOnPreemption without preempted
 use_gda | warning | always: ObsoleteArgumentWarning
 """,
     'Checkpointer.agree': 'action note decide | hint | one process decides alone',

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from t5ckpt.storage.absent import AbsentStorage, require_directory
 from t5ckpt.storage.base import Entry, Storage, requests_between
-from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors
+from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors, is_disk_error, means_damage
 from t5ckpt.storage.open import is_same_kind, open_storage, option_values, split_path
 from t5ckpt.storage.options import storage_defaults
 
@@ -19,7 +19,9 @@ __all__ = [
     'Entry',
     'Storage',
     'foreign_errors',
+    'is_disk_error',
     'is_same_kind',
+    'means_damage',
     'open_storage',
     'option_values',
     'requests_between',

@@ -102,8 +102,20 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ETXTBSY: (StorageError, _BUSY),
     errno.EIO: (StorageError, _OTHER),
 }
+# Errors of the disk or of the file system's structures on it. All others are of the process, the machine, a mount or the rights.
+_OF_THE_DISK = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 # The meaning of these depends on the operation.
 _OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether a read of a local file failed because of the disk, such as in a bad sector."""
+    return isinstance(error, StorageError) and error.errno in _OF_THE_DISK
+
+
+def means_damage(error: Exception) -> bool:
+    """Whether an error of a read of local files means that a file is damaged, and not that the process cannot read now."""
+    return not isinstance(error, StorageError) or isinstance(error, NotADirectoryStorageError) or is_disk_error(error)
 
 
 def map_os_error(error: OSError, where: str, *, writing: bool = False) -> T5CkptError:

@@ -21,7 +21,7 @@ from t5ckpt.policies import KeepPolicy, StepInfo
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.one_tier import StepCatalog
-from t5ckpt.tiers.part import is_incomplete
+from t5ckpt.tiers.part import is_incomplete, steps_of_parts
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -126,7 +126,7 @@ class TierCatalog(StepCatalog):
         if not self._has_parts():
             return []
         try:
-            return self.local_steps()
+            return steps_of_parts(self.local) if self._opened() else []
         except Exception:  # noqa: BLE001 - the restore that follows raises it in all processes
             return []
 

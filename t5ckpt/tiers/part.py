@@ -6,6 +6,7 @@ A complete checkpoint, which a job of one process saved, is a part with all file
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Iterable
 
@@ -23,13 +24,15 @@ from t5ckpt.format.names import (
     SIDECAR,
     TRAIN_DS_PREFIX,
     file_checksums_name,
+    parse_step_dir,
     step_dir,
 )
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, means_damage
 from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep, num_bits
+from t5ckpt.tiers.local_reads import LocalReads
 
 _POSITION = re.compile(r'train_ds-([0-9]+)-of-([0-9]+)')
 _LIST = re.compile(r'integrity\.([0-9]+)\.json')
@@ -204,12 +207,28 @@ class LocalParts:
     damaged: dict[int, str]
 
 
-def parts_in(storage: Storage) -> LocalParts:
-    """The parts in a local directory."""
+def steps_of_parts(storage: Storage) -> list[int]:
+    """The steps of which a local directory may have a part, ascending, with those that could not be inspected."""
+    listed = listing(storage)
+    unreadable = (parse_step_dir(name) for name in listed.unreadable)
+    return sorted({*(each.step for each in listed.steps), *(step for step in unreadable if step is not None)})
+
+
+def parts_in(storage: Storage, reads: LocalReads | None = None) -> LocalParts:
+    """The parts in a local directory; without the files that ``reads`` could not read.
+
+    Raises:
+      StorageError: the directory cannot be listed, or an error of a part does not mean that it is damaged.
+    """
+    reads = LocalReads() if reads is None else reads
     local_parts = LocalParts({}, {})
-    for listed_step in listing(storage).steps:
+    for step in steps_of_parts(storage):
         try:
-            local_parts.parts[listed_step.step] = Part.read(storage, listed_step.step)
+            part = reads.repeated(functools.partial(Part.read, storage, step))
         except T5CkptError as error:
-            local_parts.damaged[listed_step.step] = str(error)
+            if not means_damage(error):
+                raise
+            local_parts.damaged[step] = str(error)
+        else:
+            local_parts.parts[step] = dataclasses.replace(part, there=part.there.difference(reads.unreadable[step]))
     return local_parts

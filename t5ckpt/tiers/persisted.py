@@ -46,7 +46,9 @@ def check_in_run(directory: LocalDir, step: int, not_begun: Collection[int], rea
         raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')
     save = save_of(local, step)
     if save not in ('', _save_in_run(run, step)):
-        raise NotPersistedError(f'step {step} in {run.url()} is of another save than in {local.url()}. Save it with overwrite=True.')
+        raise NotPersistedError(
+            f'step {step} in {run.url()} is of another save than in {local.url()}. Save it with overwrite=True.'
+        )
 
 
 def _when_begun(directory: LocalDir) -> str:

@@ -2,7 +2,7 @@
 
 They come from the disks of other processes, with one exchange, or from the run's storage if it has the same save. They are
 written to the local directory, so the disk is complete again for the next restart. A file that its sender finds damaged
-is deleted and counts as absent; the processes then repeat the exchange.
+is deleted and counts as absent, as does a file that cannot be read, which stays; the processes then repeat the exchange.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
-from t5ckpt.format.zarray import ZARRAY
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import ExchangePlan, File, exchange
 from t5ckpt.tiers.fetch import Fetch
+from t5ckpt.tiers.local_reads import LocalReads
 from t5ckpt.tiers.part import Part, array_bytes, positions_in
+from t5ckpt.tiers.part_files import PartFiles
 
 _log = logging.getLogger('t5ckpt')
 _TURNS = 4
@@ -46,20 +47,31 @@ class Provided:
 
 
 class Provider:
-    """Provides the files of one step; every process has one, and calls it at the same point."""
+    """Provides the files of one step; every process has one, and calls it at the same point.
 
-    def __init__(self, coordinator: Coordinator, part: Part, run: Storage | None, budget_bytes: int):
-        """Takes the part of this process, the run's storage if it has the same save, and the byte budget of the restore."""
+    Attributes:
+      part: of this process.
+      provided: the bytes by source.
+      has_ended: whether all files are provided, so that a later error is one of reading them.
+    """
+
+    def __init__(self, coordinator: Coordinator, part: Part, run: Storage | None, budget_bytes: int, reads: LocalReads):
+        """Reads nothing.
+
+        Args:
+          coordinator: for the rounds.
+          part: of this process.
+          run: the run's storage if it has the same save.
+          budget_bytes: of the restore.
+          reads: of the restore.
+        """
         self.part = part
         self.provided = Provided()
+        self.has_ended = False
         self._coordinator = coordinator
         self._run = run
         self._budget_bytes = budget_bytes
-        self._storage, self._directory = part.storage, step_dir(part.step)
-        self._entries: dict[str, FileEntry] = dict(part.checksums)
-        self._there = set(part.there)
-        self._brought = set[str]()
-        self._num_dropped = 0
+        self._files = PartFiles(part, reads)
         # Whether the step has no position of this process's data iterator.
         self._lacks_position = False
 
@@ -74,32 +86,29 @@ class Provider:
         Raises:
           CorruptCheckpointError: a chunk is nowhere, in all processes; or the position of this process is nowhere.
         """
+        with first.failing_together(Phase.NEED):
+            self._files.replace_unreadable_metadata()
         numbers, at = self.part.numbers(), first
         for turn in range(_TURNS + 1):
-            lacking = [name for name in names if name not in self._there]
+            lacking = [name for name in names if name not in self._files.there]
             wanted_prefix = self._wanted_positions(prefix)
             missing = self._missing(at, numbers, lacking, wanted_prefix)
             if missing is None:
                 break
             if turn == _TURNS:
                 raise CorruptCheckpointError(
-                    f'{self._url()}: files of the local directories are damaged again and again.'
+                    f'{self._files.url()}: files of the local directories are damaged again and again.'
                 )
             at = self._turn(numbers, lacking, wanted_prefix, missing, prefix)
-        self.provided.own = sum(self._entries[name][0] for name in names if name not in self._brought)
-        return FileChecksums({name: self._entries[name] for name in self._there})
+        self.has_ended = True
+        self.provided.own = sum(self._files.entries[name][0] for name in names if name not in self._files.brought)
+        return FileChecksums({name: self._files.entries[name] for name in self._files.there})
 
     def _wanted_positions(self, prefix: str | None) -> str | None:
         """The prefix of the positions that this process lacks; a new disk takes all, for those that a lost one had twice."""
-        if prefix is None or self._positions(prefix) or self._lacks_position:
+        if prefix is None or self._files.positions(prefix) or self._lacks_position:
             return None
-        return prefix if self._there else TRAIN_DS_PREFIX
-
-    def _url(self) -> str:
-        return self._storage.url(self._directory)
-
-    def _positions(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._there if name.startswith(prefix))
+        return prefix if self._files.there else TRAIN_DS_PREFIX
 
     @staticmethod
     def _missing(
@@ -129,10 +138,11 @@ class Provider:
           The next round.
         """
         chunks = decode_bits(missing['chunks'], numbers.count)
-        positions = [name for prefix in missing['prefixes'] for name in self._positions(prefix)]
-        bits = numbers.bits(self._there) & chunks
-        largest = max((self._entries[name][0] for name in [*positions, *numbers.chosen(self._there, bits)]), default=0)
-        shards = sorted({shards for _, shards in positions_in(self._there)})
+        positions = [name for prefix in missing['prefixes'] for name in self._files.positions(prefix)]
+        bits = numbers.bits(self._files.there) & chunks
+        may_send = [*positions, *numbers.chosen(self._files.there, bits)]
+        largest = max((self._files.entries[name][0] for name in may_send), default=0)
+        shards = sorted({shards for _, shards in positions_in(self._files.there)})
         vote = [encode_bits(bits), positions, self._budget_bytes, largest, shards]
         at = self._coordinator.round(_ACTION)
         answer = at.reduce_on_leader(
@@ -141,11 +151,11 @@ class Provider:
             lambda votes: _assigned(at, votes, chunks, numbers.count, has_run=self._run is not None),
         )
         if answer['lost']:
-            raise CorruptCheckpointError(f'{self._url()}: {answer["lost"]}')
+            raise CorruptCheckpointError(f'{self._files.url()}: {answer["lost"]}')
         index = at.processes.index
         sends = decode_bits(at.receive(f'sends/{index}').decode(), numbers.count)
         nowhere = decode_bits(answer['nowhere'], numbers.count)
-        names = numbers.chosen(sorted(self._there), sends)
+        names = numbers.chosen(sorted(self._files.there), sends)
         names += [name for name, sender in answer['positions'].items() if sender == index]
         wanted = {
             *lacking,
@@ -154,40 +164,27 @@ class Provider:
         plan = ExchangePlan(tuple(answer['senders']), *answer['memory'])
         following = self._coordinator.round(_ACTION)
         with following.failing_together(Phase.NEED):
-            exchange(self._sent(names), wanted - self._there, self._receive, plan)
-            from_run = numbers.chosen([name for name in lacking if name not in self._there], nowhere)
+            exchange(self._sent(names), wanted - self._files.there, self._receive, plan)
+            from_run = numbers.chosen([name for name in lacking if name not in self._files.there], nowhere)
             if wanted_prefix is not None and prefix is not None:
                 from_run += self._lacking_positions(prefix, answer['positions'], answer['shards'])
             self._fetch(from_run)
-            self._write_metadata()
-            self._record()
+            self._files.write_metadata()
+            self._files.record()
         return following
 
     def _sent(self, names: Sequence[str]) -> Iterator[File]:
-        """The files that this process sends; a damaged one is deleted instead."""
+        """The files that this process sends, without those that count as absent from now on."""
         for name in names:
-            key, entry = join(self._directory, name), self._entries[name]
-            try:
-                data = self._storage.read(key)
-            except (CheckpointNotFoundError, StorageError):
-                # Also one in a bad sector.
-                data = b''
-            if entry_of(data) == entry:
-                yield name, entry, data
+            data = self._files.read(name)
+            if data is not None:
+                yield name, self._files.entries[name], data
                 del data  # before the next one is read
-            else:
-                _log.warning('t5ckpt: %s is damaged and was deleted', self._storage.url(key))
-                self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        self._storage.delete_file(join(self._directory, name))
-        self._there.discard(name)
-        self._num_dropped += 1
 
     def _receive(self, file: File) -> None:
         name, entry, data = file
-        if name not in self._there and entry_of(data) == entry:
-            self._write(name, entry, data)
+        if name not in self._files.there and entry_of(data) == entry:
+            self._files.write(name, entry, data)
             self.provided.peers += array_bytes(name, entry[0])
 
     def _fetch(self, names: Sequence[str]) -> None:
@@ -196,12 +193,12 @@ class Provider:
             return
         located = locate_step(self._run, self.part.step)
         checksums = file_checksums_of(located) or FileChecksums()
-        fetch = Fetch(located, checksums, self._storage, self._directory, budget_bytes=self._budget_bytes)
+        fetch = Fetch(located, checksums, self.part.storage, step_dir(self.part.step), budget_bytes=self._budget_bytes)
         try:
             fetch.run(names)
         finally:
             for name, entry in fetch.entries.items():
-                self._note_brought(name, entry)
+                self._files.note_brought(name, entry)
                 self.provided.run += array_bytes(name, entry[0])
 
     def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:
@@ -215,7 +212,7 @@ class Provider:
         Raises:
           CorruptCheckpointError: the step has such positions, and this one is nowhere.
         """
-        if self._positions(prefix) or any(name.startswith(prefix) for name in sent):
+        if self._files.positions(prefix) or any(name.startswith(prefix) for name in sent):
             # If its sender has found it damaged, the next turn asks again.
             return []
         of_run: list[str] = []
@@ -227,43 +224,23 @@ class Provider:
             if own & {*shards, *(of for _, of in positions_in(of_run))}:
                 where = '' if self._run is None else f', and {self._run.url()} does not have it'
                 raise CorruptCheckpointError(
-                    f'{self._url()}: the position {prefix} of the data iterator is on no disk{where}.'
+                    f'{self._files.url()}: the position {prefix} of the data iterator is on no disk{where}.'
                 )
             self._lacks_position = True
         return found
 
-    def _write(self, name: str, entry: FileEntry, data: bytes) -> None:
-        key = join(self._directory, name)
-        self._storage.make_dir(key.rpartition('/')[0])
-        self._storage.write(key, data)
-        self._note_brought(name, entry)
-
-    def _note_brought(self, name: str, entry: FileEntry) -> None:
-        self._entries[name] = entry
-        self._there.add(name)
-        self._brought.add(name)
-
-    def _write_metadata(self) -> None:
-        """Writes the metadata of the arrays of which chunks came from elsewhere."""
-        missing = {parent for parent in parents_of(self._brought) if join(parent, ZARRAY) not in self._there}
-        for name, entry in self.part.write_metadata(missing).items():
-            self._note_brought(name, entry)
-
-    def _record(self) -> None:
-        """Writes the checksums of the files that came from elsewhere."""
-        listed = {name for entries in self.part.lists.values() for name in entries}
-        copies = {name: entry for name, entry in self._entries.items() if name not in listed}
-        self._storage.write(join(self._directory, COPIES), FileChecksums(copies).encode())
-
-    def drop_damaged(self) -> int:
-        """Reads all files of the part, and deletes those that are damaged.
+    def check_files(self) -> bool:
+        """Reads all files of the part; those that are damaged are deleted, and those that cannot be read count as absent.
 
         Returns:
-          The number of the files that this provider has deleted, also those that it was to send.
+          Whether there are such files, also among those that this provider was to send.
+
+        Raises:
+          StorageError: as :meth:`PartFiles.read`.
         """
-        for _ in self._sent(sorted(self._there)):
+        for _ in self._sent(sorted(self._files.there)):
             pass
-        return self._num_dropped
+        return self._files.has_lost
 
 
 def _assigned(at: CoordinationRound, votes: Sequence[Any], chunks: Any, count: int, *, has_run: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Restores from local directories in a job of several processes.
 
 The processes choose a step (``tiers/shared_choice.py``), bring what each of them needs and lacks to its own disk
-(``tiers/provide.py``), and restore from there as from any directory. A damaged local file is deleted, counts as absent, and they
-choose again.
+(``tiers/provide.py``), and restore from there as from any directory. A local file that is damaged, which is deleted, or that the
+disk cannot read counts as absent, and they choose again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from t5ckpt.errors import (
     CoordinationError,
     CorruptCheckpointError,
     ProcessMissingError,
-    RemoteError,
     StorageError,
     T5CkptError,
 )
@@ -31,9 +30,10 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
-from t5ckpt.storage import Storage
+from t5ckpt.storage import Storage, is_disk_error, means_damage
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.part import LocalParts, Part, parts_in, save_of
+from t5ckpt.tiers.local_reads import LocalReads
+from t5ckpt.tiers.part import LocalParts, Part, parts_in
 from t5ckpt.tiers.provide import Provider, completed
 from t5ckpt.tiers.restore import BytesRead
 from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedChoice, choose_together, log_choice
@@ -67,6 +67,7 @@ class SharedRestore:
         self._local, self._run = catalog.local, catalog.run
         self._coordinator = coordinator
         self._drop_intent = drop_intent
+        self._reads = LocalReads()
 
     def restore(self, request: RestoreRequest) -> Any:
         """Restores a step, and logs which, and how many bytes came from where.
@@ -108,7 +109,7 @@ class SharedRestore:
         positions = request.dataset is not None and not request.call.leaves_iterator
         at = self._coordinator.round(CHOICE_ACTION)
         with at.failing_together(Phase.LOOK):
-            local, self._known_parts = self._known_parts or parts_in(self._local), None
+            local, self._known_parts = self._known_parts or parts_in(self._local, self._reads), None
         query_run = functools.partial(self._find_run_step, wanted)
         found = choose_together(at, self._coordinator, local, query_run, wanted, needs_positions=positions)
         return found, local
@@ -148,13 +149,14 @@ class SharedRestore:
     def _of_disks(
         self, request: RestoreRequest, found: SharedChoice, step: int, part: Part | None, *, last: bool
     ) -> tuple[Any] | None:
-        """Restores from the local directories; None if a damaged file was deleted and the processes choose again."""
+        """Restores from the local directories; None if a file could not be read and the processes choose again."""
         if part is not None and part.save != found.save:
             part = None
         if part is None or not found.on_all_disks:
             at = self._coordinator.round(_ACTION)
             part = completed(at, part, self._local, step, found.sender, self._catalog.clock)
-        provider = Provider(self._coordinator, part, self._run if found.in_run else None, request.reading.budget_bytes)
+        run = self._run if found.in_run else None
+        provider = Provider(self._coordinator, part, run, request.reading.budget_bytes, self._reads)
         call = dataclasses.replace(request.call, step=step)
         local_part = LocalPart(part.located, part.manifest, part.sidecar, provider)
         of_part = dataclasses.replace(
@@ -166,7 +168,7 @@ class SharedRestore:
             raise
         except Exception as error:
             # The other processes have a RemoteError and come here, too.
-            if self._drop_damage(error, provider, last=last):
+            if self._choose_again(error, provider, last=last):
                 return None
             raise
         nbytes = provider.provided
@@ -176,25 +178,31 @@ class SharedRestore:
         )  # fmt: skip
         return (restored,)
 
-    def _drop_damage(self, error: Exception, provider: Provider, *, last: bool) -> bool:
-        """Deletes the damaged files of this process; returns, in all processes, whether they choose again.
+    def _choose_again(self, error: Exception, provider: Provider, *, last: bool) -> bool:
+        """Finds the files that the restore could not read; returns, in all processes, whether they choose again.
 
-        They do if any of them has deleted a file, except after the last attempt.
+        They do if any of them has such a file, or could not read one for a moment. They do not after the last attempt, or if the
+        error of any of them does not mean damage.
         """
         at = self._coordinator.round(_ACTION)
+        kind = 'other'
         with at.failing_together(Phase.NEED):
-            deleted = provider.drop_damaged() if isinstance(error, _DAMAGES) else 0
-        kind = 'damage' if deleted else 'remote' if isinstance(error, RemoteError) else 'other'
+            if not means_damage(error):
+                kind = 'not damage'
+            elif isinstance(error, _DAMAGES):
+                lacks_files = provider.check_files()
+                kind = 'again' if lacks_files or (provider.has_ended and is_disk_error(error)) else kind
 
         def decide(kinds: Sequence[str]) -> bool:
-            return 'damage' in kinds and not last
+            return 'again' in kinds and 'not damage' not in kinds and not last
 
         return at.reduce_on_leader(Phase.NEED, kind, decide)
 
     def _put_others_aside(self, found: SharedChoice) -> None:
         """Renames local steps that are newer than the restored one, and those of other saves: training reaches them again."""
         for step in self._catalog.local_steps():
-            is_restored = step == found.step and save_of(self._local, step) == found.save != ''
+            # The disk of every process has a part of a step that was restored from the disks.
+            is_restored = step == found.step and found.save != ''
             if found.step is None or step < found.step or is_restored:
                 continue
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import pathlib
 import pickle
+import threading
 import time
 
 import jax
@@ -107,6 +109,23 @@ def bug():
     raise RuntimeError('injected: a bug')
 
 
+def emfile():
+    """A process that has used up its file descriptors."""
+    raise StorageError(24, 'injected: too many open files')
+
+
+class Moment:
+    """A disk that fails for half a second after the first operation."""
+
+    def __init__(self):
+        self._ends = None
+
+    def __call__(self):
+        self._ends = self._ends or time.monotonic() + 0.5
+        if time.monotonic() < self._ends:
+            eio()
+
+
 def _dies(done, total):
     if _held.get('dies_at') == 'write' and done > total // 2:
         scenarios.die()
@@ -128,7 +147,8 @@ def tiers(directory, leaves, options, local):
         storage = Troubled(storage, trouble)
     hook = options.pop('local_hook', None)
     if hook is not None and hook[0] == jax.process_index():
-        functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'bug': bug}
+        functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'emfile': emfile, 'bug': bug}
+        functions['moment'] = Moment()
         inner, *at = open_storage(local), *hook[1:3]
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])
@@ -272,6 +292,28 @@ def tiers_restore_or_init(expected):
         for shard in restored[group][leaf].addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes()
     return ck.restored_step
+
+
+def tiers_fail_reads(seconds, directory):
+    """Real reads of files below a directory fail with EIO, for some seconds after the first one, or until `tiers_disarm`."""
+    shim = faultshim.Shim()
+    shim.arm(directory, 0, faultshim.FAIL, errno.EIO, faultshim.GETS, faultshim.GETS)
+
+    def end():
+        while not shim.fired:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        shim.disarm()
+
+    if seconds is not None:
+        threading.Thread(target=end, daemon=True).start()
+
+
+def tiers_disarm():
+    """Ends what `tiers_fail_reads` began; whether a read has failed."""
+    shim = faultshim.Shim()
+    shim.disarm()
+    return shim.fired
 
 
 def tiers_steps():

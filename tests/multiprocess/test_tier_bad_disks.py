@@ -1,0 +1,123 @@
+"""Local disks whose reads fail in a restore: no file whose bytes were not read is deleted, and the next start has all steps."""
+
+import shutil
+
+import pytest
+from job import Job
+from support import faultshim
+from tier_disks import Place
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+# Each of two disks has all shards of these.
+LEAVES = ['target/rows', 'target/everywhere', 'target/small', 'state/step']
+
+
+@pytest.fixture(scope='module')
+def job(tmp_path_factory):
+    """Two processes whose calls of the file system can fail."""
+    job = Job(2, 4, str(faultshim.build(tmp_path_factory.mktemp('faultshim'))))
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def place(job, tmp_path):
+    """Steps 1 and 2 on the disks of two processes; none is in the bucket."""
+    return saved(job, Place(tmp_path), LEAVES)
+
+
+@pytest.fixture
+def unequal(job, tmp_path):
+    """The same with an array whose shards are on one disk each."""
+    return saved(job, Place(tmp_path), [*LEAVES, 'target/both'])
+
+
+def saved(job, place, leaves):
+    place.leaves = leaves
+    begin(job, place)
+    for step in (1, 2):
+        job.run('tiers_save', step)
+    job.run('tiers_close')
+    return place
+
+
+def begin(job, place, **options):
+    place.begin(job, place.leaves, order=[0, 1], persist=[], **options)
+
+
+def files(place, disk):
+    """The chunks on a disk."""
+    found = place.disks[disk].glob('checkpoint_*/target*/[0-9]*')
+    return sorted(str(file.relative_to(place.disks[disk])) for file in found)
+
+
+def starts_with_2(job, place):
+    begin(job, place)
+    assert job.run('tiers_restore_or_init', 2) == [2, 2]
+    job.run('tiers_close')
+
+
+def test_a_sender_whose_disk_fails_for_a_moment_sends_all(job, place):
+    """The disk of process 0 is lost."""
+    shutil.rmtree(place.disks[0])
+    before = files(place, 1)
+    begin(job, place, local_hook=[1, 'read', '/target.everywhere/', 'moment'])
+    assert job.run('tiers_restore_or_init', 2) == [2, 2]
+    job.run('tiers_close')
+    assert files(place, 1) == before
+    starts_with_2(job, place)
+
+
+def test_a_sender_whose_disk_fails_deletes_nothing(job, place):
+    shutil.rmtree(place.disks[0])
+    before = files(place, 1)
+    begin(job, place, local_hook=[1, 'read', '/target.everywhere/', 'eio'])
+    assert {kind for kind, _ in job.errors('tiers_restore_or_init', None)} == {'CorruptCheckpointError'}
+    job.run('tiers_close')
+    assert files(place, 1) == before
+    starts_with_2(job, place)
+
+
+@pytest.mark.parametrize('key', ['/target.everywhere/', 'checkpoint_2/checkpoint', 'checkpoint_2/copies.json'])
+def test_an_error_that_is_not_of_the_disk_fails_the_start(job, place, key):
+    """Process 1 has too many open files. No older step is restored in place of step 2."""
+    shutil.rmtree(place.disks[0])
+    before = files(place, 1)
+    begin(job, place, local_hook=[1, 'read', key, 'emfile'])
+    errors = job.errors('tiers_restore_or_init', None)
+    assert [kind for kind, _ in errors] == ['RemoteError', 'StorageError'], errors
+    assert all('too many open files' in text for _, text in errors), errors
+    job.run('tiers_close')
+    assert files(place, 1) == before
+    starts_with_2(job, place)
+
+
+def fail_reads(job, place, seconds):
+    """Reads of an array of step 2 fail in process 1."""
+    directories = [place.disks[0] / 'nothing', place.disks[1] / 'checkpoint_2' / 'target.both']
+    job.run('tiers_fail_reads', seconds, each=[str(directory) for directory in directories])
+
+
+def test_a_disk_that_fails_for_a_moment_while_arrays_are_read(job, unequal):
+    before = files(unequal, 1)
+    begin(job, unequal)
+    fail_reads(job, unequal, 0.7)
+    assert job.run('tiers_restore_or_init', 2) == [2, 2]
+    assert job.run('tiers_disarm')[1]
+    job.run('tiers_close')
+    assert files(unequal, 1) == before
+    starts_with_2(job, unequal)
+
+
+def test_a_disk_that_fails_while_arrays_are_read_deletes_nothing(job, unequal):
+    """Without its bytes step 2 is not restored."""
+    before = files(unequal, 1)
+    begin(job, unequal)
+    fail_reads(job, unequal, None)
+    errors = job.errors('tiers_restore', 2)
+    assert [kind for kind, _ in errors] == ['CorruptCheckpointError'] * 2, errors
+    assert job.run('tiers_disarm')[1]
+    job.run('tiers_close')
+    assert files(unequal, 1) == before
+    starts_with_2(job, unequal)

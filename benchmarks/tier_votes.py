@@ -108,7 +108,10 @@ def simulate(world: World, replica: int, other: int) -> dict[str, Any]:
     """
     lost, *rest = (world.plan(host, with_copies=True)[0] for host in (0, replica, other))
     numbers = ChunkNumbers({write.array.location: write.array.grid for write in lost.writes})
-    facts = [DiskStep('0' * 16, host, world.hosts, ((host, world.hosts),), world.hosts) for host in range(world.hosts)]
+    facts = [
+        DiskStep('0' * 16, host, world.hosts, ((host, world.hosts),), world.hosts, 1.7e9 + 0.125)
+        for host in range(world.hosts)
+    ]
     looks = [json.dumps([part.vote(1000), part.vote(2000)]) for part in facts]
     found, deciding = timed(lambda: candidates(dict(map(DiskStep.of, json.loads(text))) for text in looks))
     assert not found[0].missing
@@ -222,7 +225,9 @@ def restart(channel: Channel, index: int, count: int) -> None:
     at = channel.round('opening')
     at.reduce_on_leader(Phase.LOOK, {'id': ['0' * 16, True], 'waiting': []}, lambda _: {'id': '0' * 16})
     at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
-    part = DiskStep('0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)), count)
+    part = DiskStep(
+        '0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)), count, 1.7e9 + 0.125
+    )
 
     def decide(votes: Any) -> int:
         return len(candidates(dict(map(DiskStep.of, vote)) for vote in votes))

@@ -1,8 +1,8 @@
 """Decides which local step the disks of a job cover, and which process sends which missing chunk. Pure.
 
-For each step on its disk, a process reports the save, and the index that the writing process had in that save: 40 bytes. A step
-is covered if the disks have all indices of one save, each with all of its files. Only if an index is missing, the processes also
-report the chunks on their disks, as bitmaps; the chunks of a lost disk may be on the disks of replicas.
+For each step on its disk, a process reports the save, its time, and the index that the writing process had in it: 60 bytes. A
+step is covered if the disks have all indices of one save, each with all of its files. Only if an index is missing, the processes
+also report the chunks on their disks, as bitmaps; the chunks of a lost disk may be on the disks of replicas.
 
 No process id is reported, so disks may come back in another order, or on other machines. Bitmaps are merged packed and one at a
 time: those of 1,024 disks with millions of chunks take gigabytes as arrays.
@@ -36,6 +36,7 @@ class DiskStep:
       count: of the processes in the save.
       positions: the positions of data iterators on the disk, T5X's ``(SSS, NNN)`` of their names.
       num_positions: how many positions the save has, as far as the lists on the disk show; 0 if they were removed on purpose.
+      created: the time of the save, in unix seconds; 0 if it is not recorded.
     """
 
     save: str
@@ -43,16 +44,18 @@ class DiskStep:
     count: int
     positions: tuple[tuple[int, int], ...] = ()
     num_positions: int = 0
+    created: float = 0.0
 
     def vote(self, step: int) -> list[Any]:
         """The facts in JSON's types, for :meth:`of`."""
-        return [step, self.save, self.index, self.count, [list(pair) for pair in self.positions], self.num_positions]
+        positions = [list(pair) for pair in self.positions]
+        return [step, self.save, self.index, self.count, positions, self.num_positions, round(self.created, 3)]
 
     @classmethod
     def of(cls, vote: Sequence[Any]) -> tuple[int, DiskStep]:
         """The step and the facts of a vote."""
-        step, save, index, count, positions, num_positions = vote
-        return step, cls(save, index, count, tuple((shard, of) for shard, of in positions), num_positions)
+        step, save, index, count, positions, num_positions, created = vote
+        return step, cls(save, index, count, tuple((shard, of) for shard, of in positions), num_positions, created)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +66,35 @@ class Candidate:
       step, save: identify it.
       missing: the indices whose files are not all on one disk; if there are none, the disks have all chunks.
       positions: how many positions of data iterators are on no disk.
+      created: the time of the save, in unix seconds; 0 if it is not recorded.
     """
 
     step: int
     save: str
     missing: tuple[int, ...]
     positions: int
+    created: float
 
 
 def candidates(disks: Iterable[Mapping[int, DiskStep]]) -> list[Candidate]:
-    """The saves of which any disk has a part, the newest first; of one step, the one with the fewest missing indices first."""
+    """The saves of which any disk has a part, the newest step first.
+
+    Of one step, the save with the fewest missing indices is first, and of several such, the newest one.
+    """
     by_save: dict[tuple[int, str], list[DiskStep]] = {}
     for disk in disks:
         for step, disk_step in disk.items():
             by_save.setdefault((step, disk_step.save), []).append(disk_step)
     made = [_candidate(step, save, parts) for (step, save), parts in by_save.items()]
-    return sorted(made, key=lambda candidate: (-candidate.step, len(candidate.missing), candidate.save))
+    return sorted(made, key=lambda each: (-each.step, len(each.missing), -each.created, each.save))
 
 
 def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
     indices = {part.index for part in parts}
     missing = tuple(index for index in range(max(part.count for part in parts)) if index not in indices)
     held = {pair for part in parts for pair in part.positions}
-    return Candidate(step, save, missing, max(part.num_positions for part in parts) - len(held))
+    positions = max(part.num_positions for part in parts) - len(held)
+    return Candidate(step, save, missing, positions, parts[0].created)
 
 
 def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequence[Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
+from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
@@ -49,6 +50,7 @@ class Part:
       checksums: of the files that were written here, including those that no longer exist.
       there: the names of the files that exist and have the recorded size.
       count: of the processes of the save.
+      created: the time of the save, in unix seconds; 0 if it is not recorded.
       has_removed_positions: whether ``keep_dataset_checkpoints`` has removed the positions of data iterators.
     """
 
@@ -60,6 +62,7 @@ class Part:
     checksums: FileChecksums
     there: frozenset[str]
     count: int
+    created: float
     has_removed_positions: bool
 
     @classmethod
@@ -77,7 +80,8 @@ class Part:
             return storage.url(join(directory, name))
 
         manifest, sidecar = (storage.read(join(directory, name)) for name in (MANIFEST, SIDECAR))
-        recorded = FileChecksums.recorded_in(sidecar, where(SIDECAR))
+        decoded = decode_sidecar(sidecar, where(SIDECAR))
+        recorded = FileChecksums.recorded_by(decoded, where(SIDECAR))
         recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
         copies = FileChecksums()
@@ -86,8 +90,8 @@ class Part:
         lists = recorded.load_lists(lambda name: storage.read(join(directory, name)) if name in sizes else None, where)
         checksums = FileChecksums.union((copies, *lists.values()))
         there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
-        has_removed = DATASET_REMOVED in sizes
-        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists), has_removed)
+        has_removed, created = DATASET_REMOVED in sizes, decoded.created_unix or 0.0
+        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists), created, has_removed)
 
     @property
     def save(self) -> str:
@@ -126,7 +130,7 @@ class Part:
         index = next(iter(self.complete_lists()), -1)
         recorded = () if self.has_removed_positions else positions_in(self.checksums)
         num_positions = max((of for _, of in recorded), default=0)
-        return DiskStep(self.save, index, self.count, positions_in(self.there), num_positions)
+        return DiskStep(self.save, index, self.count, positions_in(self.there), num_positions, self.created)
 
     def contents(self) -> Contents:
         """The decoded manifest and sidecar."""
@@ -154,6 +158,14 @@ class Part:
                 self.storage.write(join(step_dir(self.step), name), data)
                 written[name] = entry_of(data)
         return written
+
+
+def time_of_save(sidecar: bytes) -> float:
+    """The time of a save in unix seconds, from its sidecar; 0 if it is not recorded, or the sidecar is damaged."""
+    try:
+        return decode_sidecar(sidecar, SIDECAR).created_unix or 0.0
+    except FormatError:
+        return 0.0
 
 
 def save_of(storage: Storage, step: int) -> str:

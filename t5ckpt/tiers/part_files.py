@@ -91,7 +91,7 @@ class PartFiles:
             self.note_brought(name, entry)
 
     def replace_unreadable_metadata(self) -> None:
-        """Writes the metadata of arrays again that the disk cannot read; it follows from the manifest, and the reader needs it."""
+        """Writes the metadata that the disk cannot read again, from the manifest; the reader of an array needs it."""
         unreadable = {name for name in self._reads.unreadable[self._part.step] if name.endswith(f'/{ZARRAY}')}
         for location, array in self._part.arrays().items() if unreadable else ():
             name, data = join(location, ZARRAY), rebuilt_zarray(array)

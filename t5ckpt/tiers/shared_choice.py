@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.commit.lease_time import time_text
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union
@@ -27,10 +28,12 @@ class RunStep:
     Attributes:
       step: the newest step, or the requested one; None without one.
       save: the checksum of its sidecar.
+      created: the time of the save, in unix seconds; 0 if it is not known.
     """
 
     step: int | None = None
     save: str = ''
+    created: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,9 @@ class SharedChoice:
       in_run: whether the run's storage has the same save, and provides the chunks that are on no disk.
       on_all_disks: whether the disk of every process has a part of it.
       refused: why newer steps were not taken, by step.
+      created: the time of the local save.
+      others: the times of other saves of the step that the disks have.
+      of_run: the time of another save of the step that the run's storage has; None without one.
     """
 
     step: int | None
@@ -52,6 +58,9 @@ class SharedChoice:
     in_run: bool = False
     on_all_disks: bool = False
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
+    created: float = 0.0
+    others: Sequence[float] = ()
+    of_run: float | None = None
 
 
 def choose_together(
@@ -79,7 +88,7 @@ def choose_together(
     }
     decided = first.reduce_on_leader(Phase.LOOK, vote, lambda votes: _listed(votes, query_run, needs_positions))
     run_step, refused = decided['run'], dict[int, str](decided['damaged'])
-    for at, save, sender, known, in_run, on_all_disks in decided['candidates']:
+    for at, save, created, sender, known, in_run, on_all_disks in decided['candidates']:
         if run_step is not None and at < run_step:
             break
         part = local.parts.get(at)
@@ -87,7 +96,9 @@ def choose_together(
         if known == _UNKNOWN:
             why = _missing_chunks(coordinator, part if part is not None and part.save == save else None)
         if not why or in_run:
-            return SharedChoice(at, save, sender, in_run, on_all_disks, refused)
+            others = [time for step, other, time, *_ in decided['candidates'] if step == at and other != save]
+            of_run = decided['run_created'] if at == run_step and not in_run else None
+            return SharedChoice(at, save, sender, in_run, on_all_disks, refused, created, others, of_run)
         refused.setdefault(at, why)
     return SharedChoice(run_step, refused={at: why for at, why in refused.items() if at != run_step})
 
@@ -103,13 +114,14 @@ def _listed(votes: Sequence[Any], query_run: Callable[[bool], RunStep], needs_po
         ]
         in_run = (each.step, each.save) == (run_step.step, run_step.save)
         on_all_disks = len(holders) == len(disks)
-        found.append([each.step, each.save, holders[0], _known(each, needs_positions), in_run, on_all_disks])
+        known = _known(each, needs_positions)
+        found.append([each.step, each.save, each.created, holders[0], known, in_run, on_all_disks])
     damaged: dict[int, str] = {}
     for process, vote in enumerate(votes):
         for at, why in vote['damaged']:
             damaged.setdefault(at, f'its files are damaged on all disks; process {process}: {why}')
     nowhere = [[at, why] for at, why in damaged.items() if not any(at in disk for disk in disks)]
-    return {'candidates': found, 'damaged': nowhere, 'run': run_step.step}
+    return {'candidates': found, 'damaged': nowhere, 'run': run_step.step, 'run_created': run_step.created}
 
 
 def _known(candidate: Candidate, needs_positions: bool) -> str:
@@ -137,3 +149,23 @@ def log_choice(found: SharedChoice) -> None:
     for step, reason in sorted(found.refused.items()):
         if found.step is None or step > found.step:
             _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
+
+
+def log_other_saves(found: SharedChoice, run_url: str) -> None:
+    """Logs which other saves of the restored step there are, in process 0."""
+    holders = [*(('the disks', created) for created in found.others)]
+    if found.of_run is not None:
+        holders.append((run_url, found.of_run))
+    for holder, created in holders:
+        _log.warning(
+            't5ckpt: step %s: %s also %s the save of %s, which was not taken; the restored one is of %s',
+            found.step,
+            holder,
+            'has' if holder == run_url else 'have',
+            _time_of(created),
+            _time_of(found.created),
+        )
+
+
+def _time_of(created: float) -> str:
+    return time_text(created) if created else 'an unknown time'

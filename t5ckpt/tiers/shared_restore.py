@@ -33,10 +33,17 @@ from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.storage import Storage, is_disk_error, means_damage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.local_reads import LocalReads
-from t5ckpt.tiers.part import LocalParts, Part, parts_in
+from t5ckpt.tiers.part import LocalParts, Part, parts_in, time_of_save
 from t5ckpt.tiers.provide import Provider, completed
 from t5ckpt.tiers.restore import BytesRead
-from t5ckpt.tiers.shared_choice import ACTION as CHOICE_ACTION, RunStep, SharedChoice, choose_together, log_choice
+from t5ckpt.tiers.shared_choice import (
+    ACTION as CHOICE_ACTION,
+    RunStep,
+    SharedChoice,
+    choose_together,
+    log_choice,
+    log_other_saves,
+)
 
 _log = logging.getLogger('t5ckpt')
 _ACTION = 'a restore from local directories'
@@ -92,6 +99,8 @@ class SharedRestore:
                     if outcome is None:
                         continue
                     (restored,) = outcome
+            if is_leader:
+                log_other_saves(found, self._run.url())
             if wanted is None:
                 self._put_others_aside(found)
             return restored
@@ -128,7 +137,7 @@ class SharedRestore:
                 raise
             _log.warning('t5ckpt: only the steps of the local directories are used: %s', error)
             return RunStep()
-        return RunStep(at, '' if sidecar is None else digest(sidecar))
+        return RunStep(at) if sidecar is None else RunStep(at, digest(sidecar), time_of_save(sidecar))
 
     def _of_storage(self, request: RestoreRequest, found: SharedChoice) -> Any:
         """Restores from the run's storage, as without local directories."""

@@ -8,6 +8,9 @@ from tier_scenarios import ONCE, TWICE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
+# Each disk has all of these.
+SMALL = ['target/small', 'state/step']
+
 
 @pytest.fixture
 def new_logs(four):
@@ -63,3 +66,43 @@ def test_an_upload_that_is_dropped_names_the_lost_files(four, place, tmp_path, n
     assert four.run('tiers_wait', 2) == [None] * COUNT
     four.run('tiers_close')
     assert f'step 1 was to be uploaded, and is not: {why}. The next save' in new_logs()[0]
+
+
+@pytest.mark.parametrize('seed', [7, 8, 9])
+def test_of_two_saves_of_a_step_the_newer_one_is_restored(four, place, seed):
+    """Two disks are replaced by older copies; each save has all arrays. One line names the save that is not taken."""
+    saved(four, place, [1], leaves=SMALL, persist=[])
+    for disk in (0, 2):
+        shutil.copytree(place.disks[disk], place.disks[disk].with_suffix('.old'))
+    place.begin(four, SMALL, persist=[])
+    four.run('tiers_overwrite', 1, seed)
+    four.run('tiers_close')
+    for disk in (0, 2):
+        shutil.rmtree(place.disks[disk])
+        place.disks[disk].with_suffix('.old').rename(place.disks[disk])
+    place.begin(four, SMALL, persist=[], iterator=False)
+    answers = four.run('tiers_restore', 1, seed, False)
+    four.run('tiers_close')
+    ((line,), *of_others) = [answer['why'] for answer in answers]
+    assert 'step 1: the disks also have the save of ' in line
+    assert line.count(' UTC') == 2
+    assert of_others == [[]] * (COUNT - 1)
+
+
+def test_another_save_of_the_run_is_named(four, place):
+    """The local save is taken. The bucket has an older one of the step."""
+    saved(four, place, [1], persist=[1])
+    older = place.run.with_name('older')
+    shutil.copytree(place.run / 'checkpoint_1', older)
+    place.begin(four, persist=[1])
+    four.run('tiers_overwrite', 1, 7)
+    four.run('tiers_wait')
+    four.run('tiers_close')
+    shutil.rmtree(place.run / 'checkpoint_1')
+    older.rename(place.run / 'checkpoint_1')
+    place.begin(four, persist=[])
+    answers = four.run('tiers_restore', 1, 7)
+    four.run('tiers_close')
+    ((line,), *of_others) = [answer['why'] for answer in answers]
+    assert f'step 1: {place.run} also has the save of ' in line
+    assert of_others == [[]] * (COUNT - 1)

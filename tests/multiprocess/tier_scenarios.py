@@ -232,7 +232,11 @@ def tiers_restore(step=None, seed=None, iterator=True):
         values = scenarios.full(name, size, dtype, at if seed is None else seed)
         for shard in restored[group][leaf].addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
-    why = [line for line in handler.lines if 'not restored' in line or 'was to be uploaded' in line]
+    why = [
+        line
+        for line in handler.lines
+        if any(words in line for words in ('not restored', 'not taken', 'was to be uploaded'))
+    ]
     numbers = (
         [int(word) for word in line.split(':', 1)[1].replace(',', ' ').split() if word.isdigit()] if ':' in line else []
     )

@@ -74,10 +74,10 @@ def test_uploads_that_are_dropped_have_a_reason():
 
 
 @given(st.integers(0, 10**9), st.text('0123456789abcdef', min_size=16, max_size=16), st.integers(-1, 5))
-def test_a_vote_has_40_bytes(step, save, index):
-    facts = DiskStep(save, index, 6)
+def test_a_vote_has_60_bytes(step, save, index):
+    facts = DiskStep(save, index, 6, created=1795622542.125)
     assert DiskStep.of(facts.vote(step)) == (step, facts)
-    assert len(str(facts.vote(step)[:4])) <= 45
+    assert len(str(facts.vote(step))) <= 70
 
 
 def test_the_numbers_of_chunks():
@@ -145,3 +145,14 @@ def test_holders_of_the_same_chunks_share_the_work():
 )
 def test_all_disks_get_the_same_save_after_an_overwrite_that_was_cut_off(current, replaced, expected):
     assert saves_to_put_in_place(current, replaced) == expected
+
+
+@pytest.mark.parametrize('newer', ['a', 'b'])
+def test_of_two_saves_with_as_many_missing_indices_the_newer_one_comes_first(newer):
+    times = {'a': 100.0, 'b': 100.0} | {newer: 100.125}
+    disks = [disk(s5=('a', 0, 2, (), 0, times['a'])), disk(s5=('b', 1, 2, (), 0, times['b']))]
+    votes = [[each.vote(step) for step, each in found.items()] for found in disks]
+    first, _ = candidates(dict(DiskStep.of(vote) for vote in vote_list) for vote_list in votes)
+    assert (first.save, first.created) == (newer, 100.125)
+    disks.append(disk(s5=('a', 1, 2, (), 0, times['a'])))
+    assert candidates(disks)[0].save == 'a'

@@ -39,7 +39,6 @@ INTERNAL = {
     'start',
     'steps_to_restore',
     'damaged_copies',
-    'damaged_urls',
 }
 
 

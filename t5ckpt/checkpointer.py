@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from t5ckpt.catalog.locate import open_run_storage
@@ -823,12 +823,6 @@ class Checkpointer:
     def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
         """See :meth:`StepCatalog.damaged_copies`; for ``restore_or_init``."""
         return self._tiers.catalog.damaged_copies(step, shared=shared)
-
-    def damaged_urls(self, steps: Iterable[int]) -> str:
-        """``checkpoints_dir``, and the other storages in which steps are damaged, for the error of ``restore_or_init``."""
-        copies = [self.damaged_copies(step, shared=shared) for step in steps for shared in (True, False)]
-        urls = [storage.url() for storages in copies for storage in storages]
-        return ' and '.join(dict.fromkeys([self.checkpoints_dir, *urls]))
 
 
 def _latest(keep: int | None) -> KeepPolicy:

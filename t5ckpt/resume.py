@@ -201,8 +201,10 @@ def restore_or_init(
     if failed:
         # Raises if an older step could not be inspected: it may be complete.
         checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
+        copies = [checkpointer.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
+        urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(
-            f'{checkpointer.damaged_urls(failed)}: none of the steps {sorted(failed)} can be restored; the log has the errors. '
+            f'{" and ".join(dict.fromkeys(urls))}: none of the steps {sorted(failed)} can be restored; the log has the errors. '
             'Repair one, or move them away to start a new run.'
         )
     _warn_of_unread(checkpointer)

@@ -410,3 +410,12 @@ def test_a_training_without_a_local_directory_does_not_begin_while_the_bucket_is
             ck.maybe_save(1, state(1))
         remote.is_away = False
         assert ck.maybe_save(1, state(1)).result().step == 1
+
+
+def test_the_last_step_is_uploaded(run_dir, local):
+    policy = t5ckpt.SaveEvery(10) | t5ckpt.SaveLast(23)
+    with checkpointer(run_dir, local, persist_policy=policy) as ck:
+        for step in (5, 10, 15, 20, 23):
+            ck.save(state(step))
+            ck.wait_until_persisted()
+    assert t5ckpt.all_steps(run_dir) == [10, 20, 23]

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
@@ -56,7 +56,8 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
                 kept = request.find_kept()
-                vote = {'plan': digest(prepared.text.encode()), 'is_free': kept is None}
+                plan, has_positions = digest(prepared.text.encode()), bool(prepared.dataset)
+                vote = {'plan': plan, 'is_free': kept is None, 'has_positions': has_positions}
             started = request.round.reduce_on_leader(Phase.PLAN, vote, lambda votes: _agreed(prepared, votes))
             check_agreement(prepared, started.get('different', ()))
             if started.get('skip'):
@@ -67,7 +68,7 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
                 # Before the disk may fail: another process waits for it.
                 _send_positions(prepared)
                 work = stack.enter_context(_opened(prepared))
-                written, vote = _write(prepared, work, started['codecs'])
+                written, vote = _write(prepared, work, started)
                 manifest = manifest_bytes(prepared, written)
                 check_not_interrupted()
             vote['manifest'] = digest(manifest)
@@ -85,14 +86,15 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
 
 
 def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
-    """On process 0: whether to save, and with which codecs."""
+    """On process 0: whether to save, with which codecs, and the processes that have positions of data iterators."""
     plans = [vote['plan'] for vote in votes]
     different = [index for index, plan in enumerate(plans) if plan != plans[0]]
     if different:
         return {'different': different}
     if not any(vote['is_free'] for vote in votes):
         return {'skip': True}
-    return {'codecs': agreed_codecs(prepared, prepared.previous)}
+    having = [index for index, vote in enumerate(votes) if vote['has_positions']]
+    return {'codecs': agreed_codecs(prepared, prepared.previous), 'positions': having}
 
 
 def _opened(prepared: PreparedSave) -> Transaction:
@@ -108,10 +110,14 @@ def _opened(prepared: PreparedSave) -> Transaction:
     return open_transaction(context.storage, request.step, context.clock, options)
 
 
-def _write(prepared: PreparedSave, work: Transaction, codecs: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
-    """Writes the files of this process; returns the report of all of them, and the vote on those that are assigned to it."""
+def _write(prepared: PreparedSave, work: Transaction, started: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
+    """Writes the files of this process, as decided by :func:`_agreed`.
+
+    Returns:
+      The report of all of them, and the vote on those that are assigned to this process.
+    """
     context, storage = prepared.request.context, prepared.request.context.storage
-    context.codec_selection.agree(codecs)
+    context.codec_selection.agree(started['codecs'])
     can_reuse = prepared.previous is not None and prepared.previous.is_there(storage)
     previous = prepared.previous if can_reuse else None
     written = write_arrays(
@@ -120,7 +126,7 @@ def _write(prepared: PreparedSave, work: Transaction, codecs: dict[str, Any]) ->
     own = _own(prepared, written)
     positions = write_positions(prepared, work.directory, prepared.dataset)
     copies = {name: written.checksums[name] for name in prepared.files_of_others}
-    copies |= write_positions(prepared, work.directory, _positions_of_peer(prepared))
+    copies |= write_positions(prepared, work.directory, _positions_of_peer(prepared, started['positions']))
     storage.write(join(work.directory, COPIES), FileChecksums(copies).encode())
     index = prepared.request.round.processes.index
     entry = write_checksums(storage, work.directory, index, own.checksums | positions)
@@ -136,20 +142,21 @@ def _own(prepared: PreparedSave, written: WriteReport) -> WriteReport:
 
 def _send_positions(prepared: PreparedSave) -> None:
     """Sends the position of the data iterator to the process half a job away, so that it is on two disks."""
-    if prepared.request.context.dataset is None:
+    if not prepared.dataset:
         return
     is_small = sum(map(len, prepared.dataset.values())) <= _MOST_POSITION_BYTES
     own = {name: base64.b64encode(data).decode() for name, data in prepared.dataset.items()} if is_small else {}
     prepared.request.round.put_for_peer('positions', json.dumps(own).encode())
 
 
-def _positions_of_peer(prepared: PreparedSave) -> dict[str, bytes]:
-    """The position of the data iterator of the process half a job away."""
+def _positions_of_peer(prepared: PreparedSave, having: Collection[int]) -> dict[str, bytes]:
+    """The position of the data iterator of the process half a job away, if it is among those that have one."""
     request = prepared.request
-    if request.context.dataset is None:
-        return {}
     index, count = request.round.processes.index, request.round.processes.count
-    found = json.loads(request.round.get_from_peer('positions', (index + count // 2) % count))
+    peer = (index + count // 2) % count
+    if peer not in having:
+        return {}
+    found = json.loads(request.round.get_from_peer('positions', peer))
     return {name: base64.b64decode(data) for name, data in found.items() if name not in prepared.dataset}
 
 

@@ -72,3 +72,15 @@ def test_without_a_position_anywhere_the_older_step_is_taken(four, place, how):
     assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
     four.run('tiers_close')
     assert 1 in t5ckpt.all_steps(place.run)
+
+
+def test_a_job_in_which_one_process_has_an_iterator(four, place):
+    """Its position is on two disks, and the other processes wait for none."""
+    place.begin(four, TWICE, iterator_in=[1])
+    four.start('tiers_save', 1)
+    assert four.answers(60) == [1] * COUNT
+    assert four.run('tiers_wait') == [None] * COUNT
+    four.run('tiers_close')
+    name = 'train_ds-001-of-004.msgpack'
+    assert [positions_in(disk, 1) for disk in place.disks] == [[], [name], [], [name]]
+    assert positions_in(place.run, 1) == [name]

@@ -136,7 +136,7 @@ def tiers(directory, leaves, options, local):
 
     ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'hook', (process, operation, key) of the run's
     storage at which that process dies; 'local_hook', (process, operation, key, what happens) of the local directory; 'trouble',
-    the file of :class:`Troubled` for the run's storage; 'iterator'.
+    the file of :class:`Troubled` for the run's storage; 'iterator', whether there is one; 'iterator_in', the processes with one.
     """
     options = dict(options)
     storage = open_storage(directory)
@@ -157,7 +157,9 @@ def tiers(directory, leaves, options, local):
     shape = options.pop('shape', (2, 4))
     persist = options.pop('persist', None)
     options['persist_policy'] = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
-    iterator = _held['positions'] if options.pop('iterator', True) else None
+    having = options.pop('iterator_in', range(jax.process_count()))
+    has_iterator = options.pop('iterator', True) and jax.process_index() in having
+    iterator = _held['positions'] if has_iterator else None
     _held['ck'] = scenarios.checkpointer(
         storage,
         scenarios.state(0, tuple(shape), leaves),

@@ -61,7 +61,8 @@ _ORDERS = {order.__name__: order for order in (Upload, Failed, Refused, Ended, C
 class Answer:
     """The result of an :class:`Upload` in one process: it sent all files of these lists, or failed.
 
-    ``lost`` are the packed entries of the files that it sent for a lost disk. With ``is_fatal``, no later attempt can succeed.
+    ``lost`` are the packed entries of the files that it sent for a lost disk. With ``is_unreadable``, a local file could not be
+    read; with ``is_fatal``, no later attempt can succeed.
     """
 
     lists: Sequence[int] = ()
@@ -69,6 +70,7 @@ class Answer:
     lost: str = ''
     error: str = ''
     is_fatal: bool = False
+    is_unreadable: bool = False
 
 
 class Orders:

@@ -10,6 +10,7 @@ If the disk of one process of the save is lost, the others upload the files of i
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
@@ -20,99 +21,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import TransactionOptions
-from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
-from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
-from t5ckpt.core.thread_pool import Pool, start_thread
+from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import LocalDirError, NotPersistedError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, damaged_text, entry_of
-from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import SIDECAR, file_checksums_name
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.lost_files import pack, unpack
 from t5ckpt.tiers.orders import Answer, Close, Ended, Failed, Order, Orders, Refused, Upload
 from t5ckpt.tiers.part import Part
 from t5ckpt.tiers.queue import StepUploads, UploadStopped, not_uploaded_anymore
-from t5ckpt.tiers.upload import NotUploadableError
+from t5ckpt.tiers.send_lists import read_part, send_lists
+from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError
 
 _log = logging.getLogger('t5ckpt')
-_WORKERS = 4
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 2.0
-
-
-def _part(local: Storage, step: int) -> Part:
-    """Reads a part, see :meth:`Part.read`, and raises NotUploadableError if the disk fails."""
-    try:
-        return Part.read(local, step)
-    except StorageError as error:
-        raise NotUploadableError(f'{local.url(step_dir(step))} cannot be read: {error}') from error
-
-
-def send_lists(
-    part: Part,
-    run: Storage,
-    directory: str,
-    pace: Callable[[int], None],
-    lost: Mapping[str, FileEntry] | None,
-    *,
-    again: bool,
-) -> int:
-    """Sends the files of the lists of a part; returns their bytes.
-
-    Args:
-      part: of this process.
-      run: the run's storage.
-      directory: of the upload.
-      lost: further files, of the list of a lost disk; None if no disk is lost.
-      pace: called with the size of each file before it is read; may raise.
-      again: whether an earlier attempt may have sent some of them.
-
-    Raises:
-      NotUploadableError: a file is damaged or gone.
-      StorageError: the run's storage failed.
-    """
-    files: dict[str, FileEntry | None] = dict(lost or {})
-    for name, entries in part.lists.items():
-        if lost is None or part.there.issuperset(entries):
-            files |= {**entries, name: None}
-    for parent in parents_of(files):
-        run.make_dir(join(directory, parent))
-    sent: dict[str, int | None] = dict(run.walk(directory)) if again else {}
-    budget = ByteBudget(IN_FLIGHT_BYTES)
-
-    def send(name: str, entry: FileEntry | None) -> int:
-        key = join(directory, name)
-        # A listing of an object store may lack the sizes; its objects are never there in part.
-        if entry is not None and key in sent and sent[key] in (None, entry[0]):
-            return 0
-        nbytes = 0 if entry is None else entry[0]
-        pace(nbytes)
-        budget.acquire(nbytes)
-        try:
-            return copy(name, key, entry)
-        finally:
-            budget.release(nbytes)
-
-    def copy(name: str, key: str, entry: FileEntry | None) -> int:
-        source = join(step_dir(part.step), name)
-        try:
-            data = part.storage.read(source)
-        except T5CkptError as error:
-            raise NotUploadableError(f'{part.storage.url(source)} cannot be read: {error}') from error
-        if entry is not None and (sent := entry_of(data)) != entry:
-            raise NotUploadableError(damaged_text(part.storage.url(source), sent, entry))
-        run.write(key, data)
-        return len(data)
-
-    with Pool(_WORKERS, 't5ckpt-upload') as pool:
-        futures = [pool.submit(send, name, entry) for name, entry in files.items()]
-        try:
-            return sum(future.result() for future in futures)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 class Leader:
@@ -128,10 +54,11 @@ class Leader:
 
         Raises:
           NotUploadableError: files of it are damaged, or on no disk.
+          UnreadableStepError: the disk of any process failed.
           StorageError: the run's storage failed, for any process.
           UploadStopped: ``pace`` has raised it.
         """
-        run, part = self._run, _part(self._local, step)
+        run, part = self._run, read_part(self._local, step)
         options = TransactionOptions(
             may_replace=lambda: replaces,
             resume=digest(part.manifest + part.sidecar),
@@ -182,9 +109,13 @@ class Leader:
 
     def _check(self, answers: list[Answer], part: Part) -> set[int]:
         """Raises for an answer that is an error, or if a list was on no disk; returns the indices of those that were on one."""
-        for answer in answers:
-            if answer.error:
-                raise NotUploadableError(answer.error) if answer.is_fatal else StorageError(0, answer.error)
+        failed = [answer for answer in answers if answer.error]
+        for answer in sorted(failed, key=lambda answer: (answer.is_fatal, answer.is_unreadable), reverse=True):
+            if answer.is_fatal:
+                raise NotUploadableError(answer.error)
+            if answer.is_unreadable:
+                raise UnreadableStepError(errno.EIO, answer.error)
+            raise StorageError(0, answer.error)
         uploaded_lists = {index for answer in answers for index in answer.lists} | {*part.complete_lists()}
         missing = sorted(
             set(range(part.count))
@@ -336,6 +267,14 @@ class Follower(StepUploads):
         finally:
             self._is_uploading = False
 
+    def _part_of(self, order: Upload) -> Part | None:
+        """The part of this process; None if its disk has none, such as a new one, or one of another save."""
+        try:
+            part = read_part(self._local, order.step)
+        except CheckpointNotFoundError:
+            return None
+        return part if part.save == order.save else None
+
     def _upload(self, number: int, order: Upload) -> Answer:
         def check() -> None:
             if self._has_left:
@@ -347,8 +286,8 @@ class Follower(StepUploads):
 
         try:
             check()
-            part = _part(self._local, order.step)
-            if part.save != order.save:
+            part = self._part_of(order)
+            if part is None:
                 return Answer(lost=pack({}))
             lost = self._orders.lost.of(part)
             nbytes = send_lists(
@@ -357,6 +296,8 @@ class Follower(StepUploads):
             text = pack(lost or {})
         except NotUploadableError as error:
             return Answer(error=str(error), is_fatal=True)
+        except UnreadableStepError as error:
+            return Answer(error=error.strerror or str(error), is_unreadable=True)
         except UploadStopped:
             return Answer(error=f'process {self._orders.processes.index} has stopped the upload')
         except ServiceError:

@@ -73,7 +73,7 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
                 return transfer.run(clock).nbytes
         except StorageError as error:
             if transfer.source_error is not None:
-                raise _unreadable(local, step, error) from error
+                raise unreadable(local.url(step_dir(step)), error) from error
             raise
 
     return copy
@@ -135,11 +135,12 @@ def _contents(local: Storage, step: int) -> RawFiles:
     try:
         return read_raw(locate_step(local, step))
     except StorageError as error:
-        raise _unreadable(local, step, error) from error
+        raise unreadable(local.url(step_dir(step)), error) from error
 
 
-def _unreadable(local: Storage, step: int, error: StorageError) -> UnreadableStepError:
-    return UnreadableStepError(error.errno or errno.EIO, f'{local.url(step_dir(step))} cannot be read: {error}')
+def unreadable(url: str, error: StorageError) -> UnreadableStepError:
+    """The error of a local file or directory that cannot be read."""
+    return UnreadableStepError(error.errno or errno.EIO, f'{url} cannot be read: {error}')
 
 
 def _kind_and_cure(occupant: ListedStep) -> str:

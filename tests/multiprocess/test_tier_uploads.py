@@ -1,6 +1,7 @@
 """The ends of uploads in jobs of two processes: overwrites, failures of process 0, close, and a job of one process in between."""
 
 import shutil
+import time
 
 import pytest
 from job import Job
@@ -73,13 +74,14 @@ def test_a_bucket_that_is_away_before_the_first_upload_blocks_no_process(job, pl
     job.run('tiers_close')
 
 
-def test_a_step_without_the_sidecar_of_process_0_is_dropped_by_all(job, place):
+@pytest.mark.parametrize('process', [0, 1])
+def test_a_step_without_the_sidecar_of_a_process_is_dropped_by_all(job, place, process):
     place.begin(job)
     job.run('tiers_save', 1)
     job.run('tiers_wait')
     place.trouble.write_text('away')
     job.run('tiers_save', 2)
-    (place.disks[0] / 'checkpoint_2/t5ckpt.json').unlink()
+    (place.disks[process] / 'checkpoint_2/t5ckpt.json').unlink()
     place.trouble.unlink()
     answers = job.run('tiers_wait', 2, timeout=60)
     while any('the bucket is away' in str(text) for text in answers):
@@ -147,3 +149,29 @@ def test_a_wait_before_the_first_restore_says_that_the_step_waits(job, place):
     assert job.run('tiers_wait') == [None] * 2
     job.run('tiers_close')
     assert t5ckpt.all_steps(place.run) == [1]
+
+
+@pytest.mark.parametrize('process', [0, 1])
+def test_an_upload_is_repeated_if_a_local_file_cannot_be_read_once(job, place, process):
+    place.begin(job, local_hook=[process, 'read', 'checkpoint_1/target.', 'eio once'])
+    job.run('tiers_save', 1)
+    while any(answers := job.run('tiers_wait', 1, timeout=60)):
+        assert all(text is None or 'The upload is repeated' in text for text in answers), answers
+    job.run('tiers_close')
+    assert t5ckpt.verify(place.run / 'checkpoint_1', full=True).ok
+
+
+@pytest.mark.parametrize('process', [0, 1])
+def test_a_step_whose_local_file_cannot_be_read_for_two_seconds_is_dropped(job, place, process):
+    place.begin(job, local_hook=[process, 'read', 'checkpoint_1/target.', 'eio'], persist=[1])
+    started = time.monotonic()
+    job.run('tiers_save', 1)
+    answers = job.run('tiers_wait', 1, timeout=60)
+    while any('The upload is repeated' in str(text) for text in answers):
+        answers = job.run('tiers_wait', 1, timeout=60)
+    assert 2 < time.monotonic() - started < 30
+    assert all('step 1 was not uploaded' in str(text) and 'cannot be read' in str(text) for text in answers), answers
+    job.run('tiers_save', 2)
+    assert job.run('tiers_wait', 2) == [None] * 2
+    job.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [2]

@@ -126,6 +126,13 @@ class Moment:
             eio()
 
 
+def eio_once():
+    """A read that fails in its first attempt."""
+    if not _held.get('has_failed'):
+        _held['has_failed'] = True
+        eio()
+
+
 def _dies(done, total):
     if _held.get('dies_at') == 'write' and done > total // 2:
         scenarios.die()
@@ -149,6 +156,8 @@ def tiers(directory, leaves, options, local):
     if hook is not None and hook[0] == jax.process_index():
         functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'emfile': emfile, 'bug': bug}
         functions['moment'] = Moment()
+        functions['eio once'] = eio_once
+        _held.pop('has_failed', None)
         inner, *at = open_storage(local), *hook[1:3]
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])

@@ -807,6 +807,10 @@ def test_local_directories_of_several_processes_are_not_read_only(four, place):
     assert all('local_dir with read_only=True is for jobs of one process' in text for _, text in errors)
     assert not place.disks[0].exists()
     four.run('tiers_close')
+    saved(four, place, [1, 2], persist=[1])
+    place.begin(four, read_only=True)
+    assert four.run('tiers_steps') == [[1, 2]] * COUNT
+    four.run('tiers_close')
 
 
 class Jobs:

@@ -577,7 +577,10 @@ def test_a_step_that_is_damaged_in_a_bucket_stays_there(gs, local, caplog):
         ck.save(state(2))
         with pytest.raises(NotPersistedError, match='exists, of another save'):
             ck.wait_until_persisted(2)
-    assert t5ckpt.verify(local, 2, full=True).ok
+        assert t5ckpt.verify(local, 2, full=True).ok
+        ck.save(state(2), overwrite=True)
+        ck.wait_until_persisted(2)
+    assert t5ckpt.verify(run, 2, full=True).ok
 
 
 def test_a_wait_raises_for_a_step_that_was_lost_before_the_start(gs, local, caplog):

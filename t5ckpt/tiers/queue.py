@@ -172,6 +172,7 @@ class UploadQueue(StepUploads):
         self._failed_attempts = 0
         self._error: Exception | None = None
         self._wakes = 0
+        # The process that has the thread.
         self._process = os.getpid()
 
     def is_uploading(self) -> bool:
@@ -191,6 +192,8 @@ class UploadQueue(StepUploads):
             older = self._take_older()
             is_new = bool(self._waiting) and not (self._is_running or self._is_stopped)
             self._is_running = self._is_running or is_new
+            if is_new:
+                self._process = os.getpid()
             self._condition.notify_all()
         self._drop_all(older)
         if is_new and start_thread(self._run, 't5ckpt-upload', daemon=False) is None:

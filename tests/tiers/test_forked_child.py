@@ -51,3 +51,37 @@ def test_a_forked_process_lists_the_steps_and_saves_nothing(tmp_path):
         assert kind == 'LocalDirError'
         assert 'this process was forked' in text
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
+
+
+_IN_CHILD = """
+import json, os, sys, time, warnings
+warnings.simplefilter('ignore')
+import t5ckpt
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
+
+
+class Slow(FaultyStorage):
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if name == 'write':
+            time.sleep(0.5)
+
+
+ck = t5ckpt.Checkpointer({'a': 1}, None, Slow(open_storage(sys.argv[1])), local_dir=sys.argv[2])
+child = os.fork()
+if child == 0:
+    ck.save({'a': 1}, step=1)
+    ck.wait_until_persisted(1)
+    ck.save({'a': 2}, step=2)
+    ck.close()
+    print(json.dumps(t5ckpt.all_steps(sys.argv[1])), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_process_that_alone_uses_a_checkpointer_waits_for_its_uploads(tmp_path):
+    done = forked.run(_IN_CHILD, tmp_path / 'run', tmp_path / 'local')
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout) == [1, 2]

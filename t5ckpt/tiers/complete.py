@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
-from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.errors import FormatError, StorageError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.reading.contents import file_checksums_of
@@ -22,10 +23,11 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     """Replaces the damaged files of a local step by those of the run's storage; reads every local file to find them.
 
     Returns:
-      The bytes of arrays that were read from the run's storage; None if it does not have this save, or the step is still damaged.
+      The bytes of arrays that were read from the run's storage; None if it does not have this save, or the step is still damaged,
+      such as on a full disk.
 
     Raises:
-      StorageError: the run's storage does not answer, or the local disk failed.
+      StorageError: the run's storage does not answer.
     """
     if not has_step(run, step) or not _is_same(local, run, step):
         return None
@@ -33,11 +35,11 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
     try:
         fetch = Fetch(source, file_checksums_of(source) or FileChecksums(), local, located.directory)
-        fetch.run(damaged)
+        has_written = _has_written(fetch, damaged, local.url(located.directory))
     except FormatError:
         # The copy in the run's storage is damaged, too, which its restore reports.
         return None
-    if not damaged or verify_located(located, full=True, accepts_part=True).damages:
+    if not has_written or not damaged or verify_located(located, full=True, accepts_part=True).damages:
         return None
     _log.warning(
         't5ckpt: %s: %d damaged or missing files were replaced by those of %s: %s',
@@ -47,6 +49,18 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         ', '.join(damaged[:5]),
     )
     return sum(array_bytes(name, size) for name, (size, _) in fetch.entries.items())
+
+
+def _has_written(fetch: Fetch, names: Sequence[str], where: str) -> bool:
+    """Fetches files; returns whether the local disk could be written."""
+    try:
+        fetch.run(names)
+    except StorageError:
+        if fetch.target_error is None:
+            raise
+        _log.warning('t5ckpt: %s could not be repaired: %s', where, fetch.target_error)
+        return False
+    return True
 
 
 def _is_same(local: Storage, run: Storage, step: int) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage
@@ -21,6 +23,7 @@ class Fetch:
 
     Attributes:
       entries: of the files that were copied; also after an error.
+      target_error: of a write to the local directory, after which a copy failed; None without one.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Fetch:
         self._target, self._directory = target, directory
         self._budget = ByteBudget(min(budget_bytes, IN_FLIGHT_BYTES))
         self.entries: dict[str, FileEntry] = {}
+        self.target_error: StorageError | None = None
 
     def run(self, names: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Copies files; ``check`` is called before each, and may raise.
@@ -55,8 +59,9 @@ class Fetch:
           CheckpointNotFoundError: a file does not exist.
           StorageError: a file could not be read or written.
         """
-        for parent in parents_of(names):
-            self._target.make_dir(join(self._directory, parent))
+        with self._noting_error():
+            for parent in parents_of(names):
+                self._target.make_dir(join(self._directory, parent))
         with Pool(_WORKERS, 't5ckpt-fetch') as pool:
             futures = [pool.submit(self._copy, name, check) for name in names]
             try:
@@ -66,6 +71,14 @@ class Fetch:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+    @contextlib.contextmanager
+    def _noting_error(self) -> Generator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self.target_error = error
+            raise
+
     def _copy(self, name: str, check: Callable[[], None]) -> None:
         check()
         size = self._checksums[name][0] if name in self._checksums else 0
@@ -74,7 +87,8 @@ class Fetch:
             data = self._files.read(name)
             entry = entry_of(data)
             self._checksums.check(name, entry, self._source.storage.url(join(self._source.directory, name)))
-            self._target.write(join(self._directory, name), data)
+            with self._noting_error():
+                self._target.write(join(self._directory, name), data)
         finally:
             self._budget.release(size)
         self.entries[name] = entry

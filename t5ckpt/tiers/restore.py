@@ -1,7 +1,8 @@
 """Restores the newest step of either tier, in a job of one process.
 
 A local step is read like any other checkpoint. If one of its files is damaged, the file is fetched from the run's storage if that
-has the same save. Otherwise the run's copy of the step is read; without one, the error is raised, as without tiers.
+has the same save. Otherwise the run's copy of the step is read; without one, the error is raised, as without tiers. A read that
+fails because of the disk is first repeated. Other errors of reads, such as too many open files, are raised.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import step_dir
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
+from t5ckpt.storage import means_damage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.complete import complete_from
+from t5ckpt.tiers.local_reads import LocalReads
 from t5ckpt.tiers.part import part_alone
 
 _log = logging.getLogger('t5ckpt')
-# A StorageError is of one of the local files, such as one in a bad sector.
 _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
 
 
@@ -61,8 +63,10 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
             restored = run_restore(from_run)
     else:
         try:
-            restored = run_restore(_of_disk(catalog, from_run, step))
+            restored = LocalReads().repeated(lambda: run_restore(_of_disk(catalog, from_run, step)))
         except _DAMAGES as error:
+            if not means_damage(error):
+                raise
             with catalog.noting_damage(step, catalog.local):
                 found = _mended(catalog, step, error)
                 fetched, is_local = found or 0, found is not None

@@ -16,8 +16,9 @@ from support.timed_storage import TimedStorage
 from tensorboardX import SummaryWriter
 
 import t5ckpt
-from t5ckpt.errors import NotPersistedError
+from t5ckpt.errors import AccessDeniedError, NoSpaceError, NotPersistedError, StorageError
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 from t5ckpt.tiers.rate_limit import SavesFirst
 
 AWAY = {'retry_seconds': 1.0}
@@ -232,6 +233,37 @@ def test_a_damaged_local_file_comes_from_the_bucket(bucket, local, caplog):
     assert {key.rsplit('/', 1)[1] for key in chunks} == {file.name}, 'no other chunk is read'
     assert t5ckpt.verify(local, full=True).ok
     assert [each for each in caplog.records if '1 damaged or missing files were replaced' in each.getMessage()]
+
+
+class Worn(FaultyStorage):
+    """A disk whose writes fail from a moment on."""
+
+    error: StorageError | None = None
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if self.error is not None and name in ('write', 'replace', 'make_dir'):
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    'error', [NoSpaceError(28, 'full'), AccessDeniedError(30, 'read-only'), StorageError(5, 'bad')]
+)
+def test_a_step_that_cannot_be_repaired_is_read_from_the_run(run_dir, local, caplog, error):
+    """A damaged local file, which the run has, on a disk that is full, read-only or failing."""
+    with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
+        for step in (1, 2):
+            ck.save(state(step))
+            ck.wait_until_persisted()
+    file = next((local / 'checkpoint_2/w').glob('[0-9]*'))
+    file.write_bytes(file.read_bytes()[:-1] + b'?')
+    disk = Worn(open_storage(local))
+    with checkpointer(run_dir, disk) as ck:
+        disk.error = error
+        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 2)
+        disk.error = None
+    assert f'could not be repaired: {error}' in caplog.text
+    assert 'step 2 is read from' in caplog.text
 
 
 def test_uploads_at_the_interval_of_young_and_daly(run_dir, local):

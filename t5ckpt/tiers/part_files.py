@@ -14,6 +14,8 @@ from t5ckpt.tiers.local_reads import LocalReads
 from t5ckpt.tiers.part import Part
 
 _log = logging.getLogger('t5ckpt')
+# A disk that fails cannot read any of the thousands of files of a step.
+_LOGGED_FILES = 5
 
 
 class PartFiles:
@@ -58,9 +60,11 @@ class PartFiles:
         except StorageError as error:
             if not is_disk_error(error):
                 raise
+            unreadable = self._reads.unreadable[self._part.step]
+            unreadable.add(name)
+            level = logging.WARNING if len(unreadable) <= _LOGGED_FILES else logging.DEBUG
             url = self._storage.url(key)
-            _log.warning('t5ckpt: %s cannot be read, and counts as missing in this restore: %s', url, error)
-            self._reads.unreadable[self._part.step].add(name)
+            _log.log(level, 't5ckpt: %s cannot be read, and counts as missing in this restore: %s', url, error)
         else:
             if entry_of(data) == self.entries[name]:
                 return data

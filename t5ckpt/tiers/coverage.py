@@ -92,9 +92,12 @@ def candidates(disks: Iterable[Mapping[int, DiskStep]]) -> list[Candidate]:
 def _candidate(step: int, save: str, parts: Sequence[DiskStep]) -> Candidate:
     indices = {part.index for part in parts}
     missing = tuple(index for index in range(max(part.count for part in parts)) if index not in indices)
-    held = {pair for part in parts for pair in part.positions}
-    positions = max(part.num_positions for part in parts) - len(held)
-    return Candidate(step, save, missing, positions, parts[0].created)
+    num_positions = max(part.num_positions for part in parts)
+    shards = {shard for part in parts for shard, _ in part.positions}
+    if num_positions == parts[0].count:
+        # One for each process, except those without an iterator: the disk has all files of their lists.
+        shards |= {part.index for part in parts if part.index >= 0}
+    return Candidate(step, save, missing, num_positions - len(shards & set(range(num_positions))), parts[0].created)
 
 
 def interrupted_uploads(records: Sequence[Sequence[Any]], parts: Sequence[Sequence[Any]]) -> dict[str, Any]:

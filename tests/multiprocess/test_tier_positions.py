@@ -74,13 +74,22 @@ def test_without_a_position_anywhere_the_older_step_is_taken(four, place, how):
     assert 1 in t5ckpt.all_steps(place.run)
 
 
-def test_a_job_in_which_one_process_has_an_iterator(four, place):
+@pytest.mark.parametrize('process', [0, 1])
+def test_a_job_in_which_one_process_has_an_iterator(four, place, process):
     """Its position is on two disks, and the other processes wait for none."""
-    place.begin(four, TWICE, iterator_in=[1])
+    place.begin(four, TWICE, iterator_in=[process])
     four.start('tiers_save', 1)
     assert four.answers(60) == [1] * COUNT
     assert four.run('tiers_wait') == [None] * COUNT
     four.run('tiers_close')
-    name = 'train_ds-001-of-004.msgpack'
-    assert [positions_in(disk, 1) for disk in place.disks] == [[], [name], [], [name]]
+    name = f'train_ds-00{process}-of-004.msgpack'
+    holders = (process, process + 2)
+    assert [positions_in(disk, 1) for disk in place.disks] == [[name] * (disk in holders) for disk in range(COUNT)]
     assert positions_in(place.run, 1) == [name]
+    # The other positions are not missing: their processes had none.
+    place.begin(four, TWICE, iterator_in=[process], persist=[])
+    assert four.run('tiers_save', 2) == [2] * COUNT
+    four.run('tiers_close')
+    place.begin(four, TWICE, iterator_in=[process], persist=[])
+    assert four.run('tiers_restore_or_init', 2) == [2] * COUNT
+    four.run('tiers_close')

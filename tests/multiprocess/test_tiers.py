@@ -616,7 +616,9 @@ def test_a_step_that_waits_in_a_smaller_job(four, two, place, tmp_path):
     # Also a wait for all steps says that one is lost.
     for wanted in (None, 1):
         errors = two.run('tiers_wait', wanted)
-        assert all('step 1 was not uploaded' in text and 'processes 1, 2 of the save are lost' in text for text in errors)
+        assert all(
+            'step 1 was not uploaded' in text and 'processes 1, 2 of the save are lost' in text for text in errors
+        )
     assert [two.run('tiers_save', step) for step in (2, 3)] == [[2] * 2, [3] * 2]
     assert two.run('tiers_wait') == [None] * 2
     two.run('tiers_close')

@@ -52,7 +52,12 @@ def test_positions_that_no_disk_has():
     disks = [disk(s5=('a', 0, 2, ((0, 2), (1, 2)), 2)), disk(s5=('a', 1, 2, ((1, 2),), 2))]
     assert candidates(disks)[0].positions == 0
     assert candidates(disks[1:])[0].positions == 1
-    assert candidates([disk(s5=('a', 0, 2, (), 2))])[0].positions == 2
+    assert candidates([disk(s5=('a', -1, 2, (), 2))])[0].positions == 2
+    # The list of process 0 is complete without a position: it had no iterator.
+    assert candidates([disk(s5=('a', 0, 2, (), 2))])[0].positions == 1
+    assert candidates([disk(s5=('a', 0, 2, (), 2)), disk(s5=('a', 1, 2, ((1, 2),), 2))])[0].positions == 0
+    # The positions may be those of another number of shards than processes.
+    assert candidates([disk(s5=('a', 0, 2, (), 4))])[0].positions == 4
     assert candidates([disk(s5=('a', 0, 2))])[0].positions == 0
 
 

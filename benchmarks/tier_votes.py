@@ -221,19 +221,17 @@ def save(channel: Channel, lists: Mapping[str, list[Any]]) -> None:
 
 
 def restart(channel: Channel, index: int, count: int) -> None:
-    """The rounds of a restart with intact disks: opening, the look, the check of the parts, and the needs."""
-    at = channel.round('opening')
-    at.reduce_on_leader(Phase.LOOK, {'id': ['0' * 16, True], 'waiting': []}, lambda _: {'id': '0' * 16})
-    at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
-    part = DiskStep(
-        '0' * 16, index, count, ((index, count), ((index + count // 2) % count, count)), count, 1.7e9 + 0.125
-    )
+    """The rounds of a restart with intact disks: the join, the choice of the step, the needs, and the end."""
+    positions = ((index, count), ((index + count // 2) % count, count))
+    part = DiskStep('0' * 16, index, count, positions, count, 1.7e9 + 0.125)
+    votes, saves = [part.vote(1000), part.vote(2000)], [[1000, '0' * 16], [2000, '0' * 16]]
+    joined = {'id': ['0' * 16, True], 'saves': saves, 'replaced': [], 'waiting': [], 'parts': votes}
+    channel.round('the join').reduce_on_leader(Phase.LOOK, joined, lambda _: {'id': '0' * 16})
 
     def decide(votes: Any) -> int:
         return len(candidates(dict(map(DiskStep.of, vote)) for vote in votes))
 
-    channel.round('the look').reduce_on_leader(Phase.LOOK, [part.vote(1000), part.vote(2000)], decide)
-    channel.round('a restore').reduce_on_leader(Phase.LOOK, False, any)
+    channel.round('the choice').reduce_on_leader(Phase.LOOK, votes, decide)
     at = channel.round('a restore')
     at.reduce_on_leader(Phase.NEED, ['', None], lambda _: None)
     at.reduce_on_leader(Phase.RESTORE, None, lambda _: None)

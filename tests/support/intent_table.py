@@ -86,7 +86,7 @@ use_gda | warning | always: ObsoleteArgumentWarning
 """,
     'Checkpointer.agree': 'action note decide | hint | one process decides alone',
     'Checkpointer.steps_to_restore': 'local | hint | for restore_or_init',
-    'Checkpointer.damaged_urls': 'steps | hint | for restore_or_init',
+    'Checkpointer.damaged_copies': 'shared | hint | for restore_or_init',
     'Checkpointer.best_step': 'metric mode | error | no policy says which, or no step has it and some have others',
     'Checkpointer.convert_from_tf_checkpoint': """
 state_transformation_fns | error | as in save

@@ -39,7 +39,7 @@ from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, ReadOnlyError, StepKeptError
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
-from t5ckpt.planning.casts import Cast
+from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
@@ -181,10 +181,7 @@ class Checkpointer:
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not change it.
         self.checkpoints_dir = self._storage.url()
-        if save_dtype is None and restore_dtype is None:
-            Cast.of(None, cast_leaves, 'save_dtype or restore_dtype')
-        cast = None if save_dtype is None else Cast.of(save_dtype, cast_leaves, 'save_dtype')
-        restore_cast = Cast.of_restore(restore_dtype, cast_leaves)
+        cast, restore_cast = casts_of(save_dtype, restore_dtype, cast_leaves)
         self.restore_dtype = None if restore_cast is None else restore_cast.requested
         self._cast_leaves = cast_leaves
         self._train_state, self._partitioner = train_state, partitioner
@@ -192,13 +189,9 @@ class Checkpointer:
         self._axes = LeafAxes(partitioner, train_state)
         self._dataset = DatasetState.of(dataset_iterator, partitioner)
         policy = _latest(keep) if keep_policy is None else keep_policy
+        datasets = dataset_count(keep_dataset_checkpoints)
         self._retention = Retention(
-            self._storage,
-            policy,
-            clock,
-            dataset_count(keep_dataset_checkpoints),
-            metric_source,
-            prune_others=prune_other_layouts,
+            self._storage, policy, clock, datasets, metric_source, prune_others=prune_other_layouts
         )
         same = {'local_dir': local_dir is not None}
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), same)

@@ -110,6 +110,20 @@ class Cast:
         return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
 
 
+def casts_of(
+    save_dtype: Any, restore_dtype: Any, leaves: str | re.Pattern[str] | None
+) -> tuple[Cast | None, Cast | None]:
+    """Parses the options of a checkpointer; returns the casts of its saves and of its restores.
+
+    Raises:
+      ValueError: see :meth:`Cast.of`.
+    """
+    if save_dtype is None and restore_dtype is None:
+        Cast.of(None, leaves, 'save_dtype or restore_dtype')
+    cast = None if save_dtype is None else Cast.of(save_dtype, leaves, 'save_dtype')
+    return cast, Cast.of_restore(restore_dtype, leaves)
+
+
 def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
     """Raises UnmatchedPattern for a cast that applies to none of the floating leaves.
 

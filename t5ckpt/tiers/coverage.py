@@ -22,6 +22,8 @@ import numpy as np
 from t5ckpt.core.text import some_of
 from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
+NOWHERE = 'no disk has a part of it that can be read'
+"""The reason why the upload of a step is not resumed whose save may never have been committed."""
 # This program writes no manifest with more chunks.
 _MOST_CHUNKS = 2**31
 
@@ -147,7 +149,7 @@ def _why_dropped(step: int, known: Sequence[Candidate]) -> str:
     """The reason why the upload of a step is not resumed, from the candidates of all steps."""
     found = next((each for each in known if each.step == step), None)
     if found is None:
-        return 'no disk has a part of it that can be read'
+        return NOWHERE
     if found.missing:
         lost = some_of([*map(str, found.missing)], 8)
         processes = 'process' if len(found.missing) == 1 else 'processes'

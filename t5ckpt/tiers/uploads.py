@@ -15,7 +15,7 @@ from t5ckpt.save.arguments import SaveCall, TierOptions
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.watched_metrics import OF_PERSIST_POLICY, WatchedMetrics
 from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.coverage import DiskStep
+from t5ckpt.tiers.coverage import NOWHERE, DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.orders import Orders
@@ -78,7 +78,8 @@ class Uploads:
         for step in sorted(set(waiting) - existing):
             why = f'{self.local.url()} no longer has it'
             self._note_lost(step, why)
-            self._queue.outcomes.note_dropped(step, why, is_failure=True)
+            # It is no failure: its save may have been killed before the commit.
+            self._queue.outcomes.note_dropped(step, why)
         found = self._without_parts(sorted(existing & set(waiting)))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
@@ -154,7 +155,7 @@ class Uploads:
             uploader = self._uploader
             self._queue = Follower(orders, self.local, self.run, uploader.pace, uploader.end, self._intents.steps)
         for step, why in dropped:
-            self._queue.outcomes.note_dropped(step, why, is_failure=True)
+            self._queue.outcomes.note_dropped(step, why, is_failure=why != NOWHERE)
         if not is_leader:
             return
         self._uploader.leader = Leader(orders, self.local, self.run, self.clock)

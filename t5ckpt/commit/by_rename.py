@@ -68,12 +68,16 @@ class RenameTransaction(Transaction):
         if not options.resume:
             return None
         for leftover, lock in _locked_leftovers(storage, step, 'tmp'):
-            is_same = lock.is_held and resume_text(storage, leftover.name) == options.resume
-            if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
-                work = cls(storage, step, leftover.name, clock, options, lock)
-                work._take_lease()
-                work._note_whether_it_replaces()
-                return work
+            work = cls(storage, step, leftover.name, clock, options, lock)
+            try:
+                is_same = lock.is_held and resume_text(storage, leftover.name) == options.resume
+                if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
+                    work._take_lease()
+                    work._note_whether_it_replaces()
+                    return work
+            except BaseException:
+                work.keep()
+                raise
             lock.close()
         return None
 

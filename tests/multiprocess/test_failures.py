@@ -133,8 +133,8 @@ def test_only_a_passed_deadline_is_a_time_out(four, tmp_path):
         assert 'already exists' in text
         assert [kind for kind, *_ in late] == ['ProcessMissingError'] * 3
         others = ', '.join(str(other) for other in range(4) if other != index)
-        for who, (_, text, _) in zip(('1', '0', others), late, strict=True):
-            assert f'process {who} did not arrive at' in text
+        for who, (_, text, _) in zip(('process 1', 'process 0', f'processes {others}'), late, strict=True):
+            assert f'{who} did not arrive at' in text
             assert 'within 1 s' in text
         assert votes == [0, 1, 2, 3]
 

@@ -78,8 +78,9 @@ class Uploads:
         for step in sorted(set(waiting) - existing):
             why = f'{self.local.url()} no longer has it'
             self._note_lost(step, why)
-            # It is no failure: its save may have been killed before the commit.
-            self._queue.outcomes.note_dropped(step, why)
+            self._queue.outcomes.note_dropped(
+                step, why
+            )  # not a failure: its save may have been killed before the commit
         found = self._without_parts(sorted(existing & set(waiting)))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)

@@ -78,9 +78,8 @@ class Uploads:
         for step in sorted(set(waiting) - existing):
             why = f'{self.local.url()} no longer has it'
             self._note_lost(step, why)
-            self._queue.outcomes.note_dropped(
-                step, why
-            )  # not a failure: its save may have been killed before the commit
+            # Not a failure: its save may have been killed before the commit.
+            self._queue.outcomes.note_dropped(step, why)
         found = self._without_parts(sorted(existing & set(waiting)))
         if found:
             _log.info('t5ckpt: steps of %s that wait for their upload: %s', self.local.url(), found)
@@ -88,12 +87,8 @@ class Uploads:
 
     def _note_lost(self, step: int, why: str, level: int = logging.WARNING) -> None:
         """Forgets a step that waited when an earlier process ended, and that cannot be uploaded."""
-        _log.log(
-            level,
-            't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.',
-            step,
-            why,
-        )
+        text = 't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.'
+        _log.log(level, text, step, why)
         self._intents.drop(step)
         self._schedule.owe(step)
 

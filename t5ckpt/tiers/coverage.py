@@ -23,7 +23,7 @@ from t5ckpt.core.text import some_of
 from t5ckpt.format.chunk_grid import ChunkGrid, ceil_div
 
 NOWHERE = 'no disk has a part of it that can be read'
-"""The reason why the upload of a step is not resumed whose save may never have been committed."""
+"""The reason for a step whose save may have been killed before its commit."""
 # This program writes no manifest with more chunks.
 _MOST_CHUNKS = 2**31
 

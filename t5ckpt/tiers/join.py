@@ -16,7 +16,7 @@ from t5ckpt.distributed.rounds import Channel, Phase
 from t5ckpt.tiers.coverage import interrupted_uploads
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
-from t5ckpt.tiers.mixed_overwrites import put_in_place, replaced_in, saves_to_put_in_place
+from t5ckpt.tiers.mixed_overwrites import put_back_saves, replaced_in, saves_to_put_back
 from t5ckpt.tiers.orders import Orders
 from t5ckpt.tiers.part import LocalParts, parts_in
 from t5ckpt.tiers.provide import completed
@@ -62,9 +62,9 @@ class Join:
                 'parts': self._uploads.part_votes(local),
             }
         decided = at.reduce_on_leader(Phase.LOOK, vote, functools.partial(_decide, self._dir))
-        if decided['put_in_place']:
+        if decided['put_back']:
             with at.together(Phase.COMMIT):
-                put_in_place(storage, dict(decided['put_in_place']), dict(saves), self._clock)
+                put_back_saves(storage, dict(decided['put_back']), dict(saves), self._clock)
             return self.run(coordinator, new_channel, open_directory)
         if decided['is_new']:
             with at.together(Phase.COMMIT):
@@ -93,10 +93,10 @@ class Join:
 def _decide(directory: LocalDir, votes: Sequence[Any]) -> dict[str, Any]:
     """On process 0: the id, the overwrites to end, and which of the waiting steps are uploaded."""
     saves = {(step, save) for vote in votes for step, save in vote['saves']}
-    mixed = saves_to_put_in_place([dict(vote['saves']) for vote in votes], [dict(vote['replaced']) for vote in votes])
+    mixed = saves_to_put_back([dict(vote['saves']) for vote in votes], [dict(vote['replaced']) for vote in votes])
     if mixed and len({vote['id'][0] for vote in votes} - {''}) == 1:
-        return {'put_in_place': [*mixed.items()]}
+        return {'put_back': [*mixed.items()]}
     agreed, is_shared = directory.agreed_id([tuple(vote['id']) for vote in votes], saves)
     uploads = interrupted_uploads([vote['waiting'] for vote in votes], [vote['parts'] for vote in votes])
     is_new = any(vote['id'] != [agreed, is_shared] for vote in votes)
-    return {'put_in_place': [], 'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}
+    return {'put_back': [], 'id': agreed, 'is_shared': is_shared, 'is_new': is_new, **uploads}

@@ -16,7 +16,8 @@ from t5ckpt.errors import StorageError
 from t5ckpt.storage import is_disk_error
 
 _log = logging.getLogger('t5ckpt')
-_SECONDS = 2.0
+UNREADABLE_SECONDS = 2.0
+"""A local file that could not be read for so long counts as absent in a restore, and as damaged in an upload."""
 _PAUSE_SECONDS = 0.1
 _T = TypeVar('_T')
 
@@ -31,7 +32,7 @@ class LocalReads:
     def __init__(self) -> None:
         """Reads nothing."""
         self.unreadable: defaultdict[int, set[str]] = defaultdict(set)
-        self._seconds_left = _SECONDS
+        self._seconds_left = UNREADABLE_SECONDS
 
     def repeated(self, read: Callable[[], _T]) -> _T:
         """Calls a function that reads local files, and again while the disk fails, for two seconds of all calls together.
@@ -47,7 +48,7 @@ class LocalReads:
             except StorageError as error:
                 if not is_disk_error(error) or self._seconds_left <= 0:
                     raise
-                if self._seconds_left == _SECONDS:
-                    _log.warning('t5ckpt: reading again, for at most %g s: %s', _SECONDS, error)
+                if self._seconds_left == UNREADABLE_SECONDS:
+                    _log.warning('t5ckpt: reading again, for at most %g s: %s', UNREADABLE_SECONDS, error)
             time.sleep(min(_PAUSE_SECONDS, self._seconds_left))
             self._seconds_left -= time.monotonic() - started

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from t5ckpt.commit.replacement import take_back
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import SIDECAR, parse_leftover
 from t5ckpt.storage import Storage
@@ -30,14 +30,14 @@ def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
             continue
         try:
             save = digest(storage.read(join(entry.name, SIDECAR)))
-        except T5CkptError:
+        except CheckpointNotFoundError:
             # Its writer died before it was complete.
             continue
         replaced.setdefault(leftover.step, {})[save] = entry.name
     return replaced
 
 
-def saves_to_put_in_place(
+def saves_to_put_back(
     current: Sequence[Mapping[int, str]], replaced: Sequence[Mapping[int, Sequence[str]]]
 ) -> dict[int, str]:
     """Decides which save of a step all disks get, where they have different ones.
@@ -63,10 +63,11 @@ def saves_to_put_in_place(
     return decided
 
 
-def put_in_place(storage: Storage, saves: Mapping[int, str], current: Mapping[int, str], clock: Clock) -> None:
-    """Puts the replaced checkpoints of some saves in the places of the current ones, which are removed.
+def put_back_saves(storage: Storage, saves: Mapping[int, str], current: Mapping[int, str], clock: Clock) -> None:
+    """Puts the replaced checkpoints of some saves back in the place of the current ones, which are removed.
 
     Raises:
+      StepKeptError: the current one is pinned or has a read lease.
       StorageError: the disk failed.
     """
     replaced = replaced_in(storage)
@@ -75,7 +76,7 @@ def put_in_place(storage: Storage, saves: Mapping[int, str], current: Mapping[in
         if name is not None and current.get(step) != save:
             take_back(storage, step, name, clock)
             _log.warning(
-                't5ckpt: a process died while step %d was overwritten; %s has the save again that all disks have',
+                't5ckpt: a process died while step %d was being overwritten; the save that all disks have was put back in %s',
                 step,
                 storage.url(),
             )

@@ -56,7 +56,7 @@ class PartFiles:
         try:
             data = self._reads.repeated(lambda: self._storage.read(key))
         except (CheckpointNotFoundError, NotADirectoryStorageError):
-            _log.warning('t5ckpt: %s does not exist anymore', self._storage.url(key))
+            _log.warning('t5ckpt: %s no longer exists', self._storage.url(key))
         except StorageError as error:
             if not is_disk_error(error):
                 raise

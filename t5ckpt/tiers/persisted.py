@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
+from t5ckpt.core.text import numbered
 from t5ckpt.errors import CheckpointNotFoundError, NotPersistedError, StorageError
 from t5ckpt.format.checksum import digest
 from t5ckpt.reading.raw_files import read_raw
@@ -17,8 +18,10 @@ from t5ckpt.tiers.part import save_of
 def check_none_waits(directory: LocalDir, not_begun: Collection[int]) -> None:
     """Raises NotPersistedError if there are steps that wait, and this process uploads nothing."""
     if not_begun:
-        steps = ', '.join(map(str, not_begun))
-        raise NotPersistedError(f'step {steps} waits for its upload to {directory.run.url()}: {_when_begun(directory)}')
+        wait = 'waits for its' if len(not_begun) == 1 else 'wait for their'
+        raise NotPersistedError(
+            f'{numbered("step", sorted(not_begun))} {wait} upload to {directory.run.url()}: {_when_begun(directory)}'
+        )
 
 
 def check_in_run(directory: LocalDir, step: int, not_begun: Collection[int], reason: Callable[[int], str]) -> None:

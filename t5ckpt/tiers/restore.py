@@ -70,7 +70,7 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
             with catalog.noting_damage(step, catalog.local):
                 found = _mended(catalog, step, error)
                 fetched, is_local = found or 0, found is not None
-                with catalog.noting_damage(step, catalog.run):
+                with catalog.noting_damage(step, *([] if is_local else [catalog.run])):
                     restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)

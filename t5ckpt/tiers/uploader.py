@@ -17,6 +17,7 @@ from t5ckpt.save.request import Reuse
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.local_reads import UNREADABLE_SECONDS
 from t5ckpt.tiers.orders import Close, Ended, Failed, Order, Refused
 from t5ckpt.tiers.part import save_of
 from t5ckpt.tiers.queue import UploadOutdated, UploadStopped
@@ -24,8 +25,6 @@ from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
 from t5ckpt.tiers.shared_upload import Leader
 from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError, copy_alone, upload
 
-# A local file that no attempt could read for this time counts as damaged.
-_UNREADABLE_SECONDS = 2.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -127,7 +126,7 @@ class Uploader:
         except UnreadableStepError as error:
             now = time.monotonic()
             self._unreadable = step, since if unreadable == step else now
-            if now - self._unreadable[1] >= _UNREADABLE_SECONDS:
+            if now - self._unreadable[1] >= UNREADABLE_SECONDS:
                 raise NotUploadableError(str(error)) from error
             raise
 

@@ -16,7 +16,7 @@ from t5ckpt.tiers.coverage import (
     plan_sends,
     union,
 )
-from t5ckpt.tiers.mixed_overwrites import saves_to_put_in_place
+from t5ckpt.tiers.mixed_overwrites import saves_to_put_back
 
 COUNT = 13
 
@@ -149,7 +149,7 @@ def test_holders_of_the_same_chunks_share_the_work():
     ],
 )
 def test_all_disks_get_the_same_save_after_an_overwrite_that_was_cut_off(current, replaced, expected):
-    assert saves_to_put_in_place(current, replaced) == expected
+    assert saves_to_put_back(current, replaced) == expected
 
 
 @pytest.mark.parametrize('newer', ['a', 'b'])

@@ -84,29 +84,28 @@ def test_lines_of_saves(run_dir, local, caplog):
     assert not lines(caplog, 'is uploaded to')
 
 
-def test_waiting_steps_are_logged_once(gs, local, caplog):
-    """Each of them waits while the others are uploaded, or the bucket is away."""
+def save_while_the_bucket_is_away(gs, local, steps, **options):
+    """Saves and uploads step 1, and then saves others; the run."""
     run = gs.url()
     with checkpointer(run, local, local_keep=1, storage_options={'retry_seconds': 1.0}) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         gs.proxy.choose = lambda kind, key: '503'
-        for step in (2, 3, 4, 5):
-            ck.save(state(step), overwrite=True)
+        for step in steps:
+            ck.save(state(step), **options)
         gs.proxy.choose = lambda kind, key: None
+    return run
+
+
+def test_waiting_steps_are_logged_once(gs, local, caplog):
+    """Each of them waits while the others are uploaded, or the bucket is away."""
+    save_while_the_bucket_is_away(gs, local, (2, 3, 4, 5), overwrite=True)
     assert len(lines(caplog, 'waits for its upload')) == 1
     assert not lines(caplog, 'is not uploaded to')
 
 
 def test_an_upload_that_a_newer_step_replaces_is_skipped(gs, local, caplog):
-    run = gs.url()
-    with checkpointer(run, local, local_keep=1, storage_options={'retry_seconds': 1.0}) as ck:
-        ck.save(state(1))
-        ck.wait_until_persisted()
-        gs.proxy.choose = lambda kind, key: '503'
-        for step in (2, 3, 4):
-            ck.save(state(step))
-        gs.proxy.choose = lambda kind, key: None
+    run = save_while_the_bucket_is_away(gs, local, (2, 3, 4))
     assert lines(caplog, f'skipping the upload of step 3 to {run}: step 4 is newer')
     assert not lines(caplog, 'is not uploaded to')
 

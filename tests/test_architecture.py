@@ -1,4 +1,4 @@
-"""What keeps the package small to read: rooms, ceilings, sorted names, a bare import.
+"""What keeps the package small to read: rooms, short bodies, sorted names, a bare import.
 
 Everything here is read from the syntax tree, so a rule holds for code that no test runs, too. A rule that gets in the
 way is changed here, in the open, with the reason in docs/decisions.md.
@@ -17,30 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / 't5ckpt'
 
-# What stands at the top of the package: public modules, and rooms.
-MAX_TOP_MODULES = 26
-MAX_ROOMS = 24
-MAX_MODULE_LINES = 400
-MAX_CLASS_LINES = 250
+# A body fits a screen.
 MAX_BODY_LINES = 50
-MAX_PARAMETERS = 6
-# The one class that users hold in their hands: each of its methods is a docstring and a few lines that pass its
-# arguments on. Splitting it would hide the interface, not shorten it. errors.py is a list of classes, one a cause.
-LONGER_MODULES = {'checkpointer': 830, 'errors': 490}
-# The class that users call, and the interface of storages, which is a docstring and a default of one line for each method.
-LONGER_CLASSES = {'checkpointer.Checkpointer', 'storage.base.Storage'}
-# Signatures that T5X's callers use by position and keyword, and what orders their arguments; and one that takes an argument under
-# its former name, too. Everything else groups its parameters in a type.
-T5X_SIGNATURES = {
-    'checkpointer.Checkpointer.__init__',
-    'checkpointer.Checkpointer.restore',
-    'checkpointer.Checkpointer.save',
-    'checkpointer.Checkpointer.save_async',
-    'load.load_t5x_checkpoint',
-    'policies.StepInfo.__init__',
-    'save.arguments.SaveCall.of',
-    'save_best.SaveBestCheckpointer.__init__',
-}
 
 # Installed by an extra, so absent for most: imported inside a function, and only in these places.
 OPTIONAL = {
@@ -139,15 +117,6 @@ def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters a caller has to think of: `self` and `cls` are not among them."""
-    given = function.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    stars = [star for star in (given.vararg, given.kwarg) if star is not None]
-    bound = bool(named) and named[0].arg in {'self', 'cls'}
-    return len(named) + len(stars) - bound
-
-
 def _sorted_names(names: list[str]) -> list[str]:
     """CONSTANTS, then Classes, then the rest, each in order and once: what ruff's RUF022 sorts to."""
 
@@ -170,10 +139,7 @@ def test_the_package_was_found():
 
 def test_the_top_is_public():
     files = {path.stem for path in PACKAGE.glob('*.py')}
-    rooms = {module.top for module in MODULES} - files
     assert [name for name in sorted(files) if name.startswith('_') and not name.endswith('__')] == ['_version']
-    assert len(files) <= MAX_TOP_MODULES
-    assert len(rooms) <= MAX_ROOMS
 
 
 def test_every_room_says_what_it_is_for():
@@ -194,33 +160,9 @@ def test_rooms_import_only_rooms_below_them(tmp_path: Path):
     assert done.returncode == 0, done.stdout
 
 
-def test_modules_are_short():
-    lengths = {module.name: module.text.count('\n') for module in MODULES}
-    assert {n: lines for n, lines in lengths.items() if lines > LONGER_MODULES.get(n, MAX_MODULE_LINES)} == {}
-
-
-def test_classes_are_short():
-    lengths = {
-        f'{module.name}.{node.name}': node.end_lineno - node.lineno + 1
-        for module in MODULES
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {name for name, lines in lengths.items() if lines > MAX_CLASS_LINES} == LONGER_CLASSES
-
-
 def test_functions_are_short():
     lengths = {name: _body_lines(function) for module in MODULES for name, function in module.functions()}
     assert {n: lines for n, lines in lengths.items() if lines > MAX_BODY_LINES} == {}
-
-
-def test_functions_take_few_parameters():
-    counts = {name: _parameters(function) for module in MODULES for name, function in module.functions()}
-    exempt = T5X_SIGNATURES
-    assert {name: n for name, n in counts.items() if n > MAX_PARAMETERS and name not in exempt} == {}
-    present = {module.name for module in MODULES}
-    stale = {name for name in exempt if name.partition('.')[0] in present and counts.get(name, 0) <= MAX_PARAMETERS}
-    assert stale == set(), 'no longer need their exemption'
 
 
 def test_only_public_modules_list_their_names():

@@ -333,7 +333,7 @@ class Checkpointer:
           metrics: numbers by name, stored in the sidecar and read by keep policies; those of process 0 are used.
           overwrite: replaces a complete checkpoint of the step, after the new one is complete. Not on an object store if the
             old or the new one has positions of data iterators, or T5X wrote the old one: call ``delete(step)`` first.
-          custom_metadata: a dict of JSON's types, stored in the sidecar; ``open_checkpoint(...).custom_metadata`` returns it.
+          custom_metadata: a mapping of JSON's types, stored in the sidecar; ``open_checkpoint(...).custom_metadata`` returns it.
             That of process 0 is used.
 
         Returns:

@@ -100,31 +100,45 @@ def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
 
 
 def plain_json(name: str, value: Any) -> dict[str, Any]:
-    """Copies a dict of JSON types, since the caller may change it before it is written. None gives {}.
+    """Copies a mapping of JSON types, since the caller may change it before it is written. None gives {}.
 
     Raises:
-      ValueError: the value is not a dict of JSON types, or would not survive the round trip, such as an integer key.
+      ValueError: the value is not a mapping of JSON types, or would not survive the round trip, such as an integer key.
     """
-    check_kind(name, value, Mapping, "{'git': 'a1b2c3'}")
-    plain = {} if value is None else dict(value)
+    if not _is_mapping(value):
+        check_kind(name, value, Mapping, "{'git': 'a1b2c3'}")
+        return {}
     try:
-        copy = json.loads(json.dumps(plain, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+        return _plain(value, f'{name}: ', '')
+    except RecursionError as error:
+        raise ValueError(f'{name} is nested too deeply, or contains itself.') from error
+
+
+def _is_mapping(value: Any) -> bool:
+    # ml_collections' ConfigDict is not registered as a Mapping.
+    return callable(getattr(value, 'keys', None))
+
+
+def _plain(value: Any, before: str, path: str) -> Any:
+    """The value in JSON's types; errors begin with ``before`` and the path in the value."""
+    where = f'{before}{path}: ' if path else before
+    inner = f'{path}/' if path else ''
+    if _is_mapping(value):
+        for key in value.keys():  # noqa: SIM118 - not all mappings iterate over their keys
+            if not isinstance(key, str):
+                article = 'an' if isinstance(key, int) and not isinstance(key, bool) else 'a'
+                kind = f'{article} {type(key).__name__}'
+                raise ValueError(f'{where}key {shown(key)} is {kind}, but keys in JSON are strings. Pass str(key).')  # noqa: TRY004 - as for all options
+        return {str(key): _plain(value[key], before, f'{inner}{key}') for key in value.keys()}  # noqa: SIM118
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, before, f'{inner}{index}') for index, item in enumerate(value)]
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f'{name} must hold JSON types only: strings, numbers, booleans, None, lists and dicts ({error}).'
+            f'{where}{shown(value)} is a {type(value).__name__} that JSON lacks ({error}). JSON has strings, finite numbers, '
+            'booleans, None, lists and dicts.'
         ) from error
-    if copy != _with_lists(plain):
-        raise ValueError(
-            f'{name} would come back changed: the keys of its dicts must be strings, got {shown(plain, 200)}.'
-        )
-    return copy
-
-
-def _with_lists(value: Any) -> Any:
-    """Replaces tuples by lists, as a round trip through JSON does."""
-    if isinstance(value, Mapping):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 import time
+import types
 import uuid
 
 import jax
@@ -624,12 +625,51 @@ def test_custom_metadata(tmp_path):
     assert t5ckpt.verify(tmp_path).ok
 
 
-@pytest.mark.parametrize(
-    'bad', [[1], 'a', {1: 2}, {'a': {1: 2}}, {'a': {3}}, {'a': math.nan}, {'a': np.ones(2)}], ids=repr
-)
-def test_metadata_that_json_cannot_hold(tmp_path, bad):
+class ConfigDict:
+    """ml_collections' class has a mapping's methods, and is not registered as one."""
+
+    def __init__(self, **items):
+        self.held = items
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def keys(self):
+        return self.held.keys()
+
+
+def test_metadata_of_any_mapping(tmp_path):
+    given = ConfigDict(model=ConfigDict(width=8, names=('a', 'b')), view=types.MappingProxyType({'lr': 0.1}))
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
-        with pytest.raises(ValueError, match='custom_metadata'):
+        ck.save(state(), step=1, custom_metadata=given)
+    found = t5ckpt.open_checkpoint(tmp_path).custom_metadata
+    assert found == {'model': {'width': 8, 'names': ['a', 'b']}, 'view': {'lr': 0.1}}
+
+
+def endless():
+    loop = {}
+    loop['again'] = [loop]
+    return loop
+
+
+@pytest.mark.parametrize(
+    ('bad', 'text'),
+    [
+        ([1], r'custom_metadata must be a Mapping'),
+        ('a', r'custom_metadata must be a Mapping'),
+        ({1: 2}, r'^custom_metadata: key 1 is an int'),
+        ({'llama_config': {'id2label': {0: 'no'}}}, r'^custom_metadata: llama_config/id2label: key 0 is an int'),
+        ({'a': [{'b': ConfigDict(), 'c': {None: 1}}]}, r'^custom_metadata: a/0/c: key None is a NoneType'),
+        ({'a': {'b': {3}}}, r'^custom_metadata: a/b: \{3\} is a set'),
+        ({'a': math.nan}, r'^custom_metadata: a: nan is a float'),
+        ({'a': np.ones(2)}, r'^custom_metadata: a: .* is a ndarray'),
+        (endless(), r'^custom_metadata is nested too deeply'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else '',
+)
+def test_metadata_that_json_cannot_hold(tmp_path, bad, text):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        with pytest.raises(ValueError, match=text):
             ck.save(state(), step=1, custom_metadata=bad)
         assert ck.all_steps() == []
 

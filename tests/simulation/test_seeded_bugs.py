@@ -11,6 +11,7 @@ from simulation import seeded
 
 ROOT = Path(__file__).parents[2]
 
+
 def test_there_are_bugs_of_each_kind():
     assert len(seeded.BUGS) >= 15
     assert {'disk', 'save'} <= {bug['scenarios'][0].partition('-')[0] for bug in seeded.BUGS}

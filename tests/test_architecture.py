@@ -54,7 +54,6 @@ PUBLIC_IN_ROOMS = {
     'save.stream_writer',
     'storage.base',
     'storage.options',
-    'testing.simulation.primitives',
 }
 
 HEAVY = ('flax', 'jax', 'jaxlib', 'optax', 'orbax', 'tensorboard', 'tensorflow', 'tensorstore', 'torch')

@@ -3,13 +3,13 @@
 import itertools
 import uuid
 
+from simulation.any_storage import scenarios_of
+from simulation.own_storage import point
+from simulation.programs import after, saver
+from simulation.scenarios import Scenario
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.storage import Entry, Storage
 from t5ckpt.storage.memory import MemoryStorage
-from t5ckpt.testing.simulation.any_storage import scenarios_of
-from t5ckpt.testing.simulation.own_storage import point
-from t5ckpt.testing.simulation.programs import after, saver
-from t5ckpt.testing.simulation.scenarios import Scenario
 
 
 class Careless(MemoryStorage):

@@ -9,7 +9,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from t5ckpt.testing.simulation.campaign import simulate
+from simulation.campaign import simulate
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / 't5ckpt'

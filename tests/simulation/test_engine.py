@@ -11,23 +11,25 @@ import sys
 import numpy as np
 import pytest
 
-from t5ckpt.testing.simulation.any_storage import scenarios_of
-from t5ckpt.testing.simulation.campaign import continue_report, explore, simulate
-from t5ckpt.testing.simulation.choosers import Replay, chooser_of
-from t5ckpt.testing.simulation.disk import Disk
-from t5ckpt.testing.simulation.primitives import Event, Lock, SimpleQueue, Thread
-from t5ckpt.testing.simulation.report import Explored, table
-from t5ckpt.testing.simulation.scheduler import Decision, Scheduler, active
+from simulation.any_storage import scenarios_of
+from simulation.campaign import continue_report, explore, simulate
+from simulation.choosers import Replay, chooser_of
+from simulation.disk import Disk
+from simulation.primitives import Event, Lock, SimpleQueue, Thread
+from simulation.report import Explored, table
+from simulation.scheduler import Decision, Scheduler, active
+
+TESTS = str(pathlib.Path(__file__).resolve().parents[1])
 
 _TRACE = """
 import sys
-from t5ckpt.testing.simulation import virtual
+from simulation import virtual
 virtual.enter()
 import logging
 logging.disable(logging.CRITICAL)
-from t5ckpt.testing.simulation.choosers import Replay, chooser_of
-from t5ckpt.testing.simulation.explore import Explorer
-from t5ckpt.testing.simulation.scenarios import SCENARIOS
+from simulation.choosers import Replay, chooser_of
+from simulation.explore import Explorer
+from simulation.scenarios import SCENARIOS
 for name in sys.argv[1:]:
     explorer = Explorer(SCENARIOS[name])
     for seed in (1, 2, 3, 10):
@@ -42,7 +44,7 @@ for name in sys.argv[1:]:
 def test_the_same_seed_is_the_same_trace():
     """In two processes, byte for byte; and its decisions, replayed, are the same trace in one process."""
     command = [sys.executable, '-c', _TRACE, 'prune-faults', 'disk-save-faults']
-    environment = {**os.environ, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}
+    environment = {**os.environ, 'PYTHONPATH': TESTS, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}
     runs = [subprocess.run(command, env=environment, capture_output=True, check=False) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr.decode()
     assert runs[0].stdout == runs[1].stdout
@@ -86,7 +88,7 @@ def test_a_report_is_continued(tmp_path):
 
 _REPORTS = """
 import sys
-from t5ckpt.testing.simulation.report import Explored
+from simulation.report import Explored
 while True:
     explored = Explored.read(sys.argv[1], 'name')
     explored.following += 1
@@ -98,7 +100,9 @@ while True:
 def test_a_report_outlives_a_kill(tmp_path):
     following = 0
     for _ in range(4):
-        with subprocess.Popen([sys.executable, '-c', _REPORTS, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+        command = [sys.executable, '-c', _REPORTS, tmp_path]
+        environment = {**os.environ, 'PYTHONPATH': TESTS}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as writer:
             for _ in range(3):
                 following = int(writer.stdout.readline())
             writer.kill()
@@ -112,19 +116,21 @@ def test_a_storage_of_ones_own(storage):
     command = [
         sys.executable,
         '-m',
-        't5ckpt.testing.simulation',
+        'simulation',
         storage,
         '--module',
-        'own_scenarios',
+        'simulation.own_scenarios',
         '--workers',
         '1',
     ]
-    environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parent), 'JAX_PLATFORMS': 'cpu'}
+    environment = {**os.environ, 'PYTHONPATH': TESTS, 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (int(storage == 'Careless'), '')
     assert ('Careless: step 7 is listed, and checkpoint_7/' in done.stdout) == (storage == 'Careless')
     if storage == 'Careless':
-        violation, again = re.search('(Careless: step 7 .*)\nafter .*; again: python (.*)', done.stdout).groups()
+        violation, again = re.search(
+            '(Careless: step 7 .*)\nafter .*; again: PYTHONPATH=tests python (.*)', done.stdout
+        ).groups()
         command = [sys.executable, *again.split()]
         repeated = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (repeated.returncode, repeated.stderr) == (1, '')
@@ -132,20 +138,17 @@ def test_a_storage_of_ones_own(storage):
 
 
 @pytest.mark.slow
-def test_a_good_storage_passes_all_scenarios(monkeypatch):
-    """With as many schedules as docs/storage.md says."""
-    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parent))
+def test_a_good_storage_passes_all_scenarios():
     names = [f'memory-{name}' for name in scenarios_of(dict)]
-    found = simulate(names, range(100), module='own_scenarios')
+    found = simulate(names, range(100), module='simulation.own_scenarios')
     assert found.failures == []
     assert found.schedules == 100 * len(names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('storage', ['Careless', 'Twofold', 'Unconditional'])
-def test_a_storage_without_conditions_fails(storage, monkeypatch):
-    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parent))
-    found = simulate([f'{storage}-late'], range(100), module='own_scenarios')
+def test_a_storage_without_conditions_fails(storage):
+    found = simulate([f'{storage}-late'], range(100), module='simulation.own_scenarios')
     assert re.search('is missing|is gone', found.failures[0].violation)
 
 

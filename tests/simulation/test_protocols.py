@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from t5ckpt.testing.simulation.campaign import simulate
-from t5ckpt.testing.simulation.scenarios import SCENARIOS
+from simulation.campaign import simulate
+from simulation.scenarios import SCENARIOS
 
 # 20,000 in all; `make soak` sets a million.
 SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '20000'))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulation import seeded
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from simulation.scenarios import SCENARIOS, Scenario
 from t5ckpt.storage import Storage
-from t5ckpt.testing.simulation.scenarios import SCENARIOS, Scenario
 
 FAULTS = ('crash', 'pause', 'delay', 'error', 'lost')
 _STOPS = ('pause', 'delay')

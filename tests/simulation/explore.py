@@ -7,12 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from simulation.choosers import Replay, chooser_of
+from simulation.scenarios import Scenario
+from simulation.scheduler import Chooser, Decision, Killed, Scheduler
+from simulation.tasks import Task
+from simulation.world import World
 from t5ckpt.errors import T5CkptError, UnsupportedFormatError
-from t5ckpt.testing.simulation.choosers import Replay, chooser_of
-from t5ckpt.testing.simulation.scenarios import Scenario
-from t5ckpt.testing.simulation.scheduler import Chooser, Decision, Killed, Scheduler
-from t5ckpt.testing.simulation.tasks import Task
-from t5ckpt.testing.simulation.world import World
 
 _LEFTOVER_SECONDS = 7200.0
 # The files that may remain after a save without faults: the steps, and the index of a bucket.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from t5ckpt.format.names import step_dir
-from t5ckpt.storage import Storage
-from t5ckpt.testing.simulation.disk import Disk
-from t5ckpt.testing.simulation.jobs import job, jobs, preempted, stopped_job
-from t5ckpt.testing.simulation.programs import (
+from simulation.disk import Disk
+from simulation.jobs import job, jobs, preempted, stopped_job
+from simulation.programs import (
     after,
     finisher,
     in_turn,
@@ -20,11 +18,13 @@ from t5ckpt.testing.simulation.programs import (
     saver,
     viewer,
 )
-from t5ckpt.testing.simulation.scheduler import wait_until
-from t5ckpt.testing.simulation.tasks import Task
-from t5ckpt.testing.simulation.tiers import tier_finisher, tiers, tiers_apart, tiers_before
-from t5ckpt.testing.simulation.verbs import copier, holder, pruner, put_aside, repairer, restarter, stripper
-from t5ckpt.testing.simulation.world import World
+from simulation.scheduler import wait_until
+from simulation.tasks import Task
+from simulation.tiers import tier_finisher, tiers, tiers_apart, tiers_before
+from simulation.verbs import copier, holder, pruner, put_aside, repairer, restarter, stripper
+from simulation.world import World
+from t5ckpt.format.names import step_dir
+from t5ckpt.storage import Storage
 
 _BUCKET_FAULTS = ('crash', 'crash', 'pause', 'delay', 'error', 'lost', 'late')
 _STOPS = ('pause', 'delay')

@@ -1,4 +1,4 @@
-"""``os``, ``fcntl``, ``shutil`` and ``ctypes`` over a :class:`~t5ckpt.testing.simulation.disk.Disk`, below ``/simulated``.
+"""``os``, ``fcntl``, ``shutil`` and ``ctypes`` over a :class:`~simulation.disk.Disk`, below ``/simulated``.
 
 The module that writes to file systems, ``t5ckpt/storage/file.py``, runs unchanged on them. Every call that another process could
 notice is a point of the schedule.
@@ -19,9 +19,9 @@ import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from t5ckpt.testing.simulation.disk import Directory, Disk, File
-from t5ckpt.testing.simulation.scheduler import active, current_task, facade
-from t5ckpt.testing.simulation.tasks import Process
+from simulation.disk import Directory, Disk, File
+from simulation.scheduler import active, current_task, facade
+from simulation.tasks import Process
 
 ROOT = '/simulated'
 _FIRST_DESCRIPTOR = 10**6

@@ -11,16 +11,16 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from simulation import posix
+from simulation.bucket import Bucket, SimulatedBucket, mount
+from simulation.directory import SimulatedDirectory
+from simulation.disk import Disk
+from simulation.own_storage import OwnServer, OwnStorage
+from simulation.scheduler import Scheduler
+from simulation.tasks import Process, Task
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of, to_persist_file
 from t5ckpt.storage import Storage
-from t5ckpt.testing.simulation import posix
-from t5ckpt.testing.simulation.bucket import Bucket, SimulatedBucket, mount
-from t5ckpt.testing.simulation.directory import SimulatedDirectory
-from t5ckpt.testing.simulation.disk import Disk
-from t5ckpt.testing.simulation.own_storage import OwnServer, OwnStorage
-from t5ckpt.testing.simulation.scheduler import Scheduler
-from t5ckpt.testing.simulation.tasks import Process, Task
 
 # After this time without a heartbeat, garbage collection takes the files of a writer.
 _COLLECTED_SECONDS = 3600.0

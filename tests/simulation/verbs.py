@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from simulation.programs import OPTIONS
+from simulation.scheduler import current_task
+from simulation.virtual import clock
+from simulation.world import World, state_of
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.dataset_files import remove_old_datasets
@@ -27,10 +31,6 @@ from t5ckpt.integrity.repair import repair
 from t5ckpt.policies import KeepAll, KeepLatest
 from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.resume import restore_or_init
-from t5ckpt.testing.simulation.programs import OPTIONS
-from t5ckpt.testing.simulation.scheduler import current_task
-from t5ckpt.testing.simulation.virtual import clock
-from t5ckpt.testing.simulation.world import World, state_of
 
 # The errors of the verbs if another program has changed the step in the meantime.
 _OVERTAKEN = (CheckpointExistsError, CheckpointNotFoundError, ChangedMeanwhileError, StepKeptError)

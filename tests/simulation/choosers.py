@@ -12,8 +12,8 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 
-from t5ckpt.testing.simulation.scheduler import Decision, Scheduler
-from t5ckpt.testing.simulation.tasks import Task
+from simulation.scheduler import Decision, Scheduler
+from simulation.tasks import Task
 
 # The durations for which a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write
 # lease, and the hour of garbage collection.

@@ -29,10 +29,10 @@ from typing import Any
 
 import tensorstore
 
-from t5ckpt.testing.simulation import arrays, posix, primitives
-from t5ckpt.testing.simulation.scheduler import active, current_task, facade, wait_until
+from simulation import arrays, posix, primitives
+from simulation.scheduler import active, current_task, facade, wait_until
 
-_HERE = 't5ckpt.testing.simulation'
+_HERE = 'simulation'
 _BACKENDS = {'t5ckpt.storage.file': f'{_HERE}.directory', 't5ckpt.storage.gcs': f'{_HERE}.bucket'}
 
 
@@ -135,7 +135,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition('.')[0] != 't5ckpt' or fullname.startswith(_HERE):
+        if fullname.partition('.')[0] != 't5ckpt':
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -150,6 +150,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 def enter() -> None:
     """Unloads all modules of the package, so that their next import loads them in the simulated world."""
     kept = {f'{_HERE}.{name}' for name in ('scheduler', 'tasks', 'primitives', 'arrays', 'posix', 'disk', 'virtual')}
-    for name in [name for name in sys.modules if name.partition('.')[0] == 't5ckpt' and name not in kept]:
+    for name in [
+        name for name in sys.modules if name.partition('.')[0] in {'t5ckpt', _HERE} and name not in kept | {_HERE}
+    ]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder())

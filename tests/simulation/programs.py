@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from simulation.scheduler import current_task, wait_until
+from simulation.virtual import clock
+from simulation.world import World, state_of
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.checkpointer import Checkpointer
@@ -26,9 +29,6 @@ from t5ckpt.reading.contents import decode_contents
 from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.reading.read_options import ReadOptions
-from t5ckpt.testing.simulation.scheduler import current_task, wait_until
-from t5ckpt.testing.simulation.virtual import clock
-from t5ckpt.testing.simulation.world import World, state_of
 
 OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, 'compression': None}
 """The options of each checkpointer: ``n`` goes into the manifest, and ``w`` into plain files, which no other step has."""

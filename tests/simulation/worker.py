@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.testing.simulation import virtual
-from t5ckpt.testing.simulation.report import Explored
+from simulation import virtual
+from simulation.report import Explored
 
 _COLLECTED_EVERY = 200
 
 
 def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Explores one scenario; call it after ``virtual.enter``."""
-    from t5ckpt.testing.simulation.explore import Explorer
+    from simulation.explore import Explorer
 
     explorer = Explorer(importlib.import_module(job['module']).SCENARIOS[name])
     switches = job['switches']

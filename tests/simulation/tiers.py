@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from simulation.bucket import Bucket
+from simulation.directory import LOCAL, SimulatedDirectory
+from simulation.programs import OPTIONS, after, in_turn, lister, remover
+from simulation.scheduler import wait_until
+from simulation.tasks import Task
+from simulation.virtual import clock
+from simulation.world import World, state_of
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StepKeptError
 from t5ckpt.format.names import to_persist_file
-from t5ckpt.testing.simulation.bucket import Bucket
-from t5ckpt.testing.simulation.directory import LOCAL, SimulatedDirectory
-from t5ckpt.testing.simulation.programs import OPTIONS, after, in_turn, lister, remover
-from t5ckpt.testing.simulation.scheduler import wait_until
-from t5ckpt.testing.simulation.tasks import Task
-from t5ckpt.testing.simulation.virtual import clock
-from t5ckpt.testing.simulation.world import World, state_of
 
 LOCAL_KEEP = 1
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from simulation import posix
 from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
-from t5ckpt.testing.simulation import posix
 
 LOCAL = f'{posix.ROOT}/local'
 """The ``local_dir`` of the trainers of a world with two tiers."""

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
-from t5ckpt.testing.simulation.scheduler import active, current_task, wait_until
-from t5ckpt.testing.simulation.tasks import Task
+from simulation.scheduler import active, current_task, wait_until
+from simulation.tasks import Task
 
 __all__ = [
     'Condition',

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from simulation.coordination import CoordinationService, SimulatedProcesses
+from simulation.programs import OPTIONS, after, in_turn, reader, saver
+from simulation.scheduler import current_task, wait_until
+from simulation.tasks import Task
+from simulation.world import World
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.errors import T5CkptError
 from t5ckpt.save_policies import SaveOnPreemption
-from t5ckpt.testing.simulation.coordination import CoordinationService, SimulatedProcesses
-from t5ckpt.testing.simulation.programs import OPTIONS, after, in_turn, reader, saver
-from t5ckpt.testing.simulation.scheduler import current_task, wait_until
-from t5ckpt.testing.simulation.tasks import Task
-from t5ckpt.testing.simulation.world import World
 
 # For the operations of a save and its own retries, in addition to the wait for the others.
 _OWN_SECONDS = 60.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from t5ckpt.testing.simulation import posix
-from t5ckpt.testing.simulation.scheduler import active
+from simulation import posix
+from simulation.scheduler import active
 
 
 def open_array(spec: Mapping[str, Any], *, context: Any = None, **options: Any) -> Any:
@@ -17,7 +17,7 @@ def open_array(spec: Mapping[str, Any], *, context: Any = None, **options: Any) 
     is_simulated = spec['kvstore']['driver'] == 'simulated' or path.startswith(f'{posix.ROOT}/')
     if active() is None or not is_simulated:
         return ts.open(spec, context=context, **options)
-    from t5ckpt.testing.simulation import bucket, directory
+    from simulation import bucket, directory
 
     parent, _, name = path.rpartition('/')
     storage = (directory if path.startswith('/') else bucket).open_at('', parent, None)

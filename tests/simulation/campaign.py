@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-OWN_SCENARIOS = 't5ckpt.testing.simulation.scenarios'
+OWN_SCENARIOS = 'simulation.scenarios'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Failure:
         which = f'--first {self.seed} --schedules 1'
         if self.switches is not None:
             which = f'--switches {self.switches} --schedules {self.schedules}'
-        again = f'python -m t5ckpt.testing.simulation{module} {self.scenario} {which}'
+        again = f'PYTHONPATH=tests python -m simulation{module} {self.scenario} {which}'
         return '\n'.join(
             [f'{self.scenario}: {self.violation}', f'after {self.schedules} schedules; again: {again}', *self.trace]
         )
@@ -169,7 +169,7 @@ def _run(
                 words = json.dumps(job | {'module': module, 'report': report})
                 errors = stack.enter_context(tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace'))
                 worker = subprocess.Popen(
-                    [sys.executable, '-P', '-m', 't5ckpt.testing.simulation.worker', words],
+                    [sys.executable, '-P', '-m', 'simulation.worker', words],
                     env=_environment(path),
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -209,6 +209,6 @@ def _jobs(
 
 
 def _environment(path: str | os.PathLike[str] | None) -> dict[str, str]:
-    root = str(path or Path(__file__).resolve().parents[3])
-    below = os.pathsep.join([root, *filter(None, [os.environ.get('PYTHONPATH')])])
+    tests = Path(__file__).resolve().parents[1]
+    below = os.pathsep.join([str(path or tests.parent), str(tests), *filter(None, [os.environ.get('PYTHONPATH')])])
     return {**os.environ, 'PYTHONPATH': below, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}

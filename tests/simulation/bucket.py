@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorstore as ts
 
+from simulation.scheduler import Decision, active, current_task, wait_until
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.conditional_writes import ABSENT
 from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.process_locks import ProcessLock
-from t5ckpt.testing.simulation.scheduler import Decision, active, current_task, wait_until
 
 _SCHEME = 'gs'
 _FAILED = 'UNAVAILABLE: injected: the server does not answer'

@@ -1,4 +1,4 @@
-"""``python -m t5ckpt.testing.simulation [SCENARIO ...]``: explores schedules, and prints the shortest one that fails."""
+"""``PYTHONPATH=tests python -m simulation [SCENARIO ...]``: explores schedules, and prints the shortest one that fails."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import importlib
 import sys
 
-from t5ckpt.testing.simulation.campaign import OWN_SCENARIOS, continue_report, explore
-from t5ckpt.testing.simulation.report import table
+from simulation.campaign import OWN_SCENARIOS, continue_report, explore
+from simulation.report import table
 
 
 def main() -> int:
     """Returns 1 if a schedule fails."""
-    parser = argparse.ArgumentParser(prog='python -m t5ckpt.testing.simulation', description=__doc__)
+    parser = argparse.ArgumentParser(prog='PYTHONPATH=tests python -m simulation', description=__doc__)
     parser.add_argument('scenarios', nargs='*', help='all of the module by default')
     parser.add_argument('--module', default=OWN_SCENARIOS, help='the module with SCENARIOS')
     parser.add_argument('--schedules', type=int, help='of each scenario; default: 1000, with --switches all')

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from simulation.scheduler import active, current_task, wait_until
+from simulation.tasks import Process
 from t5ckpt.distributed.processes import Processes, ServiceError, parse_status
-from t5ckpt.testing.simulation.scheduler import active, current_task, wait_until
-from t5ckpt.testing.simulation.tasks import Process
 
 HEARTBEAT_SECONDS = 100.0
 _GRACE_SECONDS = 5.0

@@ -1,7 +1,7 @@
 """A deterministic simulator: real programs on one run, under many schedules with faults. A failure is replayed by its seed.
 
-    python -m t5ckpt.testing.simulation prune-faults --schedules 10000
-    python -m t5ckpt.testing.simulation --module my_scenarios --switches 2
+    PYTHONPATH=tests python -m simulation prune-faults --schedules 10000
+    PYTHONPATH=tests python -m simulation --module my_scenarios --switches 2
 
 A *scenario* (``scenarios.py``) starts some processes on one run: trainers, evaluators, and verbs that delete and pin. They
 run the code of t5ckpt unchanged, in threads. Their storage, clocks, threads and sleeps are simulated. Every operation on these
@@ -19,12 +19,12 @@ each change of the storage the *observer* (``world.py``) checks that
 A failure prints its seed and the shortest schedule that still fails.
 
 To test a storage of your own, write a module whose ``SCENARIOS`` are those that ``any_storage.scenarios_of`` returns.
-docs/storage.md has an example.
+``own_scenarios.py`` is an example.
 
 The modules: ``scheduler`` (the next task), ``tasks``, ``choosers`` (random, PCT, exhaustive, replay), ``virtual`` (the loader of
 the package), ``primitives`` (threads and locks), ``posix`` and ``disk`` (a file system, with power cuts), ``bucket``,
 ``own_storage``, ``any_storage``, ``coordination``, ``arrays`` (TensorStore's arrays), ``programs``, ``jobs``, ``verbs``,
 ``tiers``, ``world``, ``explore`` (many schedules, and the shortest that fails), ``report`` and ``campaign`` (many processes).
-Tests call :func:`~t5ckpt.testing.simulation.campaign.simulate`, which starts processes, because a simulated world needs a process
+Tests call :func:`~simulation.campaign.simulate`, which starts processes, because a simulated world needs a process
 of its own.
 """

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from t5ckpt.testing.simulation.tasks import Process, Task
+from simulation.tasks import Process, Task
 
 TICK = 0.002
 """Seconds of simulated time that one point takes."""

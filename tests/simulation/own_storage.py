@@ -10,13 +10,13 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
+from simulation.scheduler import active, current_task
 from t5ckpt.core.keys import join
 from t5ckpt.errors import StorageError
 from t5ckpt.storage import Storage
 from t5ckpt.storage.base import Lock
 from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.faulty import FaultyStorage
-from t5ckpt.testing.simulation.scheduler import active, current_task
 
 _FAILED = 'injected: the storage failed'
 

@@ -54,7 +54,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from t5ckpt.core.text import counted, lines, listed, numbered, printable
-from t5ckpt.core.value_suffix import value_rule
 
 __all__ = [
     'AccessDeniedError',
@@ -357,11 +356,21 @@ class LeafProblem:
 class TreeMismatchError(T5CkptError, ValueError):
     """Checkpoint and template differ; ``problems`` lists every difference."""
 
-    def __init__(self, message: str, problems: Sequence[LeafProblem] = (), where: str = ''):
+    def __init__(
+        self,
+        message: str,
+        problems: Sequence[LeafProblem] = (),
+        where: str = '',
+        rename: Sequence[tuple[str, str]] = (),
+        remaining: int = 0,
+    ):
         super().__init__(message)
         self.problems = tuple(problems)
         # The checkpoint, for messages that mismatch_error built; else ''.
         self.where = where
+        # The rules of an assignment map for changed names, and the number of differences that remain with them.
+        self.rename = tuple(rename)
+        self.remaining = remaining
 
 
 class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name is public
@@ -389,7 +398,7 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
 
 
 _CURES = {
-    'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map=[{rule}])]',
+    'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map={rules})]',
     'dtype': 'Values are not cast to another kind of dtype: convert them in a state_transformation_fn, or change the template.',
     'mesh': 'jax.eval_shape gives such shardings inside jax.set_mesh and for arrays over Explicit axes, the default of '
     'jax.make_mesh. Give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, '
@@ -414,18 +423,26 @@ _CLASSES: dict[str, type[TreeMismatchError]] = {
 
 def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismatchError:
     """The error with the cures of the function that the user called, which has other options than ``Checkpointer.restore``."""
-    return mismatch_error(error.problems, error.where, cures) if error.where else error
+    if not error.where:
+        return error
+    return mismatch_error(error.problems, error.where, cures, error.rename, error.remaining)
 
 
 def mismatch_error(
-    problems: Sequence[LeafProblem], where: str, cures: Mapping[str, str] = MappingProxyType({})
+    problems: Sequence[LeafProblem],
+    where: str,
+    cures: Mapping[str, str] = MappingProxyType({}),
+    rename: Sequence[tuple[str, str]] = (),
+    remaining: int = 0,
 ) -> TreeMismatchError:
     """Builds the one error that holds all differences.
 
     Args:
       problems: the differences, at least one.
       where: the checkpoint, for the first line.
-      cures: by kind, instead of those of ``Checkpointer.restore``; the text of 'rename' contains ``{rule}``.
+      cures: by kind, instead of those of ``Checkpointer.restore``; the text of 'rename' contains ``{rules}``.
+      rename: rules of an assignment map for changed names, if there are any.
+      remaining: the number of differences that remain with these rules.
 
     Returns:
       The class of the kind when all problems are of one kind, else TreeMismatchError.
@@ -436,47 +453,13 @@ def mismatch_error(
     shown = [f'{where} does not fit the template in {counted(len(problems), "place")}:']
     shown += listed(problems, ', all of them in .problems')
     cures = _CURES | dict(cures)
-    shown += _renaming(problems, cures['rename'])
+    if rename:
+        cure = cures['rename'].replace('{rules}', repr([*rename]))
+        changed = f'If names have changed, too ({counted(remaining, "place")} will remain)' if remaining else 'If only names have changed'
+        shown.append(f"{changed}, map them, the template's name first: {cure}")
     shown += dict.fromkeys(cures[kind] for kind in kinds)
     shown.append('docs/changed-models.md has an example of each.')
-    return cls(lines(*shown), problems, where)
-
-
-def _renaming(problems: Sequence[LeafProblem], cure: str) -> list[str]:
-    """The cure for a renamed leaf, with the first pair of near names as its example; empty without such a pair."""
-    first = next((problem for problem in problems if problem.near), None)
-    if first is None:
-        return []
-    template, held = (first.leaf, first.near[0]) if first.kind == 'missing' else (first.near[0], first.leaf)
-    lacking, excess = (
-        [problem.leaf for problem in problems if problem.kind == kind] for kind in ('missing', 'unexpected')
-    )
-    rule = (
-        value_rule(lacking, excess)
-        or _scope_rule(template, held, problems)
-        or (_literal(template), held.replace('\\', r'\\'))
-    )
-    return [f"If only a name has changed, map it, the template's name first: {cure.replace('{rule}', repr(rule))}"]
-
-
-def _scope_rule(template: str, held: str, problems: Sequence[LeafProblem]) -> tuple[str, str] | None:
-    """A rule that renames the scope in which two names differ, if each name that it matches maps to an unmatched leaf."""
-    ours, theirs = template.split('/'), held.split('/')
-    differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
-    if len(ours) != len(theirs) or len(differing) != 1 or not 0 < differing[0] < len(ours) - 1 or '\\' in held:
-        return None
-    rule = rf'(.*)/{_literal(ours[differing[0]])}/(.*)', rf'\1/{theirs[differing[0]]}/\2'
-    free = {problem.leaf for problem in problems if problem.kind == 'unexpected'} | {held}
-    renamed = [
-        re.fullmatch(rule[0], name, re.DOTALL)
-        for name in [template, *(p.leaf for p in problems if p.kind == 'missing')]
-    ]
-    return rule if all(match is None or match.expand(rule[1]) in free for match in renamed) else None
-
-
-def _literal(name: str) -> str:
-    """A pattern that matches only this name; a minus needs no escape outside brackets."""
-    return re.escape(name).replace('\\-', '-')
+    return cls(lines(*shown), problems, where, rename, remaining)
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

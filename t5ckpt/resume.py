@@ -66,11 +66,11 @@ _WARM_CURES = {
     'missing': "WarmStart(missing='init') takes new leaves from init_fn.",
     'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
     'unexpected': "WarmStart(strict='contains') leaves out leaves that the template lacks.",
-    'rename': 'WarmStart(rename=[{rule}])',
+    'rename': 'WarmStart(rename={rules})',
 }
 # A run continues only from its complete state. A changed model is a new run.
 _OWN_CURES = {
-    'rename': 'initial_checkpoint=WarmStart(the old directory, rename=[{rule}]), in a new directory',
+    'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
     **dict.fromkeys(
         ('dtype', 'missing', 'shape', 'unexpected'),
         'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '

@@ -22,18 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5ckpt.core.arguments import check_word
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import LeafProblem, mismatch_error, near_names
+from t5ckpt.errors import LeafProblem, TreeMismatchError, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
+from t5ckpt.planning.renaming import renaming_rules
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
+from t5ckpt.translate import assigned
 
 # The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
@@ -124,11 +126,10 @@ def plan_restore(
     check_cast(options.cast, templates)
     options.resize.check(templates)
     matcher = _Matcher(leaves, templates, options)
-    for path, template in templates.items():
-        matcher.match(path, template)
-    matcher.match_rest()
+    matcher.match_all()
     if matcher.problems:
-        raise mismatch_error(matcher.problems, where)
+        rename, remaining = _renaming(matcher.problems, leaves, templates, options)
+        raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining)
     return RestorePlan(
         tuple(matcher.stored),
         tuple(matcher.inline),
@@ -139,6 +140,37 @@ def plan_restore(
         tuple(matcher.notes),
         tuple(matcher.resized),
     )
+
+
+def _renaming(
+    problems: Sequence[LeafProblem],
+    leaves: LeafTable,
+    templates: Mapping[Path, LeafTemplate],
+    options: RestoreOptions,
+) -> tuple[list[tuple[str, str]], int]:
+    """The rules of an assignment map that fit leaves of other names, and the number of problems that remain with them."""
+    missing = {problem.leaf for problem in problems if problem.kind == 'missing'}
+    names = {leaf_name(path): _values_of(template) for path, template in templates.items()}
+    free = {
+        leaf_name(path): _values_of(leaf)
+        for path, leaf in leaves.items()
+        if path not in templates and hasattr(leaf, 'dtype')
+    }
+    rules = renaming_rules({name: values for name, values in names.items() if name in missing}, free, names)
+    if not rules:
+        return [], 0
+    held, wanted = (unflatten({path: leaf_name(path) for path in table}) for table in (leaves, templates))
+    try:
+        renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True), lambda _: False)
+    except TreeMismatchError:
+        return [], 0
+    # The rules are printed only if a restore with them finds no other problem.
+    moved = {path: leaves.get(path_of(old)) for path, old in renamed.items()}
+    keys = options.keys and {path: impl for path, impl in options.keys.items() if moved.get(path) is leaves.get(path)}
+    matcher = _Matcher(moved, templates, dataclasses.replace(options, keys=keys, lenient_keys=True))
+    matcher.match_all()
+    before, after = ({(each.leaf, each.kind) for each in found} for found in (problems, matcher.problems))
+    return (rules, len(after)) if after < before else ([], 0)
 
 
 class _Pair(NamedTuple):
@@ -177,7 +209,12 @@ class _Matcher:
         self.resized: list[str] = []
         self.problems: list[LeafProblem] = []
 
-    def match(self, path: Path, template: LeafTemplate) -> None:
+    def match_all(self) -> None:
+        for path, template in self._templates.items():
+            self._match(path, template)
+        self._match_rest()
+
+    def _match(self, path: Path, template: LeafTemplate) -> None:
         pair = _Pair(path, self._names[path], template, as_leaf(path, self._leaves.get(path)))
         if template.sharding is not None and self._shardings is not None:
             cause, wrong = self._shardings.problem(template)
@@ -306,7 +343,7 @@ class _Matcher:
         in_template = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
         return LeafProblem(pair.name, 'dtype', in_checkpoint, in_template)
 
-    def match_rest(self) -> None:
+    def _match_rest(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""
         without_array = {
             path: template.kind for path, template in self._templates.items() if template.kind in _NO_ARRAY

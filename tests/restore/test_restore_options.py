@@ -595,6 +595,71 @@ def test_the_hint_for_the_value_suffix_of_nnx_works(tmp_path, saved, nested):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(template))
 
 
+A, B = np.full((4, 4), 1, np.float32), np.full(4, 2, np.float32)
+RENAMED = {
+    'one of two has the suffix': ({'d': {'kernel': {'value': A}, 'bias': B}}, {'d': {'kernel': A, 'bias': B}}),
+    'one layer has the suffix': ({'d': {'k': {'value': A}}, 'e': {'k': A}}, {'d': {'k': A}, 'e': {'k': A}}),
+    'a scope more': ({'p': {'d': A, 'e': B}, 'n': 1}, {'p': {'model': {'d': A, 'e': B}}, 'n': 1}),
+    'a scope less': ({'p': {'model': {'d': A, 'e': B}}, 'n': 1}, {'p': {'d': A, 'e': B}, 'n': 1}),
+    'the root': ({'target': {'w': A, 'v': B}, 'n': 1}, {'params': {'w': A, 'v': B}, 'n': 1}),
+    'a leaf of all layers': (
+        {'layer': {'w': A, 'b': B}, 'other': {'w': A}},
+        {'layer': {'weight': A, 'b': B}, 'other': {'weight': A}},
+    ),
+    'a leaf of one layer': ({'layer': {'w': A}, 'other': {'w': A}}, {'layer': {'weight': A}, 'other': {'w': A}}),
+    'two names at once': ({'enc': {'w': A}, 'head': {'b': B}}, {'encoder': {'w': A}, 'heads': {'b': B}}),
+    'names swapped': ({'p': {'a': {'x': A}, 'b': {'y': B}}}, {'p': {'a': {'y': B}, 'b': {'x': A}}}),
+    'characters of patterns': ({'a.b\\1': {'x/y': A}, 'c': B}, {'a+b(1)': {'x/y': A}, 'c': B}),
+}
+
+
+@pytest.mark.parametrize('kind', RENAMED)
+def test_the_rules_that_the_error_prints_restore_every_leaf(tmp_path, kind):
+    saved, template = RENAMED[kind]
+    save(tmp_path, saved)
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, template)
+    hint = re.search(r'state_transformation_fns=(\[functools.*\])', str(raised.value))[1]
+    fns = eval(hint, {'functools': functools, 't5ckpt': t5ckpt})  # noqa: S307 - a text of ours
+    restored = restore(tmp_path, jax.tree.map(np.zeros_like, template), state_transformation_fns=fns)
+    jax.tree.map(np.testing.assert_array_equal, restored, template)
+    # The same rules as WarmStart prints them.
+    fresh = jax.tree.map(np.zeros_like, template)
+    with Checkpointer(fresh, checkpoints_dir=tmp_path / 'new') as checkpointer:
+        with pytest.raises(TreeMismatchError) as raised:
+            t5ckpt.restore_or_init(checkpointer, lambda: fresh, initial_checkpoint=tmp_path)
+        rules = eval(re.search(r'WarmStart\(rename=(\[.*\])\)', str(raised.value))[1])  # noqa: S307
+        warm = t5ckpt.WarmStart(tmp_path, rename=rules)
+        started = t5ckpt.restore_or_init(checkpointer, lambda: fresh, initial_checkpoint=warm)
+    jax.tree.map(np.testing.assert_array_equal, started, template)
+
+
+def test_no_rule_is_printed_for_a_new_leaf_or_one_of_other_values(tmp_path):
+    save(tmp_path, {'dense': {'kernel': A}, 'e': {'w': B}})
+    for dense in ({'kernel': A, 'kernels': A}, {'kernels': B}, {'kernels': A.astype(int)}):
+        with pytest.raises(TreeMismatchError) as raised:
+            restore(tmp_path, {'dense': dense, 'e': {'w': B}})
+        assert 'apply_assignment_map' not in str(raised.value)
+
+
+def test_with_other_changes_the_rule_is_printed_and_the_places_that_remain_are_counted(tmp_path):
+    save(tmp_path, {'dense': {'kernel': A}, 'e': {'w': B}})
+    template = {'dense': {'kernels': A * 0}, 'e': {'w': B * 0, 'new': A}}
+    with pytest.raises(TreeMismatchError, match=r'too \(1 place will remain\), map them') as raised:
+        restore(tmp_path, template)
+    hint = re.search(r'state_transformation_fns=(\[functools.*\])', str(raised.value))[1]
+    fns = eval(hint, {'functools': functools, 't5ckpt': t5ckpt})  # noqa: S307 - a text of ours
+    restored = restore(tmp_path, template, state_transformation_fns=fns, fallback_state={'e': {'new': A}})
+    np.testing.assert_array_equal(restored['dense']['kernels'], A)
+
+
+def test_no_rule_maps_a_layer_to_one_of_another_number(tmp_path):
+    save(tmp_path, {f'layer_{i}': {'w': A * i} for i in range(3)})
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, {f'layer_{i + 1}': {'w': A} for i in range(3)})
+    assert 'apply_assignment_map' not in str(raised.value)
+
+
 def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_path):
     key = jax.random.key(0)
     saved = {
@@ -607,9 +672,9 @@ def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_
     template = {'params': {'out': saved['params']['out'], 'extra': {'kernel': np.ones((8, 2), np.float32)}}}
     with pytest.raises(t5ckpt.errors.TreeMismatchError) as caught:
         t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path).restore()
-    assert 'If only a name has changed' not in str(caught.value)
+    assert 'If only names have changed' not in str(caught.value)
     # A leaf of the same shape and kind is named.
     del template['params']['extra']
     template['params']['output'] = template['params'].pop('out')
-    with pytest.raises(t5ckpt.errors.TreeMismatchError, match='If only a name has changed'):
+    with pytest.raises(t5ckpt.errors.TreeMismatchError, match='If names have changed, too'):
         t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path).restore()

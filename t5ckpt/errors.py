@@ -49,7 +49,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -455,7 +454,11 @@ def mismatch_error(
     cures = _CURES | dict(cures)
     if rename:
         cure = cures['rename'].replace('{rules}', repr([*rename]))
-        changed = f'If names have changed, too ({counted(remaining, "place")} will remain)' if remaining else 'If only names have changed'
+        changed = (
+            f'If names have changed, too ({counted(remaining, "place")} will remain)'
+            if remaining
+            else 'If only names have changed'
+        )
         shown.append(f"{changed}, map them, the template's name first: {cure}")
     shown += dict.fromkeys(cures[kind] for kind in kinds)
     shown.append('docs/changed-models.md has an example of each.')

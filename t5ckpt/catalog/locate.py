@@ -37,7 +37,7 @@ _MARKS = (
         r'\.metadata|.*\.distcp',
         'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
     ),
-    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which T5X converts with convert_from_tf_checkpoint'),
+    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
     (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
     (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),

@@ -48,7 +48,8 @@ _RULES = tuple(
             r'restore\(path=\.\.\.\) and open_checkpoint read it, t5ckpt show lists it',
             't5ckpt show, stats, cat and diff read it',
         ),
-        (r', which T5X converts with convert_from_tf_checkpoint', ', which t5ckpt convert tf converts'),
+        (r'rule of translator=', 'rule in --rules FILE.py'),
+        (r', or Checkpointer\.convert_from_tf_checkpoint', ' SRC DST'),
         (
             r"\(t5ckpt\.convert\.convert_checkpoint\('(\w+)', path, directory\)\)",
             r'(t5ckpt convert \1 SRC DST)',

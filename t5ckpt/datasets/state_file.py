@@ -37,6 +37,12 @@ def encode_state(state: Any, iterator: str) -> bytes:
     """
     try:
         payload = _pack(_plain(state, 'state'))
+    except UnicodeEncodeError as error:
+        raise DatasetStateError(
+            f'dataset_iterator: the state of {iterator} has text that is not valid Unicode ({error.object!r:.99}: '
+            f'{error.reason}). '
+            'Give it as bytes (os.fsencode), or rename the file.'
+        ) from error
     except (RecursionError, ValueError) as error:
         raise DatasetStateError(
             f'dataset_iterator: the state of {iterator} is nested too deeply to be written, or contains itself ({error}).'

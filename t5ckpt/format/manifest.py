@@ -77,7 +77,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if is_tensorflow_state(data):
         raise UnsupportedFormatError(
             f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
-            'Convert it with T5X (Checkpointer.convert_from_tf_checkpoint) first.'
+            'Convert that checkpoint: t5ckpt convert tf, or Checkpointer.convert_from_tf_checkpoint.'
         )
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')

@@ -31,7 +31,9 @@ def renaming_rules(lacking: Mapping[str, Any], free: Mapping[str, Any], names: C
     for name, values in [*lacking.items()][:_SEARCHED]:
         unused = {old: its for old, its in free.items() if old not in source.values()}
         # Of layers with other numbers only their order would tell which is which.
-        equal = [old for old, its in unused.items() if its == values and _without_numbers(old) != _without_numbers(name)]
+        equal = [
+            old for old, its in unused.items() if its == values and _without_numbers(old) != _without_numbers(name)
+        ]
         if name in source or not equal:
             continue
         near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)][:3]

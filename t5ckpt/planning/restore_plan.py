@@ -16,7 +16,7 @@ Rules that T5X leaves open, or that differ from T5X:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.renaming import renaming_rules
 from t5ckpt.planning.resizing import Resize
+from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
-from t5ckpt.translate import assigned
 
 # The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
@@ -90,6 +90,7 @@ class RestorePlan:
       fallback: leaves that are taken from ``fallback_state``.
       ignored: leaves of the checkpoint that the template lacks.
       skipped: leaves of the checkpoint where the template has ``...``, or below.
+      absent: text and ``...`` of the template that the checkpoint lacks.
       notes: differences of dtype within a dtype class, for the log.
       resized: leaves that are padded or truncated, with both shapes, for the log.
     """
@@ -100,6 +101,7 @@ class RestorePlan:
     fallback: tuple[InlineRead, ...]
     ignored: tuple[Path, ...]
     skipped: tuple[Path, ...]
+    absent: tuple[Path, ...]
     notes: tuple[str, ...]
     resized: tuple[str, ...]
 
@@ -137,6 +139,7 @@ def plan_restore(
         tuple(matcher.from_fallback),
         tuple(matcher.ignored),
         tuple(matcher.skipped),
+        tuple(matcher.absent),
         tuple(matcher.notes),
         tuple(matcher.resized),
     )
@@ -205,6 +208,7 @@ class _Matcher:
         self.from_fallback: list[InlineRead] = []
         self.ignored: list[Path] = []
         self.skipped: list[Path] = []
+        self.absent: list[Path] = []
         self.notes: list[str] = []
         self.resized: list[str] = []
         self.problems: list[LeafProblem] = []
@@ -240,7 +244,7 @@ class _Matcher:
         if hasattr(leaf, 'dtype') and template.kind == 'text':
             self.problems.append(LeafProblem(pair.name, 'unexpected', leaf_text(leaf), 'text'))
         elif template.kind == 'text' and not isinstance(leaf, str):
-            self.notes.append(f"{pair.name}: no text in the checkpoint, the template's stays")
+            self.absent.append(pair.path)
         is_text = isinstance(leaf, str) and template.kind == 'text'
         self.kept[pair.path] = as_instance(type(template.example), leaf) if is_text else template.example
 
@@ -357,17 +361,11 @@ class _Matcher:
             if above is not None:
                 used.add(above)
                 self.skipped.append(path)
-            elif isinstance(leaf, str):
-                self.notes.append(f'{self._names[path]}: text in the checkpoint, not in the template')
-            elif self._strict == 'contains':
+            elif isinstance(leaf, str) or self._strict == 'contains':
                 self.ignored.append(path)
             else:
                 self._add_unexpected(path, leaf, without_array)
-        self.notes += [
-            f'{self._names[path]}: ... in the template, and nothing in the checkpoint'
-            for path in skips - used
-            if without_array[path] == 'skip'
-        ]
+        self.absent += [path for path in skips - used if without_array[path] == 'skip']
 
     def _add_unexpected(self, path: Path, leaf: Any, without_array: Mapping[Path, str]) -> None:
         above = topmost_in(path, without_array)

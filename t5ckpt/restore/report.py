@@ -10,7 +10,7 @@ import numpy as np
 from t5ckpt.catalog.locate import Located, no_links_text
 from t5ckpt.core.call_site import Notices, warn_caller
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name
-from t5ckpt.core.text import some_of
+from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.restore_plan import RestorePlan
@@ -64,8 +64,15 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
     if plan.ignored:
         # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
         named = sorted(plan.ignored, key=lambda path: path[0] not in PARAMETER_ROOTS)
-        log = _log.warning if named[0][0] in PARAMETER_ROOTS else _log.info
+        is_meant = request.call.strict == 'contains' and named[0][0] not in PARAMETER_ROOTS
+        log = _log.info if is_meant else _log.warning
         log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
+    if plan.absent:
+        _log.warning("t5ckpt: not in the checkpoint, so the template's text or ... stays: %s", _listed(plan.absent))
+    if plan.fallback:
+        filled = _listed([read.path for read in plan.fallback])
+        count = counted(len(plan.fallback), 'leaf', 'leaves')
+        _log.info('t5ckpt: %s as given (fallback_state, init_fn), not from the checkpoint: %s', count, filled)
     if plan.skipped and request.call.only is None:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 

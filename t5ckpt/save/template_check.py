@@ -116,7 +116,7 @@ class TemplateCheck:
         if self._is_strict:
             text = lines(f'step {step} is not saved, because it does not fit {where}:', *listed(problems), cure)
             raise TreeMismatchError(text, self._problems)
-        head = f'step {step} is saved, but does not fit {where}, so a restore with that template fails:'
+        head = f'the state of step {step} does not fit {where}, so no restore with that template will succeed:'
         text = lines(head, *listed(problems), f'{cure} strict_save=True makes this an error.')
         self._notices.warn(('tree', *map(_cause, problems)), TemplateMismatchWarning(text))
         for problem in problems:

@@ -29,7 +29,6 @@ _OTHERS = {
     'torch': 'x.detach().cpu().numpy()',
     'xarray': 'x.to_numpy()',
 }
-_AS_ARRAY = 'Give it as an array (numpy.asarray)'
 # From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
 _KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
 _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
@@ -65,10 +64,23 @@ def check_is_array(path: Path, leaf: Any) -> None:
     except Exception:  # noqa: BLE001 - the attributes may be properties of any class
         is_array = False
     if isinstance(leaf, np.ma.MaskedArray) or not is_array:
-        cure = 'Leave functions out (equinox.filter(model, equinox.is_array))' if callable(leaf) else _AS_ARRAY
         raise UnsupportedLeafError(
-            f'{name}: {kind} is neither an array nor a number. {cure}, or mark the field static, so that it is not a leaf.'
+            f'{name}: {kind} is neither an array nor a number. {_as_leaf(leaf)}, or mark the field static, so that it is not '
+            'a leaf.'
         )
+
+
+def _as_leaf(leaf: Any) -> str:
+    """How to save the values of an object that is not a leaf."""
+    if callable(leaf):
+        return 'Leave functions out (equinox.filter(model, equinox.is_array))'
+    if isinstance(leaf, bytes):
+        return 'Give it as an array (numpy.frombuffer(x, numpy.uint8))'
+    try:
+        is_numeric = np.asarray(leaf).dtype.kind in 'biufc'
+    except Exception:  # noqa: BLE001 - the conversion may run code of any class
+        is_numeric = False
+    return 'Give it as an array (numpy.asarray)' if is_numeric else 'Give its values as arrays, numbers or text'
 
 
 def check_has_values(path: Path, value: Any) -> None:
@@ -360,6 +372,10 @@ def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> 
         _check_unicode(name)
     if '__msgpack_chunked_array__' in path:
         raise UnsupportedLeafError(f'{name}: Flax uses this key for split arrays. Rename it.')
+    if leaf.dtype == object and isinstance(leaf.value, int):
+        raise UnsupportedLeafError(
+            f'{name}: the int {leaf.value!r:.40} does not fit in 64 bits, as those of a checkpoint do. Give it as text (str).'
+        )
     if leaf.dtype is not None and not is_storable(leaf.dtype):
         raise UnsupportedLeafError(
             f'{name}: {type(leaf.value).__name__} of dtype {leaf.dtype} cannot be saved: a checkpoint holds bool, integers of 2 '

@@ -211,6 +211,15 @@ def test_a_step_is_taken_from_the_name_where_there_is_no_variable():
     assert (nameless.step, nameless.added) == (None, ())
 
 
+def test_the_command_line_names_the_option_that_takes_rules(tmp_path, tf_golden):
+    source = str(tf_golden / NAMES[2] / f'model.ckpt-{STEP}')
+    (tmp_path / 'rules.py').write_text('import t5ckpt\ntranslator = t5ckpt.CheckpointTranslator()\n')
+    said = t5ckpt_cli('convert', 'tf', source, tmp_path / 'run', '--rules', tmp_path / 'rules.py', code=1)
+    assert 'Add or correct a rule in --rules FILE.py' in said
+    with pytest.raises(errors.TreeMismatchError, match='Add or correct a rule of translator='):
+        convert_tf(source, tmp_path / 'run', translator=t5ckpt.CheckpointTranslator())
+
+
 def test_a_step_that_is_nowhere(tmp_path, tf_golden):
     folder = tf_golden / NAMES[2]
     for kind in ('index', 'data-00000-of-00001'):

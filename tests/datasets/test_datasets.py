@@ -231,6 +231,7 @@ def endless() -> list[Any]:
         (np.array([object()]), 'state has the dtype object'),
         (np.zeros(2, 'i4,f8'), 'state has the dtype'),
         (endless(), 'nested too deeply'),
+        ({'file': 'caf\udce9.txt'}, r'text that is not valid Unicode \(.caf\\udce9.txt.: surrogates'),
     ],
 )
 def test_what_a_state_cannot_hold_is_named(state, where):

@@ -219,7 +219,30 @@ def test_an_ellipsis_leaves_a_leaf_out_unread(tmp_path, caplog):
 def test_an_ellipsis_for_what_is_not_there_is_logged(tmp_path, caplog):
     save(tmp_path, {'a': np.arange(3.0)})
     assert restore(tmp_path, {'a': ..., 'gone': ...}) == {'a': ..., 'gone': ...}
-    assert 'gone: ... in the template, and nothing in the checkpoint' in caplog.text
+    assert "not in the checkpoint, so the template's text or ... stays: gone" in caplog.text
+
+
+def test_text_that_one_side_lacks_is_not_called_restored(tmp_path, caplog):
+    save(tmp_path, {'a': np.arange(3.0), 'old': 'x'})
+    caplog.clear()
+    assert list(restore(tmp_path, {'a': np.zeros(3), 'new': 'y'})) == ['a', 'new']
+    assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == [
+        't5ckpt: 1 leaves that the template does not have were left out: old',
+        "t5ckpt: not in the checkpoint, so the template's text or ... stays: new",
+    ]
+
+
+def test_the_log_names_the_leaves_that_fallback_state_filled(tmp_path, caplog):
+    save(tmp_path, {'a': np.arange(3.0)})
+    caplog.set_level(logging.INFO, 't5ckpt')
+    new = {'a': np.zeros(3), **{f'x{i}': np.zeros(1) for i in range(30)}}
+    restore(tmp_path, new, fallback_state=new)
+    (line,) = [text for text in caplog.messages if 'fallback_state' in text]
+    assert line.startswith('t5ckpt: 30 leaves as given (fallback_state, init_fn), not from the checkpoint: x0, x1')
+    caplog.clear()
+    with Checkpointer(new, checkpoints_dir=tmp_path / 'other') as checkpointer:
+        t5ckpt.restore_or_init(checkpointer, lambda: new, initial_checkpoint=t5ckpt.WarmStart(tmp_path, missing='init'))
+    assert any('30 leaves as given (fallback_state, init_fn)' in text for text in caplog.messages)
 
 
 def test_an_ellipsis_is_not_saved(tmp_path):

@@ -3,6 +3,8 @@
 import ast
 import collections
 import contextlib
+import datetime
+import decimal
 import functools
 import json
 import os
@@ -11,6 +13,7 @@ import random
 import re
 import shutil
 import subprocess
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +163,36 @@ def test_other_objects_are_not_put_into_a_tree(tmp_path):
         ):
             with pytest.raises(errors.UnsupportedLeafError, match=cure):
                 checkpointer.save(value, step=1)
+
+
+@pytest.mark.parametrize(
+    ('value', 'text', 'cured'),
+    [
+        (b'\x00\xff', r'numpy.frombuffer\(x, numpy.uint8\)', lambda x: np.frombuffer(x, np.uint8)),
+        (bytearray(b'ab'), 'numpy.asarray', np.asarray),
+        (range(3), 'numpy.asarray', np.asarray),
+        (memoryview(b'ab'), 'numpy.asarray', np.asarray),
+        (decimal.Decimal('1.1'), 'as arrays, numbers or text', str),
+        (datetime.date(2020, 1, 1), 'as arrays, numbers or text', str),
+        ({1, 2}, 'as arrays, numbers or text', lambda x: np.asarray(sorted(x))),
+        (pathlib.Path('/x'), 'as arrays, numbers or text', str),
+        (2**64, 'the int 18446744073709551616 does not fit in 64 bits.* as text', str),
+        (-(2**63) - 1, 'the int -9223372036854775809 does not fit in 64 bits.* as text', str),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_that_cannot_be_saved_can_be_by_the_cure_that_its_error_names(tmp_path, value, text, cured):
+    with t5ckpt.Checkpointer({'x': cured(value)}, checkpoints_dir=tmp_path) as checkpointer:
+        with (
+            warnings.catch_warnings(record=True, action='always') as warned,
+            pytest.raises(errors.UnsupportedLeafError) as error,
+        ):
+            checkpointer.save({'x': value}, step=1)
+        assert re.search(text, str(error.value))
+        assert 'asarray' in text or 'asarray' not in str(error.value)
+        assert not [each for each in warned if 'is saved' in str(each.message)]
+        checkpointer.save({'x': cured(value)}, step=1)
+        np.testing.assert_array_equal(checkpointer.restore()['x'], cured(value))
 
 
 def test_near_names_are_suggested(saved):
@@ -960,5 +993,5 @@ def test_python_ints_of_64_bits_come_back(run_dir, value):
     ck = t5ckpt.Checkpointer({'x': 1}, checkpoints_dir=run_dir)
     ck.save({'x': value}, step=1)
     assert ck.restore() == {'x': value}
-    with pytest.raises(errors.UnsupportedLeafError, match=r'x: int .*64 bits'):
+    with pytest.raises(errors.UnsupportedLeafError, match=r'x: the int .*64 bits'):
         ck.save({'x': 2**64}, step=2)

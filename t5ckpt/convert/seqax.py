@@ -240,6 +240,7 @@ def export_seqax(
 
     Raises:
       TreeMismatchError: ``like`` has other leaves.
+      UnsupportedLeafError: seqax does not support a leaf's dtype or, without ``like``, its name.
     """
     view = open_checkpoint(path, step)
     if view.step is None:
@@ -248,6 +249,13 @@ def export_seqax(
         )
     if like is None:
         names = {name: ''.join(f'.{part}' for part in path_of(name)) for name in view}
+        # A '.' in a key begins a level in seqax, where two leaves may then have one name.
+        changed = next((name for name in view if any(part == '' or {*'.['} & {*part} for part in path_of(name))), None)
+        if changed is not None:
+            raise UnsupportedLeafError(
+                f'{changed}: seqax would read the name {names[changed]} as another path. Pass like=, the state that seqax will '
+                'load into.'
+            )
     else:
         names = {leaf_name(path): name for path, name in _keystr_names(like).items()}
         if set(names) != set(view):

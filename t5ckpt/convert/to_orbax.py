@@ -7,6 +7,7 @@ at a time. Orbax makes the directory visible in one step.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pathlib
@@ -22,7 +23,13 @@ from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.trees import select_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import MissingDependencyError, SaveFailedError, T5CkptError, UnsupportedLeafError
+from t5ckpt.errors import (
+    MissingDependencyError,
+    SaveFailedError,
+    T5CkptError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
@@ -52,7 +59,8 @@ def convert_to_orbax(
 
     Raises:
       OutputExistsError: the directory exists, and ``options.overwrite`` is not set.
-      UnsupportedLeafError: leaves that Orbax cannot hold.
+      UnsupportedLeafError: leaves that Orbax cannot hold, or would store under one name.
+      UnsupportedFormatError: Orbax would take the directory's name for a pattern.
     """
     options = ConvertOptions() if options is None else options
     return _convert(locate(source, options.step), local_output(directory), options, is_step=False)
@@ -78,9 +86,16 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
         raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
     contents = read_contents(located)
     check_output(target, options.overwrite, is_orbax_entry)
+    if glob.has_magic(target):
+        # Orbax merges the files of its processes by glob.glob, and finds none, or those of another step.
+        raise UnsupportedFormatError(
+            f'{target}: Orbax would take the *, ? or [ in this path for a pattern, and the step would be unreadable. Convert to '
+            'another directory, and move the step afterwards.'
+        )
     selected = select_leaves(linked_leaves(contents), optimizer=options.optimizer)
     check_cast(options.cast, selected.table)
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
+    _check_names(leaves)
     left_out = _left_out(contents, is_step=is_step)
     step = contents.located.step or 0
     started = time.monotonic()
@@ -98,6 +113,20 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     return Conversion(
         step, target, nbytes, seconds, selected.mapped, (), selected.dropped, selected.without_effect, left_out
     )
+
+
+def _check_names(leaves: Mapping[Path, Any]) -> None:
+    """Raises UnsupportedLeafError for leaves whose values Orbax would store under one name, their keys joined by '.'."""
+    by_name: dict[str, Path] = {}
+    for path in (
+        path for path, leaf in leaves.items() if leaf is not None and not isinstance(leaf, (dict, list, tuple))
+    ):
+        other = by_name.setdefault('.'.join(path), path)
+        if other != path:
+            raise UnsupportedLeafError(
+                f'{leaf_name(other)} and {leaf_name(path)}: Orbax would store both as {".".join(path)}, so one would overwrite '
+                'the other. Rename one of them with t5ckpt cp.'
+            )
 
 
 def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:

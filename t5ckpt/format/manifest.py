@@ -25,10 +25,10 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.format.array_spec import SpecDict, is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
 
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
@@ -83,10 +83,15 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
     try:
         contents = msgpack.unpackb(
-            data, ext_hook=decode_ext, raw=False, strict_map_key=False, max_array_len=min(_MAX_LIST, len(data))
+            data,
+            object_pairs_hook=unique,
+            ext_hook=decode_ext,
+            raw=False,
+            strict_map_key=False,
+            max_array_len=min(_MAX_LIST, len(data)),
         )
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f'{where}: {error}') from error
+    except FormatError as error:
+        raise type(error)(f'{where}: {error}') from error
     except _DAMAGED as error:
         raise CorruptCheckpointError(
             f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
@@ -185,9 +190,13 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
         raise CorruptCheckpointError(f'{where}: nested more than {MAX_DEPTH} deep, deeper than any model.')
     result: dict[str, Any] = {}
     for raw_key, value in tree.items():
-        key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
+        key = _text_of(raw_key)
         if key in result:
-            raise CorruptCheckpointError(f'{where}: {"/".join((*path, key))} occurs twice, as a text and as a number.')
+            first = next(other for other in tree if _text_of(other) == key)
+            raise UnsupportedFormatError(
+                f'{where}: {"/".join((*path, key))} occurs twice, with the keys {first!r:.60} and {raw_key!r:.60}, because a '
+                'checkpoint holds keys as text. Save it again with another key.'
+            )
         if isinstance(value, np.ndarray):
             # First, because most leaves are arrays and the other tests are slow.
             result[key] = value
@@ -202,6 +211,10 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
         else:
             result[key] = _scalar(value, where, (*path, key))
     return result
+
+
+def _text_of(key: Any) -> str:
+    return key.decode('utf-8', 'replace') if isinstance(key, bytes) else str(key)
 
 
 def _scalar(value: Any, where: str, path: Path) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.tree.leaf_table import unique
 
 WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
 """The files that make a directory a checkpoint in this format, in order of precedence."""
@@ -109,7 +110,7 @@ def parse_header(text: bytes, size: int, where: str) -> Header:
       CorruptCheckpointError: the header is malformed, or does not match the file.
     """
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=unique)
         metadata = {str(key): str(value) for key, value in header.pop(METADATA, {}).items()}
         return Header(_tensors(header, 8 + len(text), size), metadata)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:

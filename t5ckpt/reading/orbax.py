@@ -186,7 +186,8 @@ def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *
     kvstore: dict[str, Any] = storage.array_kvstore(base)
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}
-    by_path = {path: _safe(name) for path, name in names.items()}
+    # The names in a database are keys, which lead nowhere.
+    by_path = dict(names) if ocdbt else {path: _safe(name) for path, name in names.items()}
     layout = ArrayLayout.of_zarr(zarr3=zarr3, ocdbt=ocdbt)
     file = layout.metadata_file
     where = storage.url(base)

@@ -26,7 +26,7 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles, ContainedDirectory
 from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
 from t5ckpt.reading.open_array import read_range
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import unflatten
+from t5ckpt.tree.leaf_table import unflatten, unique
 
 
 def read_tensors(
@@ -69,7 +69,7 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
       CorruptCheckpointError: the index does not decode, or names a file that is not below its directory.
     """
     try:
-        by_tensor = {name: str(file) for name, file in json.loads(text)['weight_map'].items()}
+        by_tensor = {name: str(file) for name, file in json.loads(text, object_pairs_hook=unique)['weight_map'].items()}
         for file in by_tensor.values():
             # JSON may hold a lone surrogate, which is not valid in a file name.
             os.fsencode(file)

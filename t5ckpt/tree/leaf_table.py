@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 
 # The limits on the levels of a tree that is read or saved, and on the dimensions of an array. A file above them is damaged.
 MAX_DEPTH = 250
@@ -88,6 +88,20 @@ def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[
             table[path] = Empty('list' if isinstance(value, list) else 'tuple')
         else:
             table[path] = value
+
+
+def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The map of a file of JSON or msgpack, for their decoders, which would keep the last of several entries with one key.
+
+    Raises:
+      UnsupportedFormatError: two entries have one key.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UnsupportedFormatError(f'a map has the key {twice!r:.60} twice. Save it again with one of them.')
+    return fields
 
 
 def lookup(tree: Any, path: Path, default: Any = None) -> Any:

@@ -1,6 +1,7 @@
 """From Orbax, Flax and JAX, and the command line of all conversions."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -234,6 +235,58 @@ def test_what_orbax_cannot_hold(tmp_path, leaf):
     with pytest.raises(errors.UnsupportedLeafError, match=r'odd.* Orbax can'):
         convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
     assert not (tmp_path / 'orbax').exists()
+
+
+@pytest.mark.parametrize(
+    'state',
+    [
+        {'a.b': np.ones((50, 60)), 'a': {'b': np.zeros((50, 60))}},
+        {'layers.0': np.ones(3), 'layers': [np.zeros(3), np.ones(3)]},
+        {'t.u': 'one text', 't': {'u': 'another'}},
+        {'n.m': 1, 'n': {'m': 0.5}},
+    ],
+)
+def test_leaves_that_orbax_would_store_under_one_name(tmp_path, state):
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    first, second = sorted(name for name in flatten(flax.serialization.to_state_dict(state)) if name != 'layers/1')
+    with pytest.raises(errors.UnsupportedLeafError, match=f'({first}|{second}).* and .*({first}|{second}).*t5ckpt cp'):
+        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    assert not (tmp_path / 'orbax').exists()
+    t5ckpt_cli('cp', tmp_path / 'run', tmp_path / 'renamed', '--rename', re.escape(first), 'other')
+    convert_to_orbax(tmp_path / 'renamed', tmp_path / 'orbax')
+    assert not t5ckpt.diff(tmp_path / 'renamed', tmp_path / 'orbax')
+
+
+@pytest.mark.parametrize('name', ['seed=[1,2]', '[!a]', 'a*', 'a?'])
+def test_a_target_that_orbax_would_take_for_a_pattern(tmp_path, name):
+    t5ckpt.Checkpointer(TREE, checkpoints_dir=tmp_path / 'run').save(TREE)
+    for target in (tmp_path / name, tmp_path / name / '7'):
+        with pytest.raises(errors.UnsupportedFormatError, match=r'pattern.* Convert to another directory'):
+            convert_to_orbax(tmp_path / 'run', target)
+    with pytest.raises(errors.UnsupportedFormatError, match='pattern'):
+        t5ckpt.convert_run('to-orbax', tmp_path / 'run', tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    (tmp_path / 'orbax').rename(tmp_path / name)
+    check(tmp_path / name, expected())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert_same(checkpointer.restore(tmp_path / name)['step'], TREE['step'], 'step')
+
+
+@pytest.mark.parametrize('name', ['a b', '100%', '%20', 'é', '#1', 'a&b=c', "it's", 'a:b', '$HOME', '~', 'x' * 200])
+def test_targets_with_odd_names(tmp_path, monkeypatch, name):
+    state = {
+        'w': np.arange(5000.0),
+        'odd': {name: np.ones(3), '/a': np.ones(2), 'b//c': np.zeros(2), '../d': np.arange(4)},
+    }
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=7)
+    (tmp_path / 'link').symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for target in (tmp_path / name / '7', f'./{name}-relative', tmp_path / 'link' / f'{name}-linked'):
+        convert_to_orbax('run', target)
+        assert not t5ckpt.diff('run', target), target
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            assert_same(checkpointer.restore((tmp_path / target).absolute())['w'], state['w'], 'w')
 
 
 # ---- the command line ----

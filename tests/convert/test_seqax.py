@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec as P
 from support import partitioner
 from support.bits import assert_same
@@ -224,6 +225,20 @@ def test_a_template_with_other_leaves_is_refused(seqax, run_dir, tmp_path):
     with pytest.raises(errors.TreeMismatchError, match='adam_mu/embed'):
         export_seqax(run_dir, tmp_path / 'back', like={'weights': np.zeros(3)})
     assert not (tmp_path / 'back').exists()
+
+
+@pytest.mark.parametrize(
+    'state', [{'a.b': np.ones(3), 'a': {'b': np.zeros(3)}}, {'x.y': np.ones(2)}, {'x[0]': np.ones(2)}, {'': np.ones(2)}]
+)
+def test_names_that_seqax_would_read_as_another_path(run_dir, tmp_path, state):
+    t5ckpt.Checkpointer(state, checkpoints_dir=run_dir).save(state, step=1)
+    with pytest.raises(errors.UnsupportedLeafError, match=r'as another path.* like='):
+        export_seqax(run_dir, tmp_path / 'back')
+    assert not (tmp_path / 'back').exists()
+    export_seqax(run_dir, tmp_path / 'back', like=state)
+    table, _ = read_seqax(tmp_path / 'back')
+    for path, leaf in flatten_dict(state).items():
+        assert_same(table[path].get(), leaf)
 
 
 def test_what_seqax_cannot_read_is_refused_before_anything_is_written(tmp_path):

@@ -28,6 +28,8 @@ from support.golden import flatten, nest
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.catalog.locate import locate
+from t5ckpt.convert.files.flax_msgpack import read_large
 
 W = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
 FLAT = {
@@ -349,6 +351,48 @@ def test_foreign_manifests(tmp_path, contents, kind, says):
         assert_says(error, says, 'checkpoint_3')
         assert isinstance(error.value, ValueError)
     assert_not_taken(step_dir)
+
+
+def packed_map(*items):
+    """A msgpack map of these entries, in which a key may occur twice."""
+    packer = msgpack.Packer()
+    return packer.pack_map_header(len(items)) + b''.join(
+        packer.pack(key) + (value if isinstance(value, bytes) else packer.pack(value)) for key, value in items
+    )
+
+
+ONES, ZEROS = (serialization.msgpack_serialize(np.full(2, value)) for value in (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ('keys', 'says'),
+    [
+        ((0, '0'), r"w/0 occurs twice, with the keys 0 and '0'"),
+        ((True, 'True'), "w/True occurs twice, with the keys True and 'True'"),
+        ((b'a', 'a'), "w/a occurs twice, with the keys b'a' and 'a'"),
+        (('a', 'a'), "a map has the key 'a' twice"),
+        ((7, 7), 'a map has the key 7 twice'),
+    ],
+)
+def test_two_leaves_of_msgpack_with_one_key(tmp_path, keys, says):
+    inner = packed_map((keys[0], ONES), (keys[1], ZEROS))
+    file = tmp_path / 'f.msgpack'
+    file.write_bytes(packed_map(('w', inner)))
+    for read in (t5ckpt.open_checkpoint, lambda path: read_large(locate(path), str(path), 4)):
+        with pytest.raises(errors.UnsupportedFormatError, match=f'f.msgpack: {re.escape(says)}.*Save it again'):
+            read(file)
+    step = foreign(tmp_path, packed_map(('version', 3), ('optimizer', packed_map(('w', inner)))))
+    for read in each_reader():
+        with pytest.raises(errors.UnsupportedFormatError, match=re.escape(says)):
+            read(step)
+
+
+def test_two_tensors_with_one_name(tmp_path):
+    entry = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    header = f'{{"w":{entry},"w":{entry}}}'.encode()
+    (tmp_path / 'm.safetensors').write_bytes(len(header).to_bytes(8, 'little') + header + bytes(4))
+    with pytest.raises(errors.CorruptCheckpointError, match="the key 'w' twice"):
+        t5ckpt.open_checkpoint(tmp_path / 'm.safetensors')
 
 
 @pytest.mark.parametrize('keep', [1, 7, 0.25, 0.5, 0.9, -1])

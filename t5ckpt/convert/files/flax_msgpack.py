@@ -20,14 +20,14 @@ import numpy as np
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.convert.files.flat_array import FlatArray
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import CorruptCheckpointError, FormatError
 from t5ckpt.format.manifest import array_header, decode_ext, manifest_of
 from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
 
 LARGE_BYTES = 64 * 2**20
 """Smaller files are decoded at once."""
@@ -65,6 +65,8 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
             tree = scan.value(0)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f'{path}: {error}. Copy the file again.') from error
+        except FormatError as error:
+            raise type(error)(f'{path}: {error}') from error
         except (ValueError, TypeError, struct.error, msgpack.UnpackException) as error:
             raise CorruptCheckpointError(f'{path} does not decode as msgpack ({error!s:.120}).') from error
         if scan.at != scan.size:
@@ -124,12 +126,13 @@ class _Scan:
         return int(struct.unpack(form, self._take(1 + struct.calcsize(form))[1:])[0])
 
     def _map(self, count: int, depth: int) -> Any:
-        fields: dict[Any, Any] = {}
+        pairs: list[tuple[Any, Any]] = []
         for _ in range(count):
             key = self.value(depth + 1)
             if isinstance(key, str) and key in self.arrays:
                 raise CorruptCheckpointError(f'the key of a map at byte {self.at:,} is an array')
-            fields[key] = self.value(depth + 1)
+            pairs.append((key, self.value(depth + 1)))
+        fields = unique(pairs)
         shape, chunks = _in_order(fields.get('shape')), _in_order(fields.get('chunks'))
         if _CHUNKED in fields and shape is not None and chunks is not None:
             return self._joined(shape, chunks) or fields

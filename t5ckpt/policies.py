@@ -163,7 +163,7 @@ class KeepLatest(KeepPolicy):
 class KeepBest(KeepPolicy):
     """Keeps the ``count`` best steps by a metric, and the latest (T5X's SaveBestCheckpointer).
 
-    Of equal values the newer one is better; NaN is worse than any number.
+    Of equal values the newer one is better. NaN is worse than any number, and so is an infinity that would be best.
 
     Attributes:
       count: the number of best steps.
@@ -202,11 +202,14 @@ class KeepBest(KeepPolicy):
     def choose(self, infos: Sequence[StepInfo]) -> list[Decision]:
         """One decision per step."""
         latest = max((info.step for info in infos), default=None)
+        best = {info.step for info in sorted(infos, key=self._rank)[-self.count :]}
         kept = {info.step: reason for info in infos if (reason := self._kept(info, latest)) is not None}
         ranked = sorted((info for info in infos if info.step not in kept), key=self._rank)
         worse = {info.step for info in ranked[: max(0, len(ranked) - self.count)]}
         return [
-            Decision(info.step, True, kept[info.step]) if info.step in kept else self._ranked(info, info.step in worse)
+            Decision(info.step, True, kept[info.step])
+            if info.step in kept
+            else self._ranked(info, info.step not in worse, info.step in best)
             for info in infos
         ]
 
@@ -227,15 +230,32 @@ class KeepBest(KeepPolicy):
         value = info.metrics.get(self.metric)
         if value is None:
             return True, -math.inf, info.step
-        if math.isnan(value):
-            return False, -math.inf, info.step
-        return True, value if self.mode == 'max' else -value, info.step
+        signed = value if self.mode == 'max' else -value
+        return (False, -math.inf, info.step) if math.isnan(value) or signed == math.inf else (True, signed, info.step)
 
-    def _ranked(self, info: StepInfo, is_worse: bool) -> Decision:
+    def _ranked(self, info: StepInfo, keep: bool, is_best: bool) -> Decision:
         value = info.metrics.get(self.metric)
         metric = f'has no {self.metric}' if value is None else f'{self.metric} {value:g}'
-        rank = 'not among' if is_worse else 'among'
-        return Decision(info.step, not is_worse, f'{metric}, {rank} the best {self.count} ({self.mode})')
+        if keep and (value is None or not math.isfinite(value)):
+            return Decision(info.step, True, f'{metric}, ranked last of {self.count} ({self.mode})')
+        # The latest step, for one, takes none of the places.
+        rank = f'{"among" if keep else "not among"} the best {self.count}{" of the others" if keep and not is_best else ""}'
+        return Decision(info.step, keep, f'{metric}, {rank} ({self.mode})')
+
+
+def compared_metrics(policy: KeepPolicy) -> list[tuple[str, str]]:
+    """(metric, mode) of each part of a policy that compares steps."""
+    if isinstance(policy, KeepAny):
+        return list(dict.fromkeys(pair for part in policy.policies for pair in compared_metrics(part)))
+    return [(policy.metric, policy.mode)] if isinstance(policy, KeepBest) else []
+
+
+def best_of(infos: Sequence[StepInfo], metric: str, mode: str) -> int | None:
+    """The step with the best finite value of a metric, the newest of several. None without values."""
+    sign = 1 if mode == 'max' else -1
+    values = {info.step: info.metrics.get(metric, math.nan) for info in infos}
+    ranked = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
+    return max(ranked)[1] if ranked else None
 
 
 @dataclasses.dataclass(frozen=True)

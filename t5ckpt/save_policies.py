@@ -202,7 +202,7 @@ class SaveOnPreemption(SavePolicy):
 @explains_fields
 @dataclasses.dataclass(frozen=True)
 class SaveOnImprovement(SavePolicy):
-    """Saves when a metric is better than in every saved step; NaN is never better.
+    """Saves when a metric is better than in every saved step; NaN and infinities are never better.
 
     Attributes:
       metric: its name among the metrics passed to ``maybe_save``.
@@ -229,7 +229,7 @@ class SaveOnImprovement(SavePolicy):
     def reason(self, moment: Moment) -> str | None:
         """The reason to save now, or None."""
         value = moment.metrics.get(self.metric)
-        if value is None or math.isnan(value) or moment.step < self.min_step:
+        if value is None or not math.isfinite(value) or moment.step < self.min_step:
             return None
         if self.metric not in moment.best:
             return f'{self.metric} {value:g} is the first'

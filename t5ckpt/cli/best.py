@@ -25,9 +25,9 @@ from t5ckpt.cli.verb import Exit, Verb
 def command(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """Prints the step of the run at PATH that is best by METRIC.
 
-    Of steps with equal values, the newest is best. NaN is never best. Metrics are those that were passed to save, those in
-    TensorBoard's files below PATH (train/loss is the tag loss in PATH/train), and those that Orbax saved. METRIC and --mode
-    default to those of the keep policy of the latest save; standard error then names them.
+    Of steps with equal values, the newest is best. NaN and infinities are never best. Metrics are those that were passed to
+    save, those in TensorBoard's files below PATH (train/loss is the tag loss in PATH/train), and those that Orbax saved.
+    METRIC and --mode default to those of the keep policy of the latest save; standard error then names them.
 
     Exit codes: 0 done; 1 no step has a value for METRIC; 2 wrong usage: the steps have metrics, but not METRIC, or the
     keep policy does not define the mode.

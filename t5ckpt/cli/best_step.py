@@ -11,8 +11,8 @@ import click
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import KeepAll, StepInfo
-from t5ckpt.save.best_step import best_of, candidates, monitored_metrics
+from t5ckpt.policies import KeepAll, StepInfo, best_of
+from t5ckpt.save.best_step import candidates, monitored_metrics
 from t5ckpt.storage import Storage
 
 

@@ -23,7 +23,7 @@ from t5ckpt.catalog.locate import not_a_run, open_run_storage
 from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress
-from t5ckpt.core.text import aligned, printable
+from t5ckpt.core.text import aligned, finite_json, printable
 from t5ckpt.policies import Decision
 from t5ckpt.progress import progress_text
 from t5ckpt.storage import Storage
@@ -119,15 +119,7 @@ def say_what_is_read(view: CheckpointView) -> None:
 def print_json(value: Any) -> None:
     """Prints a value as JSON; numpy scalars become numbers, and other objects text."""
     # JSON has no NaN and no infinity, so these become text.
-    click.echo(json.dumps(_finite(json.loads(json.dumps(value, default=_plain))), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    click.echo(json.dumps(finite_json(json.loads(json.dumps(value, default=_plain))), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:

@@ -6,10 +6,11 @@ import dataclasses
 import difflib
 import itertools
 import logging
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 # Of a name or a pattern that is compared with others; the comparison is quadratic.
 CURE_OF_DAMAGE = 'Restore an older step, or copy the checkpoint again.'
@@ -193,3 +194,12 @@ def short_repr(record: Any) -> str:
     """The repr of a dataclass with large values cut; the names of all leaves would fill a notebook's page."""
     fields = (f'{field.name}={shown(getattr(record, field.name))}' for field in dataclasses.fields(record))
     return f'{type(record).__name__}({", ".join(fields)})'
+
+
+def finite_json(value: Any) -> Any:
+    """A value of JSON with text for NaN and infinities, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: finite_json(item) for key, item in cast('Mapping[Any, Any]', value).items()}
+    if isinstance(value, list):
+        return [finite_json(item) for item in cast('list[Any]', value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

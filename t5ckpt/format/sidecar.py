@@ -26,6 +26,7 @@ from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.text import finite_json
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.checksum import digest
 from t5ckpt.tree.leaf_table import MAX_DEPTH
@@ -48,14 +49,16 @@ def _count(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A number of JSON as a float; None for anything else."""
+    """A number of JSON, which has text for NaN and infinities; None for anything else."""
+    if value in ('nan', 'inf', '-inf'):
+        return float(value)
     is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
-    return float(value) if is_number else None
+    return value if is_number else None
 
 
 def _time(value: Any) -> float | None:
     unix = as_number(value)
-    return unix if unix is not None and 0 <= unix < 10**11 else None
+    return float(unix) if unix is not None and 0 <= unix < 10**11 else None
 
 
 def _metrics(value: Any) -> dict[str, float] | None:
@@ -156,6 +159,8 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
     }
     tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.tree.stored.items()]
     fields = {name: value for name in _PARSERS if (value := getattr(sidecar, name)) not in (None, {})}
+    if 'metrics' in fields:
+        fields['metrics'] = finite_json(fields['metrics'])
     contents = {**sidecar.other, **fields, 'tree': tree}
     text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))

@@ -10,7 +10,7 @@ from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, best_of, compared_metrics, retention_plan
 from t5ckpt.storage import Storage
 
 GOES = 'deleted by the next save: '
@@ -52,6 +52,14 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     kept = {step: _reason(decision, waits=step in waiting) for step, decision in plan.items()}
     # A pinned step has the reason for its pin already.
     kept |= {entry.step: _and_waits(entry.kept, waits=entry.step in waiting) for entry in complete if entry.pinned}
+    values = [
+        StepInfo(entry.step, metrics=entry.metrics) for entry in found if entry.complete and not _has_policy(entry)
+    ]
+    compared = compared_metrics(policy)
+    for name, mode in compared:
+        best = best_of([*infos, *values], name, mode)
+        title = f'best {name}' if compared[1:] else 'best'
+        kept |= {step: f'{title}; {reason}' for step, reason in kept.items() if step == best}
     return [dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) else entry for entry in found]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -142,7 +143,7 @@ def _plain(value: Any, before: str, path: str) -> Any:
 
 
 def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Converts metrics to Python floats. Arrays of one element are accepted; reading one waits for its device.
+    """Converts metrics to Python numbers. Arrays of one element are accepted; reading one waits for its device.
 
     Raises:
       ValueError: a value is not a number.
@@ -152,7 +153,10 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         check_kind('the name of a metric', name, str, "'loss'")
         try:
-            numbers[name] = float(value)
+            numbers[name] = _number(value)
+        except RuntimeError as error:
+            # JAX's error has no name.
+            raise ValueError(f'metrics: {name!r} cannot be read: {error}') from error
         except (TypeError, ValueError) as error:
             raise ValueError(f'metrics: {name!r} is {shown(value)}, which is not a number.') from error
         except OverflowError as error:
@@ -160,6 +164,15 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
                 f'metrics: {name!r} is an integer too large for a float. Save its logarithm, or float("inf").'
             ) from error
     return numbers
+
+
+def _number(value: Any) -> float:
+    """An int for an integer, so that it stays exact; else a float."""
+    try:
+        number = int(operator.index(value))
+    except TypeError:
+        return float(value)
+    return number if abs(number) < 2**64 else float(number)
 
 
 def _is_step(value: Any) -> bool:

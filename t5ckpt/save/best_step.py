@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.commit.retention import RunFacts
 from t5ckpt.commit.step_facts import missing_from_all
 from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.core.call_site import Notices
 from t5ckpt.errors import MissingMetricWarning
-from t5ckpt.policies import KeepAny, KeepBest, KeepPolicy, StepInfo
+from t5ckpt.policies import KeepPolicy, StepInfo, best_of, compared_metrics
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
 
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
     """(metric, mode) of each policy that compares steps: those of the keep policy, or else of the save policy."""
-    kept = dict.fromkeys((part.metric, part.mode) for part in _parts(keep) if isinstance(part, KeepBest))
+    kept = compared_metrics(keep)
     saved = dict.fromkeys((part.metric, part.mode) for part in parts_of(save) if isinstance(part, SaveOnImprovement))
     return tuple(kept or saved)
-
-
-def _parts(policy: KeepPolicy) -> Iterator[KeepPolicy]:
-    if isinstance(policy, KeepAny):
-        for part in policy.policies:
-            yield from _parts(part)
-    else:
-        yield policy
 
 
 def best_step_of(
@@ -90,14 +81,6 @@ def candidates(monitored: Sequence[tuple[str, str]], metric: str | None, mode: s
     names = sorted({pair[0] for pair in pairs}) if metric is None else [metric]
     modes = sorted({pair[1] for pair in pairs}) if mode is None else [mode]
     return [(name, best) for name in names for best in modes]
-
-
-def best_of(infos: Sequence[StepInfo], metric: str, mode: str) -> int | None:
-    """The step with the best value of a metric. Of equal values the newest wins; NaN is never best. None without values."""
-    sign = 1 if mode == 'max' else -1
-    values = {info.step: info.metrics.get(metric, math.nan) for info in infos}
-    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
-    return max(ranked)[1] if ranked else None
 
 
 def warn_of_missing_metrics(notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:

@@ -343,10 +343,10 @@ def _never() -> bool:
 
 
 def with_best(best: Mapping[str, tuple[float, float]], metrics: Mapping[str, float]) -> Best:
-    """The lowest and the highest value of each metric, with those of another step; NaN does not count."""
+    """The lowest and the highest value of each metric, with those of another step; NaN and infinities do not count."""
     joined = dict(best)
     for name, value in metrics.items():
-        if not math.isnan(value):
+        if math.isfinite(value):
             low, high = joined.get(name, (value, value))
             joined[name] = min(low, value), max(high, value)
     return joined

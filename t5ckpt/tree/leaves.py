@@ -71,7 +71,7 @@ def check_is_array(path: Path, leaf: Any) -> None:
 
 
 def _as_leaf(leaf: Any) -> str:
-    """How to save the values of an object that is not a leaf."""
+    """The cure for an object that is not a leaf."""
     if callable(leaf):
         return 'Leave functions out (equinox.filter(model, equinox.is_array))'
     if isinstance(leaf, bytes):

@@ -1,6 +1,7 @@
 """The command line, as a shell would call it: real processes, exit codes, output for people and for programs."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -75,8 +76,25 @@ def test_ls_says_what_the_trainers_policy_says(tmp_path):
     assert ' 0.5 ' in rows['150']
     assert 'one of the latest 1' in rows['190']
     told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
-    assert told[1]['kept'] == 'eval/accuracy 0.5, among the best 1 (max)'
+    assert told[1]['kept'] == 'best; eval/accuracy 0.5, among the best 1 (max)'
     assert told[1]['metrics']['eval/accuracy'] == 0.5
+
+
+@pytest.mark.parametrize('losses', [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [2.0, float('-inf'), 2.0], [float('nan')] * 3])
+@pytest.mark.parametrize('pinned', [None, 2])
+def test_ls_calls_best_the_step_that_best_prints(tmp_path, losses, pinned):
+    state = {'w': np.zeros(4, np.float32)}
+    keep = t5ckpt.KeepBest(2, 'loss', 'min')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep_policy=keep) as checkpointer:
+        for step, loss in enumerate(losses):
+            checkpointer.save(state, step=step, metrics={'loss': loss})
+            if step == pinned:
+                t5ckpt.pin_checkpoint(tmp_path / f'checkpoint_{step}')
+    is_finite = any(map(math.isfinite, losses))
+    best = t5ckpt_cli('best', tmp_path, code=0 if is_finite else 1).split('\n')[0]
+    told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
+    named = [str(each['step']) for each in told if each['kept'].startswith('best; ')]
+    assert named == ([best] if is_finite else [])
 
 
 def test_ls_gives_a_step_the_same_size_on_a_disk_and_in_a_bucket(run_dir, s3):

@@ -73,6 +73,9 @@ def kept(policy, facts, just_saved=None):
         (KeepBest(2, 'm', 'min'), infos([1, 2, 3, 4], {1: 5.0, 2: 5.0, 3: 5.0, 4: 5.0}), [2, 3, 4]),
         (KeepBest(1, 'm'), infos([1, 2, 3, 4], {1: -math.inf, 2: NAN, 3: NAN}), [1, 4]),
         (KeepBest(1, 'm', 'min'), infos([1, 2, 3, 4], {1: math.inf, 2: NAN, 3: NAN}), [1, 4]),
+        (KeepBest(1, 'm'), infos([1, 2, 3, 4], {1: 1.0, 2: math.inf, 3: 0.5}), [1, 4]),
+        (KeepBest(1, 'm', 'min'), infos([1, 2, 3, 4], {1: 1.0, 2: -math.inf, 3: 2.0}), [1, 4]),
+        (KeepBest(1, 'm', 'min'), infos([1, 2, 3, 4], {1: 2**60, 2: 2**60 + 1, 3: 2**60 - 1}), [3, 4]),
         (KeepBest(1, 'm'), infos([1, 2, 3, 4], {1: 1.0, 2: 2.0}), [2, 3, 4]),
         (KeepBest(1, 'm', keep_without_metric=False), infos([1, 2, 3, 4], {1: 1.0, 2: 2.0}), [2, 4]),
         (KeepBest(1, 'm', keep_without_metric=False), infos([1, 2, 3, 4]), [3, 4]),
@@ -117,6 +120,21 @@ def test_reasons_say_why():
         4: 'pinned',
         5: 'latest',
     }
+
+
+def test_a_step_behind_the_latest_is_not_called_the_best():
+    facts = infos([1, 2, 3], {1: 2.0, 2: NAN, 3: 1.0})
+    plan = retention_plan(KeepBest(1, 'm', 'min'), facts)
+    assert [decision.reason for decision in plan] == [
+        'm 2, among the best 1 of the others (min)',
+        'm nan, not among the best 1 (min)',
+        'latest',
+    ]
+    plan = retention_plan(KeepBest(2, 'm', 'min'), infos([1, 2, 3], {1: NAN, 2: -math.inf}))
+    assert [decision.reason for decision in plan][:2] == [
+        'm nan, ranked last of 2 (min)',
+        'm -inf, ranked last of 2 (min)',
+    ]
 
 
 class Forgetful(KeepPolicy):

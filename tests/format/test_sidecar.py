@@ -8,6 +8,7 @@ from support.damage import with_fields
 from support.golden import TESTDATA
 
 from t5ckpt import errors
+from t5ckpt.core.text import finite_json
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.sidecar import FORMAT, NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar, encode_sidecar, newer_format
 
@@ -32,7 +33,10 @@ KEEP = {
 @pytest.mark.parametrize('name', WRITTEN)
 def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(name):
     sidecar = decode_sidecar(WRITTEN[name], name)
-    assert encode_sidecar(sidecar) == WRITTEN[name]
+    # Earlier programs wrote NaN, which JSON lacks.
+    metrics = finite_json(json.loads(WRITTEN[name]).get('metrics'))
+    expected = with_fields(WRITTEN[name], metrics=metrics) if 'nan' in str(metrics) else WRITTEN[name]
+    assert encode_sidecar(sidecar) == expected
     assert set(sidecar.other) == ({'aa_new', 'zz_new'} if name == 'repaired' else set())
 
 

@@ -125,6 +125,14 @@ def test_improvement_counts_from_what_is_saved_also_after_a_restart(tmp_path):
     assert known_sidecar(open_storage(tmp_path), 'checkpoint_3').metrics == {'loss': 4.0}
 
 
+def test_an_infinity_is_no_improvement(tmp_path):
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('loss', 'min')) as ck:
+        for step, loss in enumerate([float('inf'), float('-inf'), 5.0, float('-inf'), 4.0]):
+            ck.maybe_save(step, state(), metrics={'loss': loss})
+        ck.wait_until_finished()
+        assert ck.all_steps() == [2, 4]
+
+
 def test_metrics_that_are_no_numbers_are_refused(tmp_path):
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
         with pytest.raises(ValueError, match="'loss' is 'low'"):

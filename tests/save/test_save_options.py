@@ -1,7 +1,9 @@
 """Options of the save side: of the wrong type or out of range they are errors at once, and set later they count."""
 
+import json
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -92,13 +94,48 @@ def test_concurrent_gb(bad, tmp_path):
     ],
     ids=['huge', 'name', 'pairs', 'number'],
 )
-def test_metrics(metrics, text, tmp_path):
+def test_bad_metrics(metrics, text, tmp_path):
     policy = SaveEvery(1)
     with Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=policy) as ck:
         for save in (lambda: ck.save(STATE, step=1, metrics=metrics), lambda: ck.maybe_save(1, STATE, metrics=metrics)):
             with pytest.raises(ValueError, match=text):
                 save()
         assert ck.all_steps() == []
+
+
+def test_metrics_come_back_as_they_were_in_json_that_every_program_reads(tmp_path):
+    given = {
+        'nan': math.nan,
+        'inf': np.float32(math.inf),
+        'low': -math.inf,
+        'int': 2**53 + 1,
+        'np': np.int64(2**53 + 1),
+        'jax': jnp.int32(2**24 + 1),
+        'huge': 10**30,
+        'float': 0.1,
+        'half': jnp.bfloat16(1.5),
+    }
+    expected = {**given, 'inf': math.inf, 'np': 2**53 + 1, 'jax': 2**24 + 1, 'huge': 1e30, 'half': 1.5}
+    for save in ('save', 'save_async'):
+        with Checkpointer(STATE, checkpoints_dir=tmp_path / save) as ck:
+            getattr(ck, save)(STATE, step=1, metrics=given)
+            ck.wait_until_finished()
+            np.testing.assert_equal(ck.metrics(1), expected)
+            assert {name: type(value) for name, value in ck.metrics(1).items()} == {
+                name: type(value) for name, value in expected.items()
+            }
+        text = (tmp_path / save / 'checkpoint_1' / 't5ckpt.json').read_text()
+        assert json.loads(text, parse_constant=pytest.fail)['metrics']['low'] == '-inf'
+
+
+def test_a_metric_whose_buffer_is_gone_is_named(tmp_path):
+    gone = jnp.float32(1)
+    gone.delete()
+    with (
+        Checkpointer(STATE, checkpoints_dir=tmp_path) as ck,
+        pytest.raises(ValueError, match="metrics: 'loss' cannot be"),
+    ):
+        ck.save(STATE, step=1, metrics={'loss': gone})
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ class Checkpointer:
         save = functools.partial(
             self.save_async, state, state_transformation_fns, step=saved_step, custom_metadata=custom_metadata
         )
-        return self._schedule.save_if_due(int(saved_step), metrics, lambda numbers: save(metrics=numbers))
+        return self._schedule.save_if_due(integer('step', saved_step), metrics, lambda numbers: save(metrics=numbers))
 
     @property
     def should_stop(self) -> bool:

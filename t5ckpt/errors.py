@@ -400,8 +400,8 @@ _CURES = {
     'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map={rules})]',
     'dtype': 'Values are not cast to another kind of dtype: convert them in a state_transformation_fn, or change the template.',
     'mesh': 'jax.eval_shape gives such shardings inside jax.set_mesh and for arrays over Explicit axes, the default of '
-    'jax.make_mesh. Give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, '
-    'leaf.sharding.spec)), or use jax.eval_shape(jax.jit(init, out_shardings=...)).',
+    'jax.make_mesh. Restore inside jax.set_mesh(mesh), or give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, '
+    'leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)).',
     'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
     'shape': 'Change the template, truncate or pad the leaf with resize=, or reshape it in a state_transformation_fn. To '
     'initialize it, drop it there and pass fallback_state=.',

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.tree.leaves import LeafTemplate
+from t5ckpt.tree.leaves import LeafTemplate, unreduced_axes
 
 
 def boxes_wanted(template: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
@@ -57,6 +57,8 @@ def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
     mesh: Any = getattr(sharding, 'mesh', None)
     if type(mesh).__name__ == 'AbstractMesh':
         return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which has no devices'
+    if names := unreduced_axes(sharding):
+        return 'sharding', f'{sharding.spec} is unreduced over {names}, and a checkpoint holds sums'
     text = _division_problem(sharding, shape)
     return ('sharding', text) if text else ('', '')
 

@@ -10,25 +10,29 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.dtypes import kind
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaves import LeafTemplate, base_number
+from t5ckpt.tree.leaves import LeafTemplate, as_key_data, base_number, check_has_values
 
 
-def as_leaf(path: Path, value: Any) -> Any:
-    """A leaf of the checkpoint; a number that a transform returned is converted to numpy.
+def as_leaf(path: Path, value: Any, giver: str = 'a state transformation') -> Any:
+    """A leaf of the checkpoint, or one that the caller gave: numbers as numpy, typed keys as ``KeyData``.
 
     Raises:
-      UnsupportedLeafError: a transform returned something that cannot be a leaf.
+      UnsupportedLeafError: the caller gave something that cannot be a leaf, or that has no values.
     """
-    if value is None or isinstance(value, (Empty, str)) or (hasattr(value, 'shape') and hasattr(value, 'dtype')):
+    if value is None or isinstance(value, (StoredLeaf, np.ndarray, np.generic, Empty, str)):
         return value
+    if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+        check_has_values(path, value)
+        return as_key_data(value)
     if isinstance(value, (bool, int, float, complex)):
         return np.asarray(value)
-    if value in ((), []):
+    if isinstance(value, (list, tuple)) and not value:
         return Empty(type(value).__name__)
     raise UnsupportedLeafError(
-        f'{leaf_name(path)}: a state transformation put a {type(value).__name__} there. Give an array or a number.'
+        f'{leaf_name(path)}: {giver} put a {type(value).__name__} there. Give an array or a number.'
     )
 
 

@@ -35,7 +35,7 @@ from t5ckpt.planning.renaming import renaming_rules
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
-from t5ckpt.tree.leaves import LeafTemplate, as_instance, canonical_dtype
+from t5ckpt.tree.leaves import KeyData, LeafTemplate, as_instance, canonical_dtype
 
 # The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
@@ -62,9 +62,8 @@ class RestoreOptions:
     Attributes:
       cast: of floating leaves; None casts nothing.
       fallback: values for leaves that the checkpoint lacks; a missing leaf without one is an error.
-      keys: the implementation of typed PRNG keys, by path, from the sidecar; None for checkpoints of other programs, in
-        which any uint32 array may be keys.
-      lenient_keys: accept an array that is not in ``keys`` as keys, because a transform may have made it.
+      keys: the implementation of typed PRNG keys, by path, as recorded by the program that wrote them.
+      knows_keys: whether ``keys`` has all keys; in a checkpoint of another program, any uint32 array may be keys.
       strict: see :func:`strictness`.
       resize: leaves that may be padded or truncated to the template's shape.
       on_devices: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
@@ -72,8 +71,8 @@ class RestoreOptions:
 
     cast: Cast | None = None
     fallback: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
-    keys: Mapping[Path, str] | None = None
-    lenient_keys: bool = False
+    keys: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
+    knows_keys: bool = False
     strict: str = 'up_to_dtype'
     on_devices: bool = True
     resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
@@ -168,9 +167,10 @@ def _renaming(
     except TreeMismatchError:
         return [], 0
     # The rules are printed only if a restore with them finds no other problem.
-    moved = {path: leaves.get(path_of(old)) for path, old in renamed.items()}
-    keys = options.keys and {path: impl for path, impl in options.keys.items() if moved.get(path) is leaves.get(path)}
-    matcher = _Matcher(moved, templates, dataclasses.replace(options, keys=keys, lenient_keys=True))
+    paths = {path: path_of(old) for path, old in renamed.items()}
+    moved = {path: leaves.get(old) for path, old in paths.items()}
+    keys = {path: options.keys[old] for path, old in paths.items() if old in options.keys}
+    matcher = _Matcher(moved, templates, dataclasses.replace(options, keys=keys))
     matcher.match_all()
     before, after = ({(each.leaf, each.kind) for each in found} for found in (problems, matcher.problems))
     return (rules, len(after)) if after < before else ([], 0)
@@ -198,7 +198,7 @@ class _Matcher:
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
         self._cast = options.cast
         self._keys = options.keys
-        self._lenient_keys = options.lenient_keys
+        self._knows_keys = options.knows_keys
         self._strict = options.strict
         self._resize = options.resize
         self._shardings = ShardingCheck() if options.on_devices else None
@@ -264,12 +264,11 @@ class _Matcher:
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
-        value = value if hasattr(value, 'dtype') else np.asarray(value)
-        dtype: Any = value.dtype
-        if pair.template.kind != 'key' or isinstance(dtype, np.dtype):
-            dtype = self._dtype_if_it_fits(pair._replace(leaf=value, label='fallback_state '))
+        leaf = as_leaf(pair.path, value, 'fallback_state')
+        dtype = self._dtype_if_it_fits(pair._replace(leaf=leaf, label='fallback_state '))
         if dtype is not None:
-            self.from_fallback.append(InlineRead(pair.path, pair.name, value, pair.template, dtype))
+            array = leaf.data if isinstance(leaf, KeyData) else leaf
+            self.from_fallback.append(InlineRead(pair.path, pair.name, array, pair.template, dtype))
 
     def _near_names(
         self, path: Path, leaf: Any, other_side: Mapping[Path, Any], this_side: Mapping[Path, Any]
@@ -337,15 +336,16 @@ class _Matcher:
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
         """The problem of PRNG keys of another implementation, or of keys where the template has an array, or the reverse."""
-        if self._keys is None or pair.label != '':
+        template, leaf = pair.template, pair.leaf
+        written = '' if pair.label else self._keys.get(pair.path, '' if self._knows_keys else None)
+        written = leaf.impl if isinstance(leaf, KeyData) else written
+        wanted = str(template.impl)
+        if written is None or written == wanted or template.dtype is None:
             return None
-        written = self._keys.get(pair.path, None if self._lenient_keys else '')
-        template = pair.template
-        if written is None or written == template.impl or template.dtype is None:
-            return None
-        in_checkpoint = f'PRNG keys of {written}' if written else np.dtype(pair.leaf.dtype).name
-        in_template = f'PRNG keys of {template.impl}' if template.impl else template.dtype.name
-        return LeafProblem(pair.name, 'dtype', in_checkpoint, in_template)
+        given = f'PRNG keys of {written}' if written else np.dtype(leaf.dtype).name
+        in_template = f'PRNG keys of {wanted}' if wanted else template.dtype.name
+        hint = '' if written else f'jax.random.wrap_key_data(x, impl={wanted!r}) makes keys of uint32.'
+        return LeafProblem(pair.name, 'dtype', f'{pair.label}{given}', in_template, hint)
 
     def _match_rest(self) -> None:
         """Adds the leaves of the checkpoint that the template lacks."""

@@ -41,6 +41,7 @@ from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaves import KeyData, as_key_data
 
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, remove t5ckpt.json and integrity.*.json.'
 
@@ -218,7 +219,7 @@ def leaves_of(
     """A checkpoint's leaves after the restore transforms, and the sidecar's facts under their new paths.
 
     Empty containers and text are added before the first transform. A fact about a leaf (it was a Python number, or is PRNG
-    keys) moves with the object that represents the leaf.
+    keys) moves with the object that represents the leaf. Typed keys of a transform become their data and such a fact.
 
     Raises:
       UnsupportedFormatError: a transform did not return a state dict.
@@ -238,8 +239,15 @@ def leaves_of(
     table = flatten_nested(state, is_spec)
     origin = {id(leaf): path for path, leaf in before.items()}
     came_from = {path: origin[id(leaf)] for path, leaf in table.items() if id(leaf) in origin}
+    made_keys: dict[Path, str] = {}
+    for path, leaf in table.items():
+        key_data = as_key_data(leaf)
+        if isinstance(key_data, KeyData):
+            table[path], made_keys[path] = key_data.data, key_data.impl
     moved = TreeFacts(
-        python=_moved(tree_facts.python, came_from), keys=_moved(tree_facts.keys, came_from), stored=tree_facts.stored
+        python=_moved(tree_facts.python, came_from),
+        keys=_moved(tree_facts.keys, came_from) | made_keys,
+        stored=tree_facts.stored,
     )
     return checkpoint_leaves(table, manifest.version, moved), moved
 

@@ -17,7 +17,7 @@ from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_resto
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
 from t5ckpt.reading.contents import Contents, leaves_of
 from t5ckpt.restore.all_gather import gather
-from t5ckpt.restore.make_leaf import make_fallback_leaf
+from t5ckpt.restore.make_leaf import make_inline_leaf
 from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
 from t5ckpt.restore.report import report_plan
 from t5ckpt.restore.request import LocalPart, RestoreRequest
@@ -97,13 +97,11 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
     template = unflatten(view.table)
     leaves, tree_facts = leaves_of(contents, request.call.transforms, template)
     fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table
-    # Without a record of the keys in the sidecar, any uint32 array may be keys.
-    has_facts = contents.sidecar.format and contents.sidecar.facts != 'unknown'
     options = RestoreOptions(
         request.cast,
         fallback,
-        tree_facts.keys if has_facts else None,
-        lenient_keys=bool(request.call.transforms),
+        tree_facts.keys,
+        knows_keys=bool(contents.sidecar.format) and contents.sidecar.facts != 'unknown',
         strict=request.call.strict,
         on_devices=not request.call.lazy,
         resize=request.call.resize,
@@ -132,10 +130,10 @@ def _read(request: RestoreRequest, planned: _Planned) -> Callable[[], Any]:
     view, contents, plan = planned.view, planned.contents, planned.plan
     reader = reader_of(contents, request.reading)
     if request.call.donate:
-        _free(view.table, [read.value for read in plan.fallback])
+        _free(view.table, [read.value for read in (*plan.inline, *plan.fallback)])
     with contents.identity.reading():
         values, final_shardings = lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
-    values |= {read.path: make_fallback_leaf(read) for read in plan.fallback}
+    values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
     if not request.call.leaves_iterator:
         _move_iterator(request, reader, contents.located)
     only = request.call.only

@@ -110,7 +110,15 @@ def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
 
 @makes_private
 def make_inline_leaf(read: InlineRead) -> Any:
-    """Makes an inline leaf in the type and sharding of its template; each device gets only its part."""
+    """Makes an inline leaf in the type and sharding of its template; each device gets only its part.
+
+    A jax.Array of the caller is moved between devices; it stays on its own if the template names none.
+    """
+    if is_jax_array(read.value) and read.template.device and not read.resizes:
+        shardings = [read.value.sharding, read.template.sharding or read.value.sharding]
+        # JAX does not put an array of one process on devices of several.
+        if len({sharding.is_fully_addressable for sharding in shardings}) == 1:
+            return _moved(read, shardings[1])
     value = np.asarray(read.value)
     if value.dtype != read.dtype:
         value = value.astype(read.dtype)
@@ -132,11 +140,13 @@ def make_inline_leaf(read: InlineRead) -> Any:
     return make_leaf(hosts, template, value.shape, value.dtype, read.name)
 
 
-def make_fallback_leaf(read: InlineRead) -> Any:
-    """Makes a leaf from a value of ``fallback_state``; jax.Arrays stay on their devices."""
-    if is_jax_array(read.value):
-        return read.value if read.value.dtype == read.dtype else read.value.astype(read.dtype)
-    return make_inline_leaf(read)
+def _moved(read: InlineRead, sharding: Any) -> Any:
+    import jax
+
+    array = read.value if read.value.dtype == read.dtype else read.value.astype(read.dtype)
+    if sharding != array.sharding or (read.template.sharding is not None and not array.committed):
+        array = jax.device_put(array, sharding)
+    return jax.random.wrap_key_data(array, impl=read.template.impl) if read.template.kind == 'key' else array
 
 
 def _own_copy(values: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.zarray import zarray_bytes
-from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -29,6 +29,7 @@ from t5ckpt.reading.contents import Contents, file_checksums_of
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaves import KeyData
 
 _CURE = 'Use another copy of the checkpoint.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
@@ -110,18 +111,11 @@ def linked_leaves(contents: Contents) -> LeafTable:
     for path, leaf in contents.leaves().items():
         value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
         if path in tree_facts.keys:
-            value = _keys(value, tree_facts.keys[path])
+            value = KeyData(value, tree_facts.keys[path])
         elif path in tree_facts.python and not isinstance(value, LinkedArray):
             value = _PYTHON[tree_facts.python[path]](np.asarray(value)[()])
         table[path] = value
     return table
-
-
-def _keys(data: Any, impl: str) -> Any:
-    import jax
-
-    values = data.get() if isinstance(data, LazyArray) else data
-    return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl)
 
 
 def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None:

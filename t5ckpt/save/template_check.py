@@ -105,7 +105,7 @@ class TemplateCheck:
     def _plan_restore(self, table: LeafTable, template: StateView) -> None:
         leaves, keys = _as_saved(table)
         templates = leaf_templates(template, self._template, self._partitioner)
-        plan_restore(leaves, templates, dataclasses.replace(self._options(), keys=keys), 'the state')
+        plan_restore(leaves, templates, dataclasses.replace(self._options(), keys=keys, knows_keys=True), 'the state')
 
     def _warn(self, step: int) -> None:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
@@ -155,5 +155,5 @@ def _as_saved(table: LeafTable) -> tuple[LeafTable, dict[Path, str]]:
         template = leaf_template(path, leaf)
         leaves[path] = leaf if template.dtype is None else SavedLeaf(tuple(template.shape), template.dtype)
         if template.kind == 'key':
-            keys[path] = template.impl
+            keys[path] = str(template.impl)
     return leaves, keys

@@ -10,6 +10,7 @@ template (:func:`as_instance`, called by ``restore/make_leaf.py``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -29,8 +30,6 @@ _OTHERS = {
     'torch': 'x.detach().cpu().numpy()',
     'xarray': 'x.to_numpy()',
 }
-# From the tag in a key dtype's name to the name that jax.random.wrap_key_data takes (jax/_src/prng.py).
-_KEY_IMPLS = {'fry': 'threefry2x32', 'rbg': 'rbg', 'urbg': 'unsafe_rbg'}
 _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
@@ -83,26 +82,81 @@ def _as_leaf(leaf: Any) -> str:
     return 'Give it as an array (numpy.asarray)' if is_numeric else 'Give its values as arrays, numbers or text'
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyData:
+    """Typed PRNG keys as their data, an array of uint32, and the name of their implementation, which JAX need not know here."""
+
+    data: Any
+    impl: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the data."""
+        return tuple(self.data.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the data."""
+        return np.dtype(np.uint32)
+
+
+def as_key_data(leaf: Any) -> Any:
+    """Typed keys as :class:`KeyData`; any other leaf unchanged."""
+    if not is_key(getattr(leaf, 'dtype', None)):
+        return leaf
+    import jax
+
+    return KeyData(jax.random.key_data(leaf), str(_impl_of(leaf.dtype)))
+
+
+@functools.lru_cache(64)
+def _impl_of(dtype: Any) -> Any:
+    """The implementation of a dtype of keys, as ``jax.random.wrap_key_data`` takes it."""
+    import jax
+
+    impls: list[Any] = []
+    # key_impl takes an array or a tracer, and only the dtype is known.
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct((), dtype))
+    return impls[0]
+
+
+def _check_is_no_tracer(path: Path, leaf: Any) -> None:
+    if 'Tracer' in type(leaf).__name__:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: is a tracer. Call the checkpointer outside of jit, grad and vmap, with the arrays that they '
+            'returned.'
+        )
+
+
 def check_has_values(path: Path, value: Any) -> None:
     """Checks that a leaf has values.
 
     Raises:
-      UnsupportedLeafError: it is a tracer, or its buffer was donated.
+      UnsupportedLeafError: it is abstract, or a tracer, or its buffer was donated, or its devices hold terms of a sum.
     """
     # First, since most attributes of a tracer raise.
-    if 'Tracer' in type(value).__name__:
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: is a tracer. Save outside of jit, with the arrays that the step returned.'
-        )
+    _check_is_no_tracer(path, value)
     if callable(getattr(value, 'is_deleted', None)) and value.is_deleted():
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: its buffer was donated to a jitted step and is gone. Save the state that the step returned.'
+            f'{leaf_name(path)}: its buffer was donated to a jitted step and is gone. Give the array that the step returned.'
+        )
+    if is_abstract(value):
+        raise UnsupportedLeafError(f'{leaf_name(path)}: a ShapeDtypeStruct has no values. Give the arrays themselves.')
+    if names := unreduced_axes(getattr(value, 'sharding', None)):
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: is unreduced over the mesh axes {names}: each device holds a term of the sum. Give '
+            'jax.reshard(x, jax.NamedSharding(x.sharding.mesh, jax.P())), which adds them up.'
         )
 
 
 def is_abstract(leaf: Any) -> bool:
     """Whether a leaf is a ``jax.ShapeDtypeStruct``."""
     return type(leaf).__name__ == 'ShapeDtypeStruct'
+
+
+def unreduced_axes(sharding: Any) -> str:
+    """The mesh axes along which devices hold terms of a sum, for messages; '' for most shardings."""
+    return ', '.join(sorted(map(str, getattr(getattr(sharding, 'spec', None), 'unreduced', ()))))
 
 
 def leaf_devices(leaf: Any) -> int:
@@ -149,7 +203,7 @@ class LeafTemplate:
       sharding: of the result; None with ``device`` lets JAX choose the device (uncommitted).
       python: the scalar's type, for 'scalar', which may be a subclass such as an IntEnum; ``np.generic`` if an array leaf
         is a numpy scalar; with ``device``, the number that a weakly typed jax.Array promotes as.
-      impl: the name of the PRNG implementation, for 'key'.
+      impl: the PRNG implementation, for 'key': its name, or JAX's PRNGSpec; its text is its name in a checkpoint.
       example: the leaf itself for 'none', 'empty' and 'text', which are returned unchanged.
     """
 
@@ -159,7 +213,7 @@ class LeafTemplate:
     device: bool = False
     sharding: Any = None
     python: type | None = None
-    impl: str = ''
+    impl: Any = ''
     example: Any = None
 
     def left_out(self) -> LeafTemplate:
@@ -175,7 +229,11 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
       leaf: jax.Array, ShapeDtypeStruct, numpy array or scalar, Python number, LazyArray, typed key, None, Empty, str.
       sharding: from a partitioner; overrides the leaf's.
       host: whether the result is a numpy array in any case.
+
+    Raises:
+      UnsupportedLeafError: it is a tracer, or neither an array nor a number.
     """
+    _check_is_no_tracer(path, leaf)
     if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
         # First, because most leaves are jax.Arrays.
         sharding = None if host else _own_sharding(leaf) if sharding is None else sharding
@@ -205,7 +263,19 @@ def _weak(leaf: Any) -> type | None:
 
 def _own_sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, 'sharding', None)
+    if type(getattr(sharding, 'mesh', None)).__name__ == 'AbstractMesh':
+        return _over_devices(sharding)
     return sharding if getattr(leaf, 'committed', True) else None
+
+
+def _over_devices(sharding: Any) -> Any:
+    """A sharding over an AbstractMesh, on the devices of the mesh of ``jax.set_mesh`` if that has the same axes."""
+    import jax
+
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.abstract_mesh != sharding.mesh:
+        return sharding
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _key_template(leaf: Any, sharding: Any) -> LeafTemplate:
@@ -214,9 +284,7 @@ def _key_template(leaf: Any, sharding: Any) -> LeafTemplate:
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     if sharding is None:
         sharding = _own_sharding(leaf)
-    # The dtype's name is 'key<fry>'; its implementation has no other public name for a ShapeDtypeStruct.
-    impl = str(_KEY_IMPLS.get(leaf.dtype.name[4:-1], leaf.dtype.name[4:-1]))
-    return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=impl)
+    return LeafTemplate('key', tuple(data.shape), np.dtype(data.dtype), True, sharding, impl=_impl_of(leaf.dtype))
 
 
 def canonical_dtype(dtype: np.dtype) -> np.dtype:
@@ -298,20 +366,16 @@ def _leaf_to_save(path: Path, leaf: Any) -> LeafToSave:
         return LeafToSave(path, name, leaf, 'array', leaf.shape, leaf.dtype)
     if isinstance(leaf, Empty):
         return LeafToSave(path, name, leaf, 'empty', note=leaf.kind)
-    value = _valued(path, leaf)
+    value = as_key_data(_valued(path, leaf))
+    if isinstance(value, KeyData):
+        return LeafToSave(path, name, value.data, 'key', value.shape, value.dtype, value.impl)
     template = leaf_template(path, value)
     if template.kind == 'skip':
         raise UnsupportedLeafError(
             f'{name}: is ..., which stands for a leaf that a restore left out. Put its value there before you save.'
         )
-    if template.dtype is not None and is_abstract(value):
-        raise UnsupportedLeafError(f'{name}: a ShapeDtypeStruct has no values to save. Pass the arrays themselves.')
     note = ''
-    if template.kind == 'key':
-        import jax
-
-        value, note = jax.random.key_data(value), template.impl
-    elif template.kind == 'scalar':
+    if template.kind == 'scalar':
         number = base_number(type(value))
         value, note = number(value), number.__name__
     elif template.kind == 'text':
@@ -325,14 +389,12 @@ def _valued(path: Path, leaf: Any) -> Any:
     Reads the current array of a ``jax.Ref``, and converts an object with ``__array__`` to numpy. Returns other leaves unchanged.
 
     Raises:
-      UnsupportedLeafError: its values cannot be read, or it is a tracer or a donated array.
+      UnsupportedLeafError: its values cannot be read, or it has none.
     """
     check_has_values(path, leaf)
-    if is_jax_array(leaf) or isinstance(leaf, _VALUED) or leaf is None or leaf is ...:
+    if is_jax_array(leaf) or isinstance(leaf, (*_VALUED, KeyData)) or leaf is None or leaf is ...:
         return leaf
     check_is_array(path, leaf)
-    if is_abstract(leaf):
-        return leaf
     name, kind = leaf_name(path), type(leaf).__qualname__
     try:
         if _is_ref(leaf):

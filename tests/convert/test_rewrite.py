@@ -97,6 +97,21 @@ def test_without_the_optimizer_and_in_bfloat16(run, tmp_path):
     assert leaves['params/steps'].dtype == np.int64
 
 
+def test_keys_of_any_implementation_are_copied(tmp_path):
+    threefry = jax.extend.random.threefry_prng_impl
+    functions = {name: getattr(threefry, name) for name in ('seed', 'split', 'random_bits', 'fold_in', 'key_shape')}
+    mine = jax.extend.random.define_prng_impl(**functions, name='mine', tag='mine')
+    keys = {'one': jax.random.key(3, impl=mine), 'many': jax.random.split(jax.random.key(3, impl='rbg'), (50, 100))}
+    with t5ckpt.Checkpointer(keys, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(keys, step=1)
+    t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'copy', Changes(rename=[('(.*)', r'rng/\1')]))
+    template = jax.eval_shape(lambda: {'rng': keys})
+    restored = t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'copy').restore()['rng']
+    assert all((restored[name] == keys[name]).all() for name in keys)
+    chunks = [tmp_path / 'run/checkpoint_1/many/0.0.0', tmp_path / 'copy/checkpoint_1/rng.many/0.0.0']
+    assert os.path.samefile(*chunks)
+
+
 def test_renamed_leaves_are_linked(run, tmp_path):
     rename = [(r'params/(.*)', r'target/\1'), ('step', 'state/step'), (re.compile(r'opt_state/0/(.*)'), r'state/\1')]
     done = rewrite(

@@ -168,6 +168,55 @@ def test_a_mesh_without_devices_is_an_error_whose_cure_works(tmp_path):
     restore(tmp_path, template, lazy_parameters=True)
 
 
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 4)), out_sharding=('x', None))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+@pytest.mark.parametrize('kind', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_an_abstract_template_takes_the_mesh_of_the_context(tmp_path, kind):
+    mesh = jax.make_mesh((4,), ('x',), axis_types=(kind,), devices=jax.devices()[:4])
+    other = jax.make_mesh((2,), ('x',), axis_types=(kind,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        state = nnx.state(Dense(nnx.Rngs(0)))
+        template = nnx.state(nnx.eval_shape(lambda: Dense(nnx.Rngs(0))))
+        save(tmp_path, state)
+        restored = restore(tmp_path, template)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert restored['w'][...].sharding.mesh == mesh
+    with (
+        jax.set_mesh(other),
+        pytest.raises(ShardingMismatch, match=r'Restore inside jax\.set_mesh\(mesh\)'),
+    ):
+        restore(tmp_path, template)
+
+
+@pytest.mark.parametrize('giver', ['fallback_state', 'transform'])
+def test_what_a_caller_gives_is_put_where_the_template_says(tmp_path, giver):
+    save(tmp_path, {'w': jnp.ones(3)})
+    rows = sharded((8, 4), 'x').sharding
+    keys = jax.random.split(jax.random.key(7), 8)
+    given = {'rows': jnp.arange(32.0).reshape(8, 4), 'keys': keys, 'host': jnp.ones(2), 'number': jnp.float32(0.5)}
+    template = {
+        'w': jnp.ones(3),
+        'rows': sharded((8, 4), 'x'),
+        'keys': jax.device_put(jax.random.split(jax.random.key(0), 8), rows),
+        'host': np.zeros(2, np.float32),
+        'number': 0.0,
+    }
+    arguments = {'fallback_state': given}
+    if giver == 'transform':
+        arguments = {'state_transformation_fns': [lambda state, _: {**state, **given}]}
+    restored = restore(tmp_path, template, **arguments)
+    assert restored['rows'].sharding == rows
+    assert restored['keys'].sharding == template['keys'].sharding
+    assert (restored['keys'] == keys).all()
+    assert restored['number'] == 0.5
+    assert [type(restored[name]) for name in ('host', 'number')] == [np.ndarray, float]
+    np.testing.assert_array_equal(restored['rows'], given['rows'])
+
+
 # --- None, {} and ... in the template ---------------------------------------------------------------------------------
 
 FULL = {'a': np.arange(3.0), 'b': {'c': np.arange(4.0), 'd': np.arange(5.0)}, 'text': 'x'}

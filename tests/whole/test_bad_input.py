@@ -142,6 +142,61 @@ def test_another_kind_of_key(run_dir, impls):
     assert_says(error, 'key', *(name[:6] for name in impls))
 
 
+KEYS = {
+    'raw data': (lambda: jax.random.key_data(jax.random.key(7)), lambda: jax.random.key(0), ('uint32', 'threefry2x32')),
+    'NumPy': (lambda: np.zeros(2, np.uint32), lambda: jax.random.key(0), ('uint32', "impl='threefry2x32'")),
+    'another implementation': (
+        lambda: jax.random.key(7, impl='rbg'),
+        lambda: jax.random.key(0, impl='unsafe_rbg'),
+        ('keys of rbg', 'keys of unsafe_rbg'),
+    ),
+    'another shape': (lambda: jax.random.split(jax.random.key(7), 3), lambda: jax.random.key(0), ('(3, 2)', '(2,)')),
+    'keys for integers': (lambda: jax.random.key(7), lambda: np.zeros(2, np.uint32), ('threefry2x32', 'uint32')),
+    'keys for floats': (lambda: jax.random.key(7), lambda: jnp.zeros(2), ('threefry2x32', 'float32')),
+    'floats': (lambda: jnp.zeros(2), lambda: jax.random.key(0), ('float32', 'threefry2x32')),
+}
+
+
+@pytest.mark.parametrize('case', KEYS)
+@pytest.mark.parametrize('giver', ['fallback_state', 'transform', 'WarmStart'])
+def test_keys_that_a_caller_gives_are_checked_like_those_of_a_checkpoint(run_dir, giver, case):
+    have, want, texts = KEYS[case]
+    saved = {'w': W[0]} if giver != 'WarmStart' else {'w': W[0], 'key': have()}
+    with t5ckpt.Checkpointer(saved, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(saved, step=1)
+    template = {'w': W[0], 'key': want()}
+    options = {
+        'fallback_state': {'fallback_state': {'key': have()}},
+        'transform': {'state_transformation_fns': [lambda state, _: {**state, 'key': have()}]},
+        'WarmStart': {},
+    }[giver]
+    with t5ckpt.Checkpointer(template, checkpoints_dir=run_dir / 'new') as ck:
+        warm = functools.partial(t5ckpt.restore_or_init, ck, None, initial_checkpoint=run_dir)
+        with pytest.raises(errors.TreeMismatchError) as error:
+            warm() if giver == 'WarmStart' else ck.restore(path=run_dir, **options)
+    assert_says(error, 'key', *texts)
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
+def test_raw_keys_become_typed_as_the_error_says(run_dir, impl):
+    key = jax.random.key(7, impl=impl)
+    raw = {'key': jax.random.key_data(key)}
+    with t5ckpt.Checkpointer(raw, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(raw, step=1)
+    with pytest.raises(errors.DtypeMismatch) as error:
+        restore(run_dir, {'key': key})
+    cure = re.search(r'(jax\.random\.wrap_key_data\(.*?\)) makes keys', str(error.value))
+    assert cure
+
+    def typed(state, _):
+        return {'key': eval(cure[1], {'jax': jax, 'x': state['key']})}  # noqa: S307 - a text of ours
+
+    restored = restore(run_dir, jax.eval_shape(lambda: {'key': key}), state_transformation_fns=[typed])['key']
+    assert restored == key
+    loaded = t5ckpt.load_t5x_checkpoint(run_dir, state_transformation_fns=[typed], lazy_parameters=True)
+    assert_same(loaded['key'].get(), raw['key'])
+
+
 def test_missing_leaves(saved):
     model = state_of({'target/decoder/weight': W, 'target/decoder/extra': W[:2]})
     with pytest.raises(errors.TreeMismatchError) as error:
@@ -809,6 +864,59 @@ def test_a_donated_step(saved):
         with pytest.raises(errors.UnsupportedLeafError, match=r'step: is a tracer'):
             jax.jit(lambda step: ck.save(state_of({'state/step': step})))(np.int32(4))
     assert_unchanged(saved, before)
+
+
+@pytest.mark.parametrize('transform', [jax.jit, jax.vmap, jax.grad, jax.checkpoint])
+@pytest.mark.parametrize('inside', [{'target/decoder/bias': 4}, {'target/decoder/new': 4}, {'state/step': 4}])
+def test_a_tracer_in_a_state_that_differs_from_the_template(saved, transform, inside):
+    (name,) = inside
+    ck = t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved), save_policy=t5ckpt.SaveEvery(1))
+
+    def step(x, call):
+        call(state_of({name: x, 'target/decoder/list': [x, (x,)]}))
+        return x.sum()
+
+    before = listing(saved)
+    calls = (
+        lambda state: ck.save(state, step=4),
+        lambda state: ck.save_async(state, step=4),
+        lambda state: ck.maybe_save(4, state),
+        lambda state: t5ckpt.Checkpointer(state, checkpoints_dir=str(saved)).restore(),
+    )
+    for call in calls:
+        with pytest.raises(
+            errors.UnsupportedLeafError, match=r'is a tracer\. Call the checkpointer outside of jit, grad'
+        ):
+            transform(functools.partial(step, call=call))(jnp.arange(4.0))
+    assert_unchanged(saved, before)
+    with pytest.raises(ValueError, match=r'step must be an integer'):
+        jax.jit(lambda number: ck.maybe_save(number, state_of()))(4)
+    ck.close()
+
+
+def test_terms_of_a_sum_are_not_an_array(saved):
+    mesh = jax.make_mesh((8,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows, columns = (
+        jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+        for spec in (PartitionSpec('d'), PartitionSpec(None, 'd'))
+    )
+    terms = NamedSharding(mesh, PartitionSpec(unreduced={'d'}))
+    x = jax.jit(lambda x, y: jnp.einsum('ij,jk->ik', x, y, out_sharding=terms))(columns, rows)
+    run = saved / 'sums'
+    with t5ckpt.Checkpointer({'x': x}, checkpoints_dir=run) as ck:
+        with pytest.raises(
+            errors.UnsupportedLeafError, match=r'x: is unreduced over the mesh axes d: .*adds them up'
+        ) as error:
+            ck.save({'x': x}, step=1)
+        cure = re.search(r'(jax\.reshard\(.*)\, which', str(error.value))
+        assert cure
+        summed = eval(cure[1], {'jax': jax, 'x': x})  # noqa: S307 - a text of ours
+        ck.save({'x': summed}, step=1)
+        with pytest.raises(errors.ShardingMismatch, match=r'x: .* is unreduced over d, and a checkpoint holds sums'):
+            ck.restore()
+    with pytest.raises(errors.UnsupportedLeafError, match='y: is unreduced'):
+        restore(run, {'x': summed, 'y': summed}, fallback_state={'y': x})
+    assert_same(restore(run, {'x': summed})['x'], np.full((8, 8), 8, np.float32))
 
 
 def test_a_tracer(saved):

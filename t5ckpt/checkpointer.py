@@ -33,7 +33,7 @@ from t5ckpt.core.protocols import (
     TrainState,
 )
 from t5ckpt.core.unknown_arguments import OF_ATTRIBUTES, OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
-from t5ckpt.datasets import DatasetState
+from t5ckpt.datasets import DatasetState, MapPositions
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
@@ -93,6 +93,8 @@ class Checkpointer:
         read alone.
       keep_dataset_checkpoints: the number of latest checkpoints that keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
+      map_positions: called in a restore with another number of data shards: takes {shard: state} of the checkpoint, and returns
+        the state of this process's shard, or None to leave the iterator unchanged; see docs/data-iterators.md.
       prune_other_layouts: the policy also counts and deletes steps of Orbax and Flax, on file systems; see docs/migration.md.
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: decides when ``maybe_save`` saves, see ``save_policies.py``.
@@ -144,6 +146,7 @@ class Checkpointer:
         restore_concurrent_gb: float = 4,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
+        map_positions: MapPositions | None = None,
         prune_other_layouts: bool = False,
         metric_source: MetricSource | None = None,
         save_policy: SavePolicy | None = None,
@@ -174,7 +177,7 @@ class Checkpointer:
         check_no_directory(train_state=train_state, partitioner=partitioner)
         staging_mode = StagingMode.parse(staging)
         check_policies(keep, keep_policy, save_policy, metric_source)
-        check_callables(preempted=preempted, progress=progress, clock=clock)
+        check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
         check_flags(prune_other_layouts=prune_other_layouts, share_replicated=share_replicated, strict_save=strict_save)
         self._storage = open_run_storage(checkpoints_dir, storage_options)
@@ -187,7 +190,7 @@ class Checkpointer:
         self._train_state, self._partitioner = train_state, partitioner
         self._is_t5x = partitioner is not None or isinstance(train_state, TrainState)
         self._axes = LeafAxes(partitioner, train_state)
-        self._dataset = DatasetState.of(dataset_iterator, partitioner)
+        self._dataset = DatasetState.of(dataset_iterator, partitioner, map_positions)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets = dataset_count(keep_dataset_checkpoints)
         self._retention = Retention(
@@ -583,6 +586,7 @@ class Checkpointer:
             progress=self._save_context.progress,
             reading=self._reading,
             notices=self._notices,
+            continues=not self._is_read_only,
         )
 
     def prefetch(self) -> None:

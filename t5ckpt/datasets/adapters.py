@@ -20,10 +20,9 @@ from typing import Any
 
 from t5ckpt.core.loaded import loaded
 from t5ckpt.core.protocols import DatasetIterator
-from t5ckpt.datasets.state_file import decode_state, encode_state
+from t5ckpt.datasets.state_file import SUFFIX, decode_state, encode_state
 from t5ckpt.errors import DatasetStateError, UnsupportedLeafError
 
-SUFFIX = '.msgpack'
 # T5X's message (t5x/checkpoints.py), which users of tf.data search for.
 _STATELESS = (
     'Input pipeline must be stateless in order to checkpoint. Cache stateful steps offline or disable iterator '
@@ -53,7 +52,7 @@ class StateIterator:
                 'Restore with that kind, or without dataset_iterator to start the data afresh.'
             )
         state, name = decode_state(path.read_bytes(), str(path))
-        self._set(state, f'{path}: {self._name} rejected the state that {name} has written')
+        self.set(state, f'{path}: {self._name} rejected the state that {name} has written')
 
     def load_of_orbax(self, data: bytes, where: str) -> None:
         """Restores the state in a file that Grain wrote through Orbax: JSON, or the bytes of its DataLoader's state."""
@@ -62,9 +61,10 @@ class StateIterator:
             state: Any = data if isinstance(self._get_state(), bytes) else json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DatasetStateError(f'{rejected}: it does not decode ({error!s:.120}).') from error
-        self._set(state, rejected)
+        self.set(state, rejected)
 
-    def _set(self, state: Any, rejected: str) -> None:
+    def set(self, state: Any, rejected: str) -> None:
+        """Sets a state; the error begins with ``rejected``."""
         try:
             self._set_state(state)
         except Exception as error:

@@ -6,55 +6,54 @@ import dataclasses
 import logging
 import os
 import pathlib
-import re
 import tempfile
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
-from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import DatasetIterator, Partitioner
+from t5ckpt.core.text import counted, some_of
 from t5ckpt.datasets.adapters import StateIterator, as_dataset_iterator
+from t5ckpt.datasets.positions import Position, Shard, by_shard, positions_in
 from t5ckpt.distributed.processes import Processes
 from t5ckpt.errors import DatasetStateError, T5CkptError
 from t5ckpt.format.names import TRAIN_DS_PREFIX, dataset_prefix
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
-# The item of a step that holds the iterator's state where T5X saves through Orbax.
-_ORBAX_ITEM = 'dataset'
-# The files of Grain's CheckpointHandler.
-_GRAIN = re.compile(r'process_[0-9]+-of-[0-9]+\.json')
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """The data shard that this process reads, and whether this process writes its state."""
-
-    prefix: str
-    writes: bool
+MapPositions: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetState:
-    """A trainer's iterator, and the partitioner that assigns its data shard."""
+    """A trainer's iterator, the partitioner that assigns its data shard, and the caller's map of old positions to new shards."""
 
     iterator: DatasetIterator
     partitioner: Partitioner | None
+    map_positions: MapPositions | None = None
 
     @classmethod
-    def of(cls, iterator: Any, partitioner: Partitioner | None) -> DatasetState | None:
+    def of(
+        cls, iterator: Any, partitioner: Partitioner | None, map_positions: MapPositions | None = None
+    ) -> DatasetState | None:
         """Adapts an iterator; None for None.
 
         Raises:
           UnsupportedLeafError: the iterator cannot return and restore a position.
+          ValueError: there is a map, and no iterator.
         """
-        return None if iterator is None else cls(as_dataset_iterator(iterator), partitioner)
+        if iterator is None and map_positions is not None:
+            raise ValueError('map_positions has no effect without dataset_iterator. Pass both, or leave it out.')
+        return None if iterator is None else cls(as_dataset_iterator(iterator), partitioner, map_positions)
 
-    def _shard(self, processes: Processes) -> _Shard:
-        """The partitioner's shard (T5X); without a partitioner each process reads a separate shard."""
+    def _shard(self, processes: Processes) -> tuple[Shard, bool]:
+        """The data shard that this process reads, and whether this process writes its state.
+
+        The shard is the partitioner's (T5X); without a partitioner each process has one.
+        """
         if self.partitioner is None:
-            return _Shard(dataset_prefix(processes.index, processes.count), True)
+            return Shard(processes.index, processes.count), True
         layout = self.partitioner.get_data_layout()
-        return _Shard(dataset_prefix(layout.shard_id, layout.num_shards), layout.is_first_host_in_replica_set)
+        return Shard(layout.shard_id, layout.num_shards), layout.is_first_host_in_replica_set
 
     def snapshot(self, processes: Processes) -> dict[str, bytes]:
         """The files of the iterator's state, by name; taken before the caller advances the iterator.
@@ -62,12 +61,13 @@ class DatasetState:
         Raises:
           DatasetStateError: the iterator cannot be saved.
         """
-        shard = self._shard(processes)
-        if not shard.writes:
+        shard, writes = self._shard(processes)
+        if not writes:
             return {}
+        prefix = dataset_prefix(*shard)
         with tempfile.TemporaryDirectory(prefix='t5ckpt-') as directory:
             try:
-                self.iterator.save(os.path.join(directory, shard.prefix))
+                self.iterator.save(os.path.join(directory, prefix))
             except T5CkptError:
                 raise
             except Exception as error:
@@ -75,7 +75,7 @@ class DatasetState:
                     f'dataset_iterator: {type(self.iterator).__name__} could not be saved: {type(error).__name__}: '
                     f'{error}. Cache stateful steps of the pipeline offline, or leave out dataset_iterator.'
                 ) from error
-            files = _files_below(pathlib.Path(directory), shard.prefix)
+            files = _files_below(pathlib.Path(directory), prefix)
         if not files:
             # CLU's iterators with checkpoint=False write nothing on purpose.
             _log.warning(
@@ -87,46 +87,101 @@ class DatasetState:
 
     def prefix(self, processes: Processes) -> str:
         """The prefix of the names of this process's files."""
-        return self._shard(processes).prefix
+        return dataset_prefix(*self._shard(processes)[0])
 
-    def load(self, storage: Storage, directory: str, processes: Processes) -> None:
+    def load(
+        self,
+        storage: Storage,
+        directory: str,
+        processes: Processes,
+        check: Callable[[str], None],
+        *,
+        of_orbax: bool,
+        is_part: bool,
+    ) -> str | None:
         """Restores the iterator's state from a checkpoint; without one, logs a warning and leaves the iterator unchanged.
 
+        Args:
+          storage: of the checkpoint.
+          directory: of the checkpoint.
+          processes: of the job.
+          check: verifies the files that begin with a prefix.
+          of_orbax: whether the checkpoint is in the layout of Orbax.
+          is_part: whether the directory has only the positions of some data shards.
+
+        Returns:
+          Where the data continues, for the log; None after the warning.
+
         Raises:
-          DatasetStateError: the checkpoint has the state of another number of shards, or of another pipeline.
+          DatasetStateError: the positions are those of other data shards, or of another pipeline.
         """
-        prefix = self._shard(processes).prefix
-        files = _state_files(storage, directory)
-        if not files:
-            files, directory = _files_of_orbax(storage, directory, processes)
-        if not files and isinstance(self.iterator, StateIterator):
-            key = _file_of_grain(storage, directory, processes)
-            if key is not None:
-                self.iterator.load_of_orbax(storage.read(key), storage.url(key))
-                return
-        if not files:
+        shard, _ = self._shard(processes)
+        check(dataset_prefix(*shard))
+        positions = positions_in(
+            storage, directory, of_orbax=of_orbax, of_grain=isinstance(self.iterator, StateIterator)
+        )
+        where = storage.url(directory)
+        if not positions:
             _log.warning(
                 't5ckpt: %s has no data-iterator state, so the position of this iterator does not change, and batches may be '
                 'repeated',
-                storage.url(directory),
+                where,
             )
-            return
-        if not any(name.startswith(prefix) for name in files):
-            raise DatasetStateError(
-                f'{storage.url(directory)} has no iterator state {prefix}, only {", ".join(files[:4])}. Restore '
-                'with the same number of data shards, or without dataset_iterator to start the data afresh.'
-            )
-        local = storage.local_path(directory)
-        if local is not None:
-            self._load(os.path.join(local, prefix), storage.url(directory))
-            return
+            return None
         with tempfile.TemporaryDirectory(prefix='t5ckpt-') as copied:
-            for name in files:
-                if name.startswith(prefix):
-                    _fetch(storage, directory, name, pathlib.Path(copied))
-            self._load(os.path.join(copied, prefix), storage.url(directory))
+            own = by_shard([position for position in positions if position.shard == shard])
+            if own:
+                self._load(own[shard.number], copied, where)
+                return 'data iterator continues'
+            check(TRAIN_DS_PREFIX)
+            return self._load_of_others(positions, shard, copied, where, is_part=is_part)
 
-    def _load(self, filename: str, where: str) -> None:
+    def _load_of_others(
+        self, positions: Sequence[Position], shard: Shard, copied: str, where: str, *, is_part: bool
+    ) -> str:
+        """Restores the position of a shard from those of another number of shards."""
+        found, count = by_shard(positions), positions[0].shard.of
+        is_whole = not is_part and len(found) == count
+        if is_whole and self.map_positions is not None:
+            state = self.map_positions({number: position.state(copied) for number, position in found.items()})
+            if state is None:
+                return 'data iterator is unchanged by map_positions'
+            self._set(state, where)
+            return f'data iterator continues as map_positions says, from {counted(count, "data shard")}'
+        # With a partitioner, the shards are known to have other data.
+        if is_whole and self.partitioner is None and len({each.contents() for each in positions}) == 1:
+            _log.warning(
+                't5ckpt: %s: %s saved one position, at which this job of %d continues. That is right for data that all processes '
+                'read alike, and for positions that count global batches; for others pass map_positions=',
+                where,
+                counted(count, 'process', 'processes'),
+                shard.of,
+            )
+            self._load(positions[0], copied, where)
+            return f'data iterator continues, from {counted(count, "data shard")}'
+        names = some_of([position.prefix for position in positions], 4)
+        cure = (
+            'Restore without local_dir, if checkpoints_dir has the step.'
+            if is_part
+            else 'Pass Checkpointer(map_positions=), which makes the state of a new data shard from those of the old ones '
+            '(docs/data-iterators.md); lambda positions: None starts the data afresh. open_checkpoint(...).data_positions() '
+            'returns the old ones.'
+        )
+        raise DatasetStateError(f'{where} has no iterator state {dataset_prefix(*shard)}, only {names}. {cure}')
+
+    def _set(self, state: Any, where: str) -> None:
+        if isinstance(self.iterator, StateIterator):
+            self.iterator.set(state, f'{where}: the iterator rejected the state that map_positions returned')
+        else:
+            self._load_files(state, where)
+
+    def _load(self, position: Position, copied: str, where: str) -> None:
+        if position.is_of_grain and isinstance(self.iterator, StateIterator):
+            self.iterator.load_of_orbax(*position.file())
+        else:
+            self._load_files(position.local_prefix(copied), where)
+
+    def _load_files(self, filename: str, where: str) -> None:
         try:
             self.iterator.load(filename)
         except T5CkptError:
@@ -138,68 +193,16 @@ class DatasetState:
             ) from error
 
 
-def warn_of_unused(storage: Storage, directory: str) -> None:
+def warn_of_unused(storage: Storage, directory: str, *, of_orbax: bool) -> None:
     """Logs a warning if a trainer without an iterator restores a checkpoint with an iterator's state."""
-    files = _state_files(storage, directory)
-    if files:
+    positions = positions_in(storage, directory, of_orbax=of_orbax)
+    if positions:
         _log.warning(
             't5ckpt: %s has data-iterator state (%s), but this trainer has no dataset_iterator, so the data does not continue '
             'where it stopped',
             storage.url(directory),
-            ', '.join(files[:4]),
+            some_of([position.prefix for position in positions], 4),
         )
-
-
-def _state_files(storage: Storage, directory: str) -> list[str]:
-    return storage.names(directory, TRAIN_DS_PREFIX)
-
-
-def _files_of_orbax(storage: Storage, directory: str, processes: Processes) -> tuple[list[str], str]:
-    """The names of the state, and their directory, in a step that T5X saved through Orbax; without any the step's own.
-
-    There it is the item ``dataset``, in which each of several processes has a directory (T5X, DatasetCheckpointHandler).
-    """
-    for below in (_ORBAX_ITEM, f'{_ORBAX_ITEM}/process_{processes.index}-of-{processes.count}'):
-        files = _state_files(storage, join(directory, below))
-        if files:
-            return files, join(directory, below)
-    return [], directory
-
-
-def _file_of_grain(storage: Storage, directory: str, processes: Processes) -> str | None:
-    """The file of this process in the item of a step that Grain saved through Orbax; None without one.
-
-    Raises:
-      DatasetStateError: only other numbers of processes have files, or several items have them.
-    """
-    wanted = f'process_{processes.index}-of-{processes.count}.json'
-    items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
-    files = [
-        join(directory, item, entry.name)
-        for item in items
-        for entry in storage.entries(join(directory, item))
-        if _GRAIN.fullmatch(entry.name)
-    ]
-    matching = [key for key in files if key.rpartition('/')[2] == wanted]
-    if files and len(matching) != 1:
-        existing = ', '.join(key.removeprefix(f'{directory}/') for key in files[:4])
-        raise DatasetStateError(
-            f'{storage.url(directory)}: several items have the state {wanted} of Grain: {existing}. Restore without '
-            'dataset_iterator to start the data afresh.'
-            if matching
-            else f'{storage.url(directory)} has no state {wanted} of Grain, but {existing}. Restore with the same number of '
-            'processes, or without dataset_iterator to start the data afresh.'
-        )
-    return matching[0] if matching else None
-
-
-def _fetch(storage: Storage, directory: str, name: str, copied: pathlib.Path) -> None:
-    """Copies a file, or all files of a directory, to the local disk."""
-    keys = [key for key, _ in storage.walk(join(directory, name))] or [join(directory, name)]
-    for key in keys:
-        path = copied / key.removeprefix(f'{directory}/')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(storage.read(key))
 
 
 def _files_below(root: pathlib.Path, prefix: str) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from t5ckpt.errors import CorruptCheckpointError, DatasetStateError, MissingDepe
 from t5ckpt.format.checksum import digest
 
 FORMAT = 1
+SUFFIX = '.msgpack'
 # Extension codes of types that msgpack lacks.
 _TUPLE, _INTEGER, _ARRAY, _SCALAR, _TENSOR = range(1, 6)
 _MSGPACK_INTEGERS = range(-(2**63), 2**64)

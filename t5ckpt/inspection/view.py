@@ -12,6 +12,7 @@ from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
+from t5ckpt.datasets import by_shard, positions_in
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
@@ -116,6 +117,17 @@ class CheckpointView(Mapping[str, LazyArray]):
     def custom_metadata(self) -> dict[str, Any]:
         """The argument of ``save(..., custom_metadata={...})``, or {}."""
         return dict(self._contents.sidecar.custom_metadata)
+
+    def data_positions(self) -> dict[int, Any]:
+        """The states of the data iterators, by data shard; of iterators that write files, such as tf.data's, their paths.
+
+        Raises:
+          CorruptCheckpointError: one is damaged.
+          DatasetStateError: there are several for a data shard.
+        """
+        located = self._contents.located
+        positions = by_shard(positions_in(located.storage, located.directory, of_orbax=not located.manifest))
+        return {number: position.state() for number, position in positions.items()}
 
     @property
     def nbytes(self) -> int:

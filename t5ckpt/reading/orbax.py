@@ -26,6 +26,7 @@ from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import printable, some_of
+from t5ckpt.datasets import positions_in
 from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
@@ -116,8 +117,13 @@ def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
                 f'another item, pass its path: {storage.url(join(directory, trees[0]))}.{more}'
             ),
         )
-    elif names:
-        text = f'{storage.url(directory)}: these items of Orbax are not read: {some_of(names, 8)}.'
+    # A restore reads the positions of data iterators, or warns that it does not.
+    positions = {position.directory for position in positions_in(storage, directory, of_orbax=True)}
+    other = [
+        name for name in names if not any(f'{each}/'.startswith(f'{join(directory, name)}/') for each in positions)
+    ]
+    if other and not trees:
+        text = f'{storage.url(directory)}: these items of Orbax are not read: {some_of(other, 8)}.'
         _log.info('t5ckpt: %s', printable(text))
 
 

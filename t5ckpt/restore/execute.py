@@ -11,6 +11,7 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
+from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
@@ -48,7 +49,7 @@ def run_restore(request: RestoreRequest) -> Any:
     if request.local_part is not None:
         planned = _provided(request, request.local_part, planned)
     with request.round.failing_together(last):
-        finish = _read(request, planned)
+        finish, summary = _read(request, planned)
     if request.reading.share_replicated:
         # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.barrier(Phase.READ)
@@ -56,10 +57,14 @@ def run_restore(request: RestoreRequest) -> Any:
         restored = finish()
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
+    leaves, data = summary
     sent = requests_between(before, request.storage.requests())
-    if sent:
-        _log.info('t5ckpt: restored from %s in %.2f s%s', request.storage.url(), seconds, sent)
+    _log.info('t5ckpt: restored %s: %s, in %.2f s%s%s', _source(planned.contents.located), leaves, seconds, data, sent)
     return restored
+
+
+def _source(located: Located) -> str:
+    return located.url if located.step is None else f'step {located.step} from {located.storage.url(located.directory)}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +130,30 @@ def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _P
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
 
 
-def _read(request: RestoreRequest, planned: _Planned) -> Callable[[], Any]:
-    """Reads all values; returns a function that builds the state from them."""
+def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any], tuple[str, str]]:
+    """Reads all values; returns a function that builds the state from them, and for the log what was read, and the data."""
     view, contents, plan = planned.view, planned.contents, planned.plan
     reader = reader_of(contents, request.reading)
     if request.call.donate:
         _free(view.table, [read.value for read in (*plan.inline, *plan.fallback)])
     with contents.identity.reading():
-        values, final_shardings = lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
+        values, final_shardings, nbytes = (
+            lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
+        )
     values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
-    if not request.call.leaves_iterator:
-        _move_iterator(request, reader, contents.located)
+    data = '' if request.call.leaves_iterator else _move_iterator(request, reader, contents.located)
+    summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
     only = request.call.only
     gathered = functools.partial(gather, values, final_shardings)
     if only is not None:
-        return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}
-    return lambda: view.rebuild(plan.kept | values | gathered())
+        return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}, summary
+    return lambda: view.rebuild(plan.kept | values | gathered()), summary
+
+
+def _leaves_text(plan: RestorePlan, nbytes: int | None) -> str:
+    """The leaves that came from the checkpoint, and the bytes of them that this process has read, for the log."""
+    text = f'{counted(len(plan.stored) + len(plan.inline), "leaf", "leaves")}, {human_bytes(nbytes) or "not read yet"}'
+    return f'{text}, {len(plan.fallback)} more given' if plan.fallback else text
 
 
 def _free(template: LeafTable, kept: Sequence[Any]) -> None:
@@ -151,11 +164,25 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
             leaf.delete()
 
 
-def _move_iterator(request: RestoreRequest, reader: ArrayReader, located: Located) -> None:
-    """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none."""
+def _move_iterator(request: RestoreRequest, reader: ArrayReader, located: Located) -> str:
+    """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none.
+
+    Returns:
+      Where the data continues, for the log; empty if the iterator is unchanged.
+    """
     dataset = request.dataset
     if dataset is not None:
-        reader.check_prefixed(dataset.prefix(request.round.processes))
-        dataset.load(located.storage, located.directory, request.round.processes)
-    elif request.round.is_leader:
-        warn_of_unused(located.storage, located.directory)
+        is_part = request.local_part is not None
+        processes = request.round.processes
+        text = dataset.load(
+            located.storage,
+            located.directory,
+            processes,
+            reader.check_prefixed,
+            of_orbax=not located.manifest,
+            is_part=is_part,
+        )
+        return '' if text is None else f'; {text}'
+    if request.round.is_leader and request.continues:
+        warn_of_unused(located.storage, located.directory, of_orbax=not located.manifest)
+    return ''

@@ -47,26 +47,29 @@ _MIN_THREADS = 8
 _THREADS_PER_CORE = 2
 
 
-def read_leaves(reader: ArrayReader, plan: RestorePlan, request: RestoreRequest) -> tuple[LeafTable, dict[Path, Any]]:
-    """Reads the leaves of a plan; returns their values, and the final shardings of those that remain to be gathered."""
+def read_leaves(
+    reader: ArrayReader, plan: RestorePlan, request: RestoreRequest
+) -> tuple[LeafTable, dict[Path, Any], int]:
+    """Reads the leaves of a plan; returns their values, the final shardings of those to be gathered, and the bytes read."""
     values: LeafTable = {read.path: make_inline_leaf(read) for read in plan.inline}
     reads, final_shardings = split_replicated(
         plan.stored, request.round.processes.count if request.reading.share_replicated else 1
     )
     budget = ByteBudget(request.reading.budget_bytes)
     values |= read_arrays(reader, reads, budget, request.progress)
-    request.note_read(sum(map(_bytes_read, reads)))
-    _log.info('t5ckpt: read %d arrays, at most %d bytes of them in flight at once', len(reads), budget.peak)
-    return values, final_shardings
+    _log.debug('t5ckpt: at most %d bytes of arrays were in flight at once', budget.peak)
+    stored = sum(map(_bytes_read, reads))
+    request.note_read(stored)
+    return values, final_shardings, stored + sum(np.asarray(read.value).nbytes for read in plan.inline)
 
 
-def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict[Path, Any]]:
+def lazy_leaves(reader: ArrayReader, plan: RestorePlan) -> tuple[LeafTable, dict[Path, Any], None]:
     """The leaves of a plan as LazyArrays, except for Python numbers; returned as by :func:`read_leaves`."""
     values: LeafTable = {
         read.path: make_inline_leaf(read) if read.template.kind == 'scalar' else _lazy(reader, read, read.value)
         for read in plan.inline
     }
-    return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}, {}
+    return values | {read.path: _lazy(reader, read, read.leaf) for read in plan.stored}, {}, None
 
 
 def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> LazyArray:

@@ -71,6 +71,7 @@ class RestoreRequest:
       round: of all processes of the job.
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: the options of reads, such as memory maps.
+      continues: whether the caller may train on, so that data without its position is worth a warning.
       note_read: called with the bytes of arrays that this process has read.
       no_step: makes the error for a step that does not exist; None lists the steps of ``storage`` in it.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
@@ -87,6 +88,7 @@ class RestoreRequest:
     progress: Progress | None
     reading: ReadOptions
     notices: Notices
+    continues: bool
     note_read: Callable[[int], None] = lambda _: None
     no_step: Callable[[int], T5CkptError] | None = None
     local_part: LocalPart | None = None

@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 import random
+import re
 import time
 import uuid
 from typing import Any
@@ -351,9 +352,51 @@ def test_the_position_of_a_step_that_t5x_saved_through_orbax(run_dir, below, on_
             if path.is_file():
                 place.write(path.relative_to(run_dir).as_posix(), path.read_bytes())
     iterator = Files()
-    with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(place, iterator) as ck:
+    with caplog.at_level(logging.INFO, 't5ckpt'), checkpointer(place, iterator) as ck:
         ck.restore()
         assert (ck.latest_step(), iterator.position) == (4, 9)
+    # Not that the item is not read.
+    assert 'not read' not in caplog.text
+    assert caplog.messages[-1].endswith('; data iterator continues') or on_bucket
+
+
+@pytest.mark.parametrize('moves', [True, False])
+@pytest.mark.parametrize('how', [None, 'here', 'not here'])
+def test_one_line_says_what_a_restore_did(run_dir, caplog, how, moves):
+    state = {'w': np.zeros(50_000, np.float32), 'b': np.zeros(4, np.float32), 'step': 3, 'none': None, 'empty': {}}
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=run_dir, dataset_iterator=GetSet() if how == 'here' else None
+    ) as ck:
+        ck.save(state)
+    iterator = None if how is None else GetSet()
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, dataset_iterator=iterator) as ck:
+        caplog.set_level(logging.INFO, 't5ckpt')
+        caplog.clear()
+        ck.restore(restore_iterator=moves)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    beginning, _, end = line.partition(', in ')
+    assert beginning == f't5ckpt: restored step 3 from {run_dir}/checkpoint_3: 3 leaves, 200.0 kB'
+    data = '' if how is None else 'continues' if how == 'here' and moves else 'is unchanged'
+    assert re.fullmatch(rf'[0-9]+\.[0-9][0-9] s{f"; data iterator {data}" if data else ""}', end), line
+
+
+def test_a_lazy_restore_and_a_path_elsewhere_say_what_they_did(run_dir, caplog):
+    with checkpointer(run_dir) as ck:
+        ck.save(STATE, step=1)
+        caplog.set_level(logging.INFO, 't5ckpt')
+        caplog.clear()
+        ck.restore(lazy_parameters=True)
+        ck.restore(path=run_dir / 'checkpoint_1' / 'checkpoint')
+    lazy, elsewhere = caplog.messages
+    assert f'restored step 1 from {run_dir}/checkpoint_1: 1 leaf, not read yet' in lazy
+    assert f'restored step 1 from {run_dir}/checkpoint_1: 1 leaf, 48 B' in elsewhere
+
+
+def test_a_reader_is_not_told_that_it_has_no_iterator(run_dir, caplog):
+    with checkpointer(run_dir, GetSet()) as ck:
+        ck.save(STATE, step=1)
+    with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(run_dir, read_only=True) as ck:
+        ck.restore()
     assert caplog.records == []
 
 
@@ -363,7 +406,7 @@ def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, cap
     with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(run_dir) as ck:
         ck.restore()
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert 'has data-iterator state (train_ds-000-of-001.msgpack), but this trainer has no' in record.getMessage()
+    assert 'has data-iterator state (train_ds-000-of-001), but this trainer has no' in record.getMessage()
 
 
 @pytest.mark.parametrize('iterator', [None, GetSet()])

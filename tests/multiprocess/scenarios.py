@@ -488,21 +488,45 @@ class DataPartitioner:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, train_state)
 
 
-def save_iterators(directory, shards):
-    tree, data = state(), Counter()
-    data.position = 100 + jax.process_index()
+class States(Counter):
+    """The same, with a state."""
+
+    save = load = None
+
+    def get_state(self):
+        return {'position': self.position}
+
+    def set_state(self, state):
+        self.position = state['position']
+
+
+def save_iterators(directory, shards, kind='Counter', apart=1):
+    """Process ``i`` is at the position 100 + i * apart."""
+    tree, data = state(), globals()[kind]()
+    data.position = 100 + jax.process_index() * apart
     partitioner = None if shards is None else DataPartitioner(shards)
     with checkpointer(directory, tree, partitioner=partitioner, dataset_iterator=data) as ck:
         ck.save(tree, step=1)
 
 
-def restore_iterators(directory, shards):
-    data = Counter()
+def restore_iterators(directory, shards, kind='Counter', mapped=None):
+    data = globals()[kind]()
     partitioner = None if shards is None else DataPartitioner(shards)
     options = {'partitioner': partitioner, 'dataset_iterator': data}
+    if mapped is not None:
+        options['map_positions'] = {'sum': _sum_of_states, 'last': _last_file, 'none': lambda _: None}[mapped]
     with checkpointer(directory, template(), **options) as ck:
         check(ck.restore())
     return data.position
+
+
+def _sum_of_states(positions):
+    assert list(positions) == list(range(len(positions)))
+    return {'position': sum(each['position'] for each in positions.values()) + jax.process_index()}
+
+
+def _last_file(positions):
+    return positions[max(positions)]
 
 
 class AxesPartitioner(DataPartitioner):

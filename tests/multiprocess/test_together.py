@@ -213,11 +213,40 @@ def test_without_a_partitioner_each_process_has_a_data_shard(four, tmp_path):
     assert four.run('restore_iterators', tmp_path, None) == [100, 101, 102, 103]
 
 
-def test_iterators_of_another_number_of_shards(four, tmp_path):
-    four.run('save_iterators', tmp_path, 2)
-    for kind, text in four.errors('restore_iterators', tmp_path, 4):
+@pytest.mark.parametrize('kind', ['Counter', 'States'])
+def test_one_position_of_all_processes_continues_in_any_number(four, two, tmp_path, kind):
+    """Data that all processes read alike."""
+    four.run('save_iterators', tmp_path / 'four', None, kind, 0)
+    assert two.run('restore_iterators', tmp_path / 'four', None, kind) == [100, 100]
+    assert '4 processes saved one position, at which this job of 2 continues' in two.log(0)
+    two.run('save_iterators', tmp_path / 'two', None, kind, 0)
+    assert four.run('restore_iterators', tmp_path / 'two', None, kind) == [100] * 4
+
+
+@pytest.mark.parametrize(('saved', 'restored', 'apart'), [(2, 4, 1), (None, None, 1), (2, 1, 0)])
+def test_positions_of_other_shards(four, two, tmp_path, saved, restored, apart):
+    """They differ, or the partitioner says that the shards have other data."""
+    four.run('save_iterators', tmp_path, saved, 'Counter', apart)
+    for kind, text in (four if restored == 4 else two).errors('restore_iterators', tmp_path, restored):
         assert kind in ('DatasetStateError', 'RemoteError')
-        assert 'same number of data shards' in text
+        assert 'has no iterator state train_ds-00' in text
+        assert 'map_positions' in text
+
+
+@pytest.mark.parametrize(
+    ('kind', 'mapped', 'expected'), [('States', 'sum', [406, 407]), ('Counter', 'last', [103, 103])]
+)
+def test_positions_are_mapped_to_other_shards(four, two, tmp_path, kind, mapped, expected):
+    four.run('save_iterators', tmp_path, None, kind)
+    assert two.run('restore_iterators', tmp_path, None, kind, mapped) == expected
+    assert two.run('restore_iterators', tmp_path, None, kind, 'none') == [0, 0]
+    # Not with the same shards.
+    assert four.run('restore_iterators', tmp_path, None, kind, mapped) == [100, 101, 102, 103]
+    found = t5ckpt.open_checkpoint(tmp_path).data_positions()
+    if kind == 'States':
+        assert found == {shard: {'position': 100 + shard} for shard in range(4)}
+    else:
+        assert [pathlib.Path(path).read_text() for path in found.values()] == ['100', '101', '102', '103']
 
 
 # The step in it is a number for the comparison, as the other leaves are.

@@ -235,7 +235,7 @@ def tiers_restore(step=None, seed=None, iterator=True):
         restored = _held['ck'].restore(step, restore_iterator=iterator)
     finally:
         logging.getLogger('t5ckpt').removeHandler(handler)
-    (line,) = [line for line in handler.lines if 'restored step' in line]
+    (line,) = [line for line in handler.lines if 'bytes of arrays from' in line]
     at = int(line.split('restored step ')[1].split(':')[0].split(' ')[0])
     for name in _held['leaves']:
         size, dtype, _ = scenarios.LEAVES[name]

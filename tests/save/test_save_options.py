@@ -42,7 +42,7 @@ STATE = {'params': {'w': np.zeros((4, 4), np.float32)}}
         *[{'compression': bad} for bad in ('zip', 1, ['zstd'])],
         *[{'staging': bad} for bad in ('fast', 1, None)],
         *[{'metric_source': bad} for bad in ('run', 1)],
-        *[{name: 1} for name in ('preempted', 'progress', 'clock')],
+        *[{name: 1} for name in ('preempted', 'progress', 'clock', 'map_positions')],
         *[{name: 'no'} for name in ('reuse_unchanged', 'mmap', 'share_replicated', 'follow_links')],
     ],
     ids=str,

@@ -370,6 +370,13 @@ CHECKPOINTER: list[Case] = [
     ),
     (
         'Checkpointer',
+        'map_positions',
+        ValueError,
+        'no effect without dataset_iterator',
+        lambda s, _: s.checkpointer(map_positions=lambda positions: None),
+    ),
+    (
+        'Checkpointer',
         'keep',
         ValueError,
         'keep and keep_policy',

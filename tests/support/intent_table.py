@@ -60,6 +60,7 @@ train_state | warning | it names no sharding for leaves of several devices: Unsh
 partitioner | hint | one process and one device place everything alike
 dataset_iterator | error | it cannot return its position
 dataset_iterator | report | the checkpoint has no position: logged at restore
+map_positions | error | there is no iterator
 keep | error | with keep_policy
 prune_other_layouts | report | a file that the writer of the layout does not write keeps the step: logged once
 keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning

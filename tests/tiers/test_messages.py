@@ -53,7 +53,7 @@ def lines(caplog, text):
 
 
 def restored_bytes(caplog):
-    (line,) = lines(caplog, 'restored step')
+    (line,) = lines(caplog, 'bytes of arrays from')
     return [int(found) for found in re.findall(r': ([0-9]+) bytes of arrays from .*, ([0-9]+) from', line)[0]]
 
 

@@ -43,8 +43,8 @@ def main() -> None:
     """The program: parses ``sys.argv`` and exits."""
     interrupts = Interrupts()
     try:
-        open_streams()
         interrupts.install()
+        open_streams()
         missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
         if missing:
             _end(
@@ -55,9 +55,10 @@ def main() -> None:
         from t5ckpt.cli.app import run
 
         run(interrupts=interrupts)
-    except KeyboardInterrupt:
-        # Includes interrupts during imports, which no verb can catch.
-        interrupts.end()
+    except BaseException as error:
+        if interrupts.was_received or isinstance(error, KeyboardInterrupt):
+            interrupts.end()
+        raise
     finally:
         # The verb is done. An interrupt of Python's last flush would only change the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,6 @@
 """Ctrl-C ends the program at once, also while threads wait for a slow bucket.
 
-Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it releases locks and leases and removes temporary files.
+Before a verb runs there is nothing to undo. Then Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it releases locks and leases and removes temporary files.
 TensorStore cannot cancel a request, so this may take as long as the server takes. Half a second after the signal, the process
 ends in any case. It then leaves the same files as a killed process: no visible step, and leases, which expire with the process.
 The next save removes them, and the same command can continue.
@@ -28,10 +28,14 @@ class Interrupts:
 
     Attributes:
       text: what the program prints when it ends.
+      is_running: whether a verb runs.
+      was_received: whether the program was interrupted. A library that is being imported may turn the interrupt into another
+        error.
     """
 
     def __init__(self) -> None:
         self.text = 'interrupted'
+        self.is_running = self.was_received = False
         self._is_ending = _thread.allocate_lock()
 
     def install(self) -> None:
@@ -40,6 +44,9 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, *_: Any) -> NoReturn:
+        self.was_received = True
+        if not self.is_running:
+            self._end('')
         # Without a thread for it, the process ends when all is undone. Thread.start takes locks, which this thread may hold.
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._end_soon, ())

@@ -40,8 +40,10 @@ _NARROW = 30
 _F = TypeVar('_F', bound=Callable[..., Any])
 
 # One rule for all verbs: --step names the step to work on, --as-step the one to write as.
-step_option = click.option('--step', type=int, help='Step of the run; default: the latest.')
-steps_option = click.option('--step', 'steps', type=int, multiple=True, help='Step of the run; may be repeated.')
+step_option = click.option('--step', type=click.IntRange(0), help='Step of the run; default: the latest.')
+steps_option = click.option(
+    '--step', 'steps', type=click.IntRange(0), multiple=True, help='Step of the run; may be repeated.'
+)
 as_step_option = click.option(
     '--as-step', type=click.IntRange(0), metavar='STEP', help='Step to write; default: the step of the source.'
 )

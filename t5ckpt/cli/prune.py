@@ -61,7 +61,14 @@ _SHOWN = 20  # deleted steps that are named
 )
 @click.option('--every', type=click.IntRange(1), metavar='K', help='Keep the multiples of K.')
 @click.option('--every-hours', type=float, metavar='T', help='Keep one step for every T hours.')
-@click.option('--keep-step', 'steps', type=int, multiple=True, metavar='STEP', help='Keep this step; may be repeated.')
+@click.option(
+    '--keep-step',
+    'steps',
+    type=click.IntRange(0),
+    multiple=True,
+    metavar='STEP',
+    help='Keep this step; may be repeated.',
+)
 @moved_option('--step', '--keep-step keeps a step. To delete one, use t5ckpt rm PATH --step STEP.')
 @click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
 @click.option('--dry-run', is_flag=True, help='Print what would be deleted; delete nothing.')

@@ -164,6 +164,7 @@ class Verb(Summarized):
         text = 'interrupted; the same command resumes' if self._resumes else 'interrupted'
         if isinstance(ctx.obj, Interrupts):
             ctx.obj.text = text
+            ctx.obj.is_running = True
         try:
             with Waiting(remote_paths(given)) as waiting, storage_defaults(_storage_options(ctx, given)):
                 ctx.meta['t5ckpt.waiting'] = waiting

@@ -68,6 +68,49 @@ def interrupted(waits, words):
     return err, seconds
 
 
+_DURING_AN_IMPORT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from t5ckpt.cli import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == os.environ['INTERRUPTED_IMPORT']:
+            del sys.meta_path[0]
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    'module',
+    [
+        'click',
+        't5ckpt.cli.app',
+        't5ckpt.cli.verify',
+        'numpy',
+        'numpy.exceptions',
+        'numpy.dtypes',
+        'ml_dtypes',
+        'msgpack',
+    ]
+    + ['tensorstore', 'tensorstore._tensorstore', 'xxhash', 't5ckpt.integrity.verify'],
+)
+def test_ctrl_c_during_an_import_ends_with_its_exit_code(tmp_path, module):
+    run = save(tmp_path / 'run')
+    done = subprocess.run(
+        [sys.executable, '-c', _DURING_AN_IMPORT, 'verify', '--full', str(run)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'INTERRUPTED_IMPORT': module},
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (130, '', ['t5ckpt: interrupted'])
+    assert 'Traceback' not in done.stderr
+
+
 @pytest.mark.parametrize('words', [[], ['--all']], ids=['one step', 'a run'])
 def test_ctrl_c_ends_a_conversion_at_once(words, slow, tmp_path):
     s3, waits, is_over = slow

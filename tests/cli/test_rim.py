@@ -446,6 +446,35 @@ def test_the_users_rules_may_be_wrong(tmp_path):
     assert 'rules.py, line 2: ZeroDivisionError: division by zero' in done.output
 
 
+@pytest.mark.parametrize(
+    'words',
+    [
+        'show',
+        'stats',
+        'cat w',
+        'verify',
+        'verify --json',
+        'report -o out.html',
+        'cp out',
+        'repair out',
+        'rm --yes',
+        'pin',
+    ]
+    + ['unpin', 'convert orbax out', 'export npz out.npz', 'prune --keep-step'],
+)
+def test_a_negative_step_is_wrong_usage_in_every_verb(run, tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    verb, *rest = words.split()
+    words = (
+        [verb, run, *rest] if verb in ('cat', 'verify', 'cp', 'repair', 'prune') else [verb, *rest[:1], run, *rest[1:]]
+    )
+    words = [verb, run, *rest] if verb in ('show', 'stats', 'report', 'rm', 'pin', 'unpin') else words
+    said = t5ckpt_cli(*words, *(['-1'] if rest[-1:] == ['--keep-step'] else ['--step', '-1']), code=2)
+    assert '-1' in said.splitlines()[-1]
+    assert 'Traceback' not in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_step_that_is_named_twice_is_one(run, capsys):
     t5ckpt.pin_checkpoint(run / 'checkpoint_100')
     code, out, _ = said(['unpin', run, '--step', 100, '--step', 100, '--json'], capsys)

@@ -40,6 +40,7 @@ from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty, unflatten
+from t5ckpt.tree.leaves import KeyData
 
 # The item of the tree in a step of CheckpointManager.
 _ITEM = 'default'
@@ -165,11 +166,26 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         raise UnsupportedLeafError(
             f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}. Drop it with t5ckpt cp.'
         )
+    if isinstance(leaf, KeyData):
+        return _keys(path, leaf)
     dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
     if isinstance(leaf, LazyArray):
         return leaf.astype(dtype)
     values = np.asarray(leaf).astype(dtype)
     return LazyThreadPoolArray(values.shape, dtype, lambda: values)
+
+
+def _keys(path: Path, leaf: KeyData) -> Any:
+    import jax
+
+    values = leaf.data.get() if isinstance(leaf.data, LazyArray) else leaf.data
+    try:
+        return jax.random.wrap_key_data(jax.device_put(values), impl=leaf.impl)
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: Orbax cannot hold PRNG keys of {leaf.impl}, which JAX does not have here. Drop it with '
+            't5ckpt cp.'
+        ) from error
 
 
 def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> None:
@@ -196,8 +212,8 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
         (LazyArray, LazyHandler(deepcopy_host_arrays=False)),
         *((kind, handlers.ScalarHandler()) for kind in (int, float)),
         (str, handlers.StringHandler()),
-        # No leaf is a jax.Array, but without this handler Orbax logs a warning for each step.
-        (jax.Array, handlers.ArrayHandler(array_metadata_store=None)),
+        # Typed keys are the only jax.Arrays. Orbax's own handler records their implementation.
+        (jax.Array, handlers.get_type_handler(jax.Array)),
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:

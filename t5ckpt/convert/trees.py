@@ -103,7 +103,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     }
     found = _found(table, located.step, identity, optimizer)
     sidecar = contents.sidecar
-    # Orbax and Flax store typed PRNG keys as integers. A restore makes them keys again where the template has keys.
+    # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
     recorded = Sidecar(
         facts='unknown',
         created_unix=sidecar.created_unix,

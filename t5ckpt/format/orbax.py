@@ -29,6 +29,7 @@ LEGACY_RUN_METADATA = 'metadata/metadata'
 # Files of a tree: in the directory of an item, or in the step's directory.
 TREE_METADATA = '_METADATA'
 STRINGS = '_strings.json'
+ARRAY_METADATA = 'array_metadatas'
 OCDBT_MANIFEST = 'manifest.ocdbt'
 OCDBT_OF_PROCESS = 'ocdbt.process_'
 # A file that Orbax ignores: the source and the options of a conversion by t5ckpt.
@@ -37,7 +38,7 @@ PLACEHOLDER = 'PLACEHOLDER://'
 """In Orbax's older layout, this text and a name replace each array in Flax msgpack."""
 # The last two are items of a step.
 _ENTRIES = frozenset(
-    {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, 'array_metadatas', COMMITTED, 'd', 'default', 'metrics'}
+    {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, ARRAY_METADATA, COMMITTED, 'd', 'default', 'metrics'}
     | {CONVERTED_FROM}
 )
 

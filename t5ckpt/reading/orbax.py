@@ -5,7 +5,8 @@ by the orbax of 2023):
 
 - ``_METADATA`` is JSON; its ``tree_metadata`` lists every leaf with its keys and type. Arrays are zarr (zarr3 if
   ``use_zarr3`` is set) with the keys joined by '.' as the name, in an OCDBT database in the same directory
-  (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``.
+  (``manifest.ocdbt``) or in a directory each. Strings are in ``_strings.json``. Typed PRNG keys are their data;
+  ``array_metadatas/process_<n>`` names their implementation.
 - ``checkpoint`` is Flax msgpack, in which each array is the string ``PLACEHOLDER://<name>``.
 
 A step directory contains the tree itself or directories of items. Its only tree is read. Of several, ``state`` (T5X), ``default``
@@ -31,11 +32,19 @@ from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, Uns
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.orbax import METRICS, OCDBT_MANIFEST, PLACEHOLDER, STRINGS, TREE_METADATA
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
+from t5ckpt.format.orbax import (
+    ARRAY_METADATA,
+    METRICS,
+    OCDBT_MANIFEST,
+    PLACEHOLDER,
+    STRINGS,
+    TREE_METADATA,
+    orbax_object,
+)
+from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten
 
 _log = logging.getLogger('t5ckpt')
 
@@ -71,8 +80,32 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
     if logs_items:
         _log_items(files.storage, files.directory, left_out)
     read = {item: _read_tree(files, item) for item in trees}
-    manifest = Manifest(3, read if len(trees) > 1 else read[trees[0]])
-    return OrbaxContents(manifest, _facts(files), left_out)
+    state = read if len(trees) > 1 else read[trees[0]]
+    keys = {
+        (*((item,) if len(trees) > 1 else ()), *path): impl
+        for item in trees
+        for path, impl in _key_impls(files, item, flatten_nested(read[item], is_spec)).items()
+    }
+    sidecar = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
+    return OrbaxContents(Manifest(3, state), sidecar, left_out)
+
+
+def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
+    """The implementations of the typed keys of a tree, by path. Orbax records them since 0.12."""
+    names = {'.'.join(path): path for path, leaf in table.items() if is_spec(leaf) and leaf['dtype'] == 'uint32'}
+    directory = join(item, ARRAY_METADATA)
+    # All processes of a job record the same.
+    record = next(iter(files.storage.entries(join(files.directory, directory))), None) if names else None
+    if record is None:
+        return {}
+    where = join(directory, record.name)
+    arrays = orbax_object(files.read(where), where).get('array_metadatas')
+    try:
+        described = [array['array_metadata'] for array in arrays or ()]
+        impls = {array['param_name']: (array.get('ext_metadata') or {}).get('random_key_impl') for array in described}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
+    return {names[name]: str(impl) for name, impl in impls.items() if name in names and impl is not None}
 
 
 def _facts(files: CheckpointFiles) -> Sidecar:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.experimental.array_serialization import pytree_serialization
 from support import golden as cases
 from support.bits import assert_same
@@ -228,8 +229,56 @@ def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
         convert_to_orbax(tmp_path / 'run', target, ConvertOptions(overwrite=True))
 
 
-@pytest.mark.parametrize('leaf', [np.zeros((0, 3)), jax.random.key(1)])
-def test_what_orbax_cannot_hold(tmp_path, leaf):
+@pytest.mark.filterwarnings('ignore:Sharding info not provided')
+@pytest.mark.parametrize('is_step', [False, True])
+def test_typed_keys_go_to_orbax_and_back(tmp_path, is_step):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0, dropout=1))
+    keys = {impl: jax.random.key(3, impl=impl) for impl in ('threefry2x32', 'rbg', 'unsafe_rbg')}
+    state = {
+        'model': nnx.to_pure_dict(nnx.state((model, nnx.Dropout(0.1, rngs=nnx.Rngs(2))))),
+        'keys': keys,
+        'many': jax.random.split(keys['unsafe_rbg'], (50, 100)),
+        'raw': np.zeros(2, np.uint32),
+    }
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    if is_step:
+        t5ckpt.convert_run('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
+        with ocp.CheckpointManager(tmp_path / 'orbax') as manager:
+            restored = manager.restore(1, args=ocp.args.PyTreeRestore())
+    else:
+        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '1')
+        restored = ocp.PyTreeCheckpointer().restore(tmp_path / 'orbax' / '1')
+    assert {name: str(jax.random.key_impl(key)) for name, key in restored['keys'].items()} == {
+        name: name for name in keys
+    }
+    assert (restored['many'] == state['many']).all()
+    assert restored['raw'].dtype == np.uint32
+    flat = flatten(flax.serialization.to_state_dict(restored))
+    for name, leaf in flatten(flax.serialization.to_state_dict(state)).items():
+        assert flat[name].dtype == leaf.dtype
+        assert (flat[name] == leaf).all()
+    convert('orbax', tmp_path / 'orbax' / '1', tmp_path / 'back')
+    for path in (tmp_path / 'orbax', tmp_path / 'back'):
+        with t5ckpt.Checkpointer(jax.eval_shape(lambda: state)) as ck:
+            again = ck.restore(path=path)
+            assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), again, state)))
+        for name, other in (('rbg', 'unsafe_rbg'), ('unsafe_rbg', 'rbg')):
+            template = {**state, 'keys': keys | {name: keys[other]}}
+            with pytest.raises(
+                errors.DtypeMismatch, match=f'keys/{name}: checkpoint PRNG keys of {name}, template .* {other}'
+            ):
+                t5ckpt.Checkpointer(template).restore(path=path)
+
+
+def _keys_of_mine():
+    threefry = jax.extend.random.threefry_prng_impl
+    functions = {name: getattr(threefry, name) for name in ('seed', 'split', 'random_bits', 'fold_in', 'key_shape')}
+    return jax.random.key(1, impl=jax.extend.random.define_prng_impl(**functions, name='mine', tag='mine'))
+
+
+@pytest.mark.parametrize('make', [lambda: np.zeros((0, 3)), _keys_of_mine])
+def test_what_orbax_cannot_hold(tmp_path, make):
+    leaf = make()
     state = {'params': {'w': np.ones(3)}, 'odd': leaf}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
     with pytest.raises(errors.UnsupportedLeafError, match=r'odd.* Orbax can'):

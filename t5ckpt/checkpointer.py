@@ -62,7 +62,6 @@ from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.request import Reuse, SaveContext, SaveRequest
 from t5ckpt.save.schedule import LocalSignals, SaveSchedule
-from t5ckpt.save.stage import StagingMode
 from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes
@@ -103,8 +102,6 @@ class Checkpointer:
         saves; by default 'auto' on object stores and None on disks. See docs/storage.md.
       chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
       inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
-      staging: how ``save_async`` stages the state: 'copy' on the device, 'pinned_host' memory, a 'view' of arrays on
-        the CPU, which waits until they are computed, or 'auto', which chooses among them.
       reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, or copied inside the object
         store.
       mmap: ``restore`` memory-maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
@@ -154,7 +151,6 @@ class Checkpointer:
         compression: str | None = 'default',
         chunk_bytes: int = SaveOptions.chunk_bytes,
         inline_bytes: int = SaveOptions.inline_bytes,
-        staging: str = 'auto',
         reuse_unchanged: bool = True,
         mmap: bool = False,
         progress: Progress | None = None,
@@ -175,7 +171,6 @@ class Checkpointer:
     ):
         warn_of_gda(use_gda)
         check_no_directory(train_state=train_state, partitioner=partitioner)
-        staging_mode = StagingMode.parse(staging)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
@@ -209,7 +204,7 @@ class Checkpointer:
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._save_context = self._context_of(save_options, staging_mode, progress, reuses=reuse_unchanged)
+        self._save_context = self._context_of(save_options, progress, reuses=reuse_unchanged)
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._monitored = monitored_metrics(policy, save_policy)
@@ -254,15 +249,12 @@ class Checkpointer:
             options, self._storage, self._retention, self._clock, self._coordinator, read_only=self._is_read_only
         )
 
-    def _context_of(
-        self, options: SaveOptions, staging: StagingMode, progress: Progress | None, *, reuses: bool
-    ) -> SaveContext:
+    def _context_of(self, options: SaveOptions, progress: Progress | None, *, reuses: bool) -> SaveContext:
         storage = self._tiers.local
         return SaveContext(
             storage=storage,
             options=options,
             retention=self._tiers.retention,
-            staging=staging,
             reuse=Reuse() if reuses and (storage.links or storage.copies) else None,
             codec_selection=CodecSelection(storage),
             dataset=self._dataset,

@@ -7,10 +7,6 @@ that donates such an array computes into new memory.
 
 A sharded array is made in one call for all its shards (``jax.make_array_from_callback``), which takes 35 us for four shards.
 One ``jax.device_put`` per shard and ``make_array_from_single_device_arrays`` take 130 us.
-
-``jax.device_put`` of a numpy array at such an address, and ``jax.dlpack.from_dlpack``, return a jax.Array whose memory the
-owner may still write to. JAX does not expose which arrays these are, but records the Python frames in which a buffer was
-made, also for views of it. ``core/private_memory.is_private`` reads this record in 1 us.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.private_memory import makes_private
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.leaf_reads import InlineRead
@@ -55,7 +50,6 @@ def _check_narrowed(values: np.ndarray, name: str) -> None:
         )
 
 
-@makes_private
 def make_leaf(
     hosts: Mapping[Box, np.ndarray], template: LeafTemplate, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> Any:
@@ -108,7 +102,6 @@ def _weakly_typed(strong: Any, number: type, sharding: Any) -> Any:
     return weak if sharding is None else jax.device_put(weak, sharding)
 
 
-@makes_private
 def make_inline_leaf(read: InlineRead) -> Any:
     """Makes an inline leaf in the type and sharding of its template; each device gets only its part.
 

@@ -1,9 +1,7 @@
 """Links or copies the chunk files of unchanged arrays from the previous checkpoint instead of writing them.
 
-A chunk is linked in one of four cases:
+A chunk is linked in one of three cases:
 
-- The leaf is the same jax.Array object as in the previous save, and its memory is XLA's own. Such an array is immutable,
-  so it is neither staged nor hashed.
 - The chunk has no codec, and its xxh3-64 and size equal those of the file of the same name in the previous checkpoint.
   This also finds frozen weights that passed through a donating step, and works after a restart.
 - The chunk has a codec, and the xxh3-64 of its values equals that of the values that this process encoded for the
@@ -28,23 +26,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.catalog.listing import listing
 from t5ckpt.core.keys import join
-from t5ckpt.core.private_memory import is_private
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.dtypes import name_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
-from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaves import is_jax_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +51,12 @@ class PreviousCheckpoint:
       file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``. In an object store, of its write.
       values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
       codecs: array directory to the codec, if this process wrote the checkpoint.
-      leaves: array directory to a weak reference to the leaf that was saved there, and its layout.
     """
 
     directory: str
     checksums: Mapping[str, FileEntry]
     sidecar_checksum: str = ''
     file_versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    leaves: Mapping[str, tuple[weakref.ref[Any], str]] = dataclasses.field(
-        default_factory=dict[str, 'tuple[weakref.ref[Any], str]']
-    )
     values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     codecs: Mapping[str, Any] | None = None
 
@@ -79,13 +68,6 @@ class PreviousCheckpoint:
             return json.loads(storage.read(join(self.directory, location, '.zarray')))['compressor']
         except (T5CkptError, ValueError, LookupError, TypeError):
             return None
-
-    def is_same(self, write: ArrayWrite, *, with_metadata: bool) -> bool:
-        """Whether this process saved the same leaf object there, with the same layout."""
-        saved = self.leaves.get(write.array.location)
-        if saved is None or saved[0]() is not write.value or saved[1] != _layout_text(write):
-            return False
-        return all(name in self.checksums for name in write.files(with_metadata=with_metadata))
 
     def link(self, storage: Storage, key: str, entry: tuple[int, str], target: str) -> Any:
         """Links or copies one file to ``target`` if it still matches its checksum, so that damage is not copied.
@@ -151,11 +133,6 @@ class ReusedChunks:
             self.values[key] = previous.values[key]
         return True
 
-    def link_same(self, key: str) -> bool:
-        """Links or copies the file of this name, whatever its size and checksum."""
-        entry = None if self.previous is None else self.previous.checksums.get(key)
-        return entry is not None and self.link(key, entry)
-
     def link_equal(self, key: str, entry: FileEntry) -> bool:
         """Links or copies the file of this name if it has this size and checksum."""
         return self.previous is not None and self.previous.checksums.get(key) == entry and self.link(key, entry)
@@ -168,23 +145,6 @@ class ReusedChunks:
         if previous is None or entry is None or previous.values.get(key) != self.values[key]:
             return False
         return previous.codec(self.storage, location) == codec and self.link(key, entry)
-
-
-def _layout_text(write: ArrayWrite) -> str:
-    # Excludes the codec: one chosen by sampling is in the metadata of the array, not of the plan.
-    return f'{write.array.shape} {name_of(write.dtype)} {name_of(write.array.dtype)} {tuple(write.array.metadata["chunks"])}'
-
-
-def leaves_of_writes(writes: Iterable[ArrayWrite]) -> dict[str, tuple[weakref.ref[Any], str]]:
-    """Weak references to the leaves of this save, for the next one; to be taken before the leaves are donated.
-
-    An array whose memory has another owner is left out, since its values may change while its identity does not.
-    """
-    return {
-        write.array.location: (weakref.ref(write.value), _layout_text(write))
-        for write in writes
-        if is_jax_array(write.value) and is_private(write.value)
-    }
 
 
 def find_previous(storage: Storage) -> PreviousCheckpoint | None:

@@ -149,9 +149,7 @@ def _previous_of(
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
-    return PreviousCheckpoint(
-        directory, dict(written.checksums), sidecar_checksum, versions, prepared.leaves, written.values, codecs
-    )
+    return PreviousCheckpoint(directory, dict(written.checksums), sidecar_checksum, versions, written.values, codecs)
 
 
 def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.core.gc_pause import paused
-from t5ckpt.core.leaf_path import Path
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint, leaves_of_writes
+from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
@@ -30,7 +28,6 @@ class PreparedSave:
       tree_facts: the facts of the tree, for the sidecar.
       staging: the leaves, in waves.
       previous: the checkpoint from which chunks are linked or copied.
-      leaves: for the next save, see ``save/chunk_reuse.py``.
       dataset: the files of the data iterator's position, by name.
       text: the plan as text, which the processes compare.
       samples: beginnings of arrays, from which process 0 chooses the codecs of all processes.
@@ -42,7 +39,6 @@ class PreparedSave:
     tree_facts: TreeFacts
     staging: Staging
     previous: PreviousCheckpoint | None
-    leaves: Mapping[str, tuple[weakref.ref[Any], str]]
     dataset: Mapping[str, bytes]
     text: str
     samples: Mapping[str, Any]
@@ -76,35 +72,16 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes) -> Prep
         _files_of_others(plan.writes, with_metadata=not is_leader) if request.in_parts else frozenset[str]()
     )
     previous = _previous(request)
-    writes_metadata = is_leader or request.in_parts
-    unchanged = _unchanged(plan.writes, request, previous, with_metadata=writes_metadata)
-    leaves_to_link = leaves_of_writes(plan.writes)
     samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     staging = Staging(
         plan,
-        context.staging,
         request.call.budget_bytes,
         in_background=request.in_background,
-        writes_metadata=writes_metadata,
-        unchanged=unchanged,
+        writes_metadata=is_leader or request.in_parts,
     )
     with paused():
         staging.start()
-    return PreparedSave(
-        request, plan.tree_facts, staging, previous, leaves_to_link, dataset, text, samples, devices, files_of_others
-    )
-
-
-def _unchanged(
-    writes: Sequence[ArrayWrite], request: SaveRequest, previous: PreviousCheckpoint | None, *, with_metadata: bool
-) -> list[Path]:
-    """The leaves that are not staged, because all of their files are linked."""
-    # All processes must write the chunks of an array with one codec, which process 0 may choose again from the data. A copy
-    # inside an object store may fail after the caller has donated the array, so the array is staged.
-    has_one_codec = request.round.is_single_process or request.context.options.codec != 'auto'
-    if previous is None or not request.context.storage.links or not has_one_codec:
-        return []
-    return [write.path for write in writes if previous.is_same(write, with_metadata=with_metadata)]
+    return PreparedSave(request, plan.tree_facts, staging, previous, dataset, text, samples, devices, files_of_others)
 
 
 def _writes_manifest(inline: Sequence[InlineWrite], request: SaveRequest) -> bool:

@@ -25,7 +25,6 @@ from t5ckpt.policies import KeepPolicy
 from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.encoding import CodecSelection
-from t5ckpt.save.stage import StagingMode
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -39,7 +38,6 @@ class SaveContext:
       storage: the run, or the local directory of a checkpointer with ``local_dir``.
       options: of the plans, such as the codec and the size of chunks.
       retention: of ``storage``, carried out after a commit.
-      staging: how jax.Arrays are staged.
       reuse: the checkpoint from which chunks are linked; None links none.
       codec_selection: chooses the codecs that depend on the data.
       dataset: the data iterator whose position is saved.
@@ -51,7 +49,6 @@ class SaveContext:
     storage: Storage
     options: SaveOptions
     retention: Retention
-    staging: StagingMode
     reuse: Reuse | None
     codec_selection: CodecSelection
     dataset: DatasetState | None

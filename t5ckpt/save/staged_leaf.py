@@ -18,7 +18,13 @@ from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 
 
 class StagedLeaf(abc.ABC):
-    """The values of one stored leaf."""
+    """The values of one stored leaf.
+
+    Attributes:
+      is_copy: whether no other code can write to the memory of ``values``.
+    """
+
+    is_copy = False
 
     @abc.abstractmethod
     def values(self, chunk: ChunkWrite) -> np.ndarray:
@@ -29,57 +35,38 @@ class StagedLeaf(abc.ABC):
         """Releases the values, after all their writes were started."""
 
     def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
-        """The values of one chunk as stored on disk: C order, little endian, in the stored dtype."""
-        values = self.values(chunk)
-        if values.dtype != write.dtype:
-            values = values.astype(write.dtype)
-        stored = to_stored(np.asarray(values))
-        # numpy.ascontiguousarray returns an array of one dimension for a scalar.
-        return np.ascontiguousarray(stored) if stored.ndim else stored
-
-
-class ViewedLeaf(StagedLeaf):
-    """Shards in host memory: views of the caller's, or copies."""
-
-    def __init__(self, shards: Mapping[int, np.ndarray]):
-        """Takes the shards that this process writes, by their index."""
-        self._shards = shards
-
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        return self._shards[_shard_of(chunk)][chunk.box_in_shard.slices]
-
-    def release(self) -> None:
-        self._shards = {}
+        """The values of one chunk as stored on disk, which never change: C order, little endian, in the stored dtype."""
+        return to_stored(np.asarray(self.values(chunk)).astype(write.dtype, order='C', copy=not self.is_copy))
 
 
 class DeviceLeaf(StagedLeaf):
-    """A jax.Array that has one owner, such as a staged copy. Each shard is fetched when its first chunk is written."""
+    """Copies of shards. Each is fetched when its first chunk is written."""
 
-    def __init__(self, array: Any):
-        """Takes the array."""
-        self._array: Any = array
-        self._fetched: dict[int, np.ndarray] = {}
+    is_copy = True
+
+    def __init__(self, shards: Mapping[int, Any]):
+        """Takes the copies that this process writes, by the index of their shard."""
+        self._shards = dict(shards)
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
         index = _shard_of(chunk)
-        if index not in self._fetched:
-            self._fetched[index] = np.asarray(self._array.addressable_shards[index].data)
-        return self._fetched[index][chunk.box_in_shard.slices]
+        self._shards[index] = np.asarray(self._shards[index])
+        return self._shards[index][chunk.box_in_shard.slices]
 
     def release(self) -> None:
-        self._array = None
-        self._fetched.clear()
+        self._shards.clear()
 
 
-class ChunkwiseLeaf(StagedLeaf):
-    """The caller's array, too large for a copy: each chunk is fetched alone, while the caller waits."""
+class CallerLeaf(StagedLeaf):
+    """The caller's jax.Array, while the caller waits: viewed on the CPU backend, otherwise fetched chunk by chunk."""
 
     def __init__(self, array: Any):
         """Takes the array."""
         self._array: Any = array
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
-        return np.asarray(self._array.addressable_shards[_shard_of(chunk)].data[chunk.box_in_shard.slices])
+        shard, slices = self._array.addressable_shards[_shard_of(chunk)].data, chunk.box_in_shard.slices
+        return np.asarray(shard)[slices] if is_on_cpu(shard) else np.asarray(shard[slices])
 
     def release(self) -> None:
         self._array = None
@@ -88,8 +75,9 @@ class ChunkwiseLeaf(StagedLeaf):
 class HostLeaf(StagedLeaf):
     """A numpy array, or a LazyArray, which is read when it is written: chunk by chunk if it can be sliced."""
 
-    def __init__(self, name: str, leaf: Any):
+    def __init__(self, name: str, leaf: Any, *, is_copy: bool = False):
         """Takes the leaf, and its name for errors."""
+        self.is_copy = is_copy
         self._name = name
         self._leaf = leaf
         self._whole: np.ndarray | None = None

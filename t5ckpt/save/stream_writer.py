@@ -40,7 +40,7 @@ from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.manifest_and_sidecar import manifest_leaves
-from t5ckpt.save.stage import Staging, StagingMode
+from t5ckpt.save.stage import Staging
 from t5ckpt.save.write import write_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
@@ -148,7 +148,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     storage, directory = request.storage, join(work.directory, work.generation)
     existing = _existing_leaves(request, plan.writes, directory, is_new=bool(work.generation))
     rest = tuple(write for write in plan.writes if write.path not in existing.writes)
-    staging = Staging(dataclasses.replace(plan, writes=rest), StagingMode.AUTO, request.budget_bytes)
+    staging = Staging(dataclasses.replace(plan, writes=rest), request.budget_bytes)
     staging.start()
     progress = _progress_after(request.progress, existing.array_bytes)
     report = write_arrays(storage, directory, staging, progress=progress)

@@ -20,11 +20,9 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,11 +44,12 @@ from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, ReusedChunks
 from t5ckpt.save.encoding import CodecSelection, encode_chunk, is_encoded
 from t5ckpt.save.stage import StagedWave, Staging
-from t5ckpt.save.staged_leaf import DeviceLeaf, StagedLeaf
+from t5ckpt.save.staged_leaf import StagedLeaf
 from t5ckpt.storage import Storage, foreign_errors
 
-# Chunks that are not contiguous in their shard are copied before they are written. A few of 64 MiB keep a disk busy.
-_COPIED_BYTES = 256 * 2**20
+# A chunk is copied before it is written, unless it is contiguous in a staged copy. Four of 64 MiB keep a disk busy, and one of
+# each core the encoders.
+_COPIED_BYTES = max(4, os.cpu_count() or 1) * 64 * 2**20
 _DIRECT_WRITERS = 4  # Two keep a disk busy.
 _COPIERS = 32  # Requests for copies inside an object store, in flight at once.
 
@@ -113,7 +112,6 @@ def write_arrays(
     selection = CodecSelection(storage) if codec_selection is None else codec_selection
     writer = _Writer(staging, ReusedChunks(storage, directory, previous), progress, selection)
     try:
-        writer.link_arrays(staging.unchanged)
         with contextlib.closing(staging.waves()) as waves:
             for wave in waves:
                 writer.write_wave(wave)
@@ -187,30 +185,6 @@ class _Writer:
             source.release()
         self.drain()
 
-    def link_arrays(self, writes: Sequence[ArrayWrite]) -> None:
-        """Links all files of the leaves that are the same objects as in the previous save. An object store copies many at once.
-
-        If a file cannot be linked, the leaf is written, from the caller's array since it was not staged.
-
-        Raises:
-          StorageError: a file cannot be linked, and the array has been donated in the meantime.
-        """
-        files = [write.files(with_metadata=self._staging.writes_metadata) for write in writes]
-        link = self._encoders.map if self._copies_inside else map
-        linked = link(self.reused.link_same, itertools.chain.from_iterable(files))
-        for write, keys in zip(writes, files, strict=True):
-            are_linked = [*itertools.islice(linked, len(keys))]
-            if all(are_linked):
-                if self._staging.writes_metadata:
-                    self.arrays[write.path] = _with_codec(write.array, self.reused.last_codec(write.array.location))
-                self._count(write.chunk_bytes * len(write.chunks), linked=True)
-            elif write.value.is_deleted():
-                where = join(self._where, keys[are_linked.index(False)])
-                text = f'{write.name}: {where} cannot be linked, and the array was donated. Save again.'
-                raise StorageError(errno.ENOENT, text)
-            else:
-                self.write_array(write, DeviceLeaf(write.value))
-
     def write_array(self, write: ArrayWrite, source: StagedLeaf) -> None:
         """Starts the writes of all chunks of a leaf."""
         store: Any = None
@@ -229,7 +203,7 @@ class _Writer:
                     self._budget.release(write.chunk_bytes)
                     self._count(write.chunk_bytes, linked=True)
                     continue
-                copied = self._admit_copy(data)
+                copied = self._admit_copy(data, source)
                 if entry is None:
                     future = self._encoders.submit(self._encode, write, key, data)
                 elif data.nbytes >= self._direct_bytes:
@@ -310,9 +284,9 @@ class _Writer:
                 self._budget.acquire(size)
                 return
 
-    def _admit_copy(self, data: np.ndarray) -> int:
-        """Waits until the copy of a chunk that is not contiguous in its shard fits; returns its bytes, or 0."""
-        copied = data.nbytes if data.base is None else 0
+    def _admit_copy(self, data: np.ndarray, source: StagedLeaf) -> int:
+        """Waits until the copy of a chunk fits; returns its bytes, or 0 if the chunk is a part of a staged copy."""
+        copied = 0 if source.is_copy and data.base is not None else data.nbytes
         while copied and not self._copy_budget.try_acquire(copied):
             self._finish_next()
         return copied

@@ -47,8 +47,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize('direct_bytes', [1, 2**20])
-@pytest.mark.parametrize('staging', ['auto', 'view', 'copy'])
-def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging, direct_bytes):
+def test_fifty_donating_steps_with_a_save_on_each(tmp_path, direct_bytes):
     @jax.jit
     def plain(state):
         return jax.tree.map(lambda x: x * 2 + 1 if x.dtype != jnp.int32 else x + 1, state)
@@ -59,7 +58,7 @@ def test_fifty_donating_steps_with_a_save_on_each(tmp_path, staging, direct_byte
     for _ in range(steps):
         expected.append(plain(expected[-1]))
     state = big_state()
-    options = {'staging': staging, 'inline_bytes': 64, 'storage_options': {'direct_bytes': direct_bytes}}
+    options = {'inline_bytes': 64, 'storage_options': {'direct_bytes': direct_bytes}}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck:
         for step in range(steps):
             ck.save_async(state, step=step)
@@ -168,7 +167,6 @@ def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
     state = big_state()
     options = {
         'keep': 2,
-        'staging': 'copy',
         'reuse_unchanged': False,
         'storage_options': {'direct_bytes': direct_bytes},
     }
@@ -195,7 +193,7 @@ def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
 def test_waves(tmp_path, budget_mb):
     """Copies that do not fit the budget are staged in waves; a leaf larger than a wave is fetched chunk by chunk."""
     state = big_state(3)
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, staging='copy', chunk_bytes=8192, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=8192, inline_bytes=0)
     pending = ck.save_async(state, concurrent_gb=budget_mb / 1000, step=0)
     donated = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state)
     pending.result()
@@ -206,7 +204,7 @@ def test_waves(tmp_path, budget_mb):
 def test_a_failing_wave_does_not_hang(tmp_path):
     run = tmp_path / 'run'
     state = big_state()
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, staging='copy', chunk_bytes=8192)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, chunk_bytes=8192)
     fail_writes(run)
     with pytest.raises(errors.NotADirectoryStorageError):
         ck.save_async(state, concurrent_gb=0.0001).result(timeout=60)
@@ -248,7 +246,7 @@ INTERRUPTED = """
                 time.sleep(0.001)
 
     ck = t5ckpt.Checkpointer(
-        state, checkpoints_dir='run', staging='copy' if where == 'feed' else 'view', progress=interrupt, chunk_bytes=2**20
+        state, checkpoints_dir='run', progress=interrupt, chunk_bytes=2**20
     )
     try:
         ck.save(state, step=1, **tiny) if where != 'result' else ck.save_async(state, step=1).result()
@@ -479,7 +477,7 @@ def test_a_signal_handler_waits_during_a_blocking_save(tmp_path, method, concurr
         entered.set()
         getattr(ck, method)(*([states[2]] if 'save' in method else []), **({'step': 2} if 'save' in method else {}))
 
-    ck = t5ckpt.Checkpointer(states[0], checkpoints_dir=tmp_path, staging='copy', progress=ring, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(states[0], checkpoints_dir=tmp_path, progress=ring, inline_bytes=0)
     before = signal.signal(signal.SIGALRM, handler)
     try:
         assert ck.save(states[1], step=1, concurrent_gb=concurrent_gb) is not None

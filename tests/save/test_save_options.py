@@ -40,7 +40,6 @@ STATE = {'params': {'w': np.zeros((4, 4), np.float32)}}
         *[{'keep_policy': bad} for bad in (3, 'latest', KeepLatest)],
         *[{'save_policy': bad} for bad in (100, SaveEvery)],
         *[{'compression': bad} for bad in ('zip', 1, ['zstd'])],
-        *[{'staging': bad} for bad in ('fast', 1, None)],
         *[{'metric_source': bad} for bad in ('run', 1)],
         *[{name: 1} for name in ('preempted', 'progress', 'clock', 'map_positions')],
         *[{name: 'no'} for name in ('reuse_unchanged', 'mmap', 'share_replicated', 'follow_links')],

@@ -188,7 +188,7 @@ def test_a_failed_save_keeps_nothing_alive(tmp_path):
     leaf = jnp.arange(2 * _MB, dtype=jnp.float32)
     alive = weakref.ref(leaf)
     model = {'x': jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
-    ck = t5ckpt.Checkpointer(model, checkpoints_dir=tmp_path, staging='view')
+    ck = t5ckpt.Checkpointer(model, checkpoints_dir=tmp_path)
     with files_of_at_most(5 * _MB + 100):
         pending = ck.save_async({'x': leaf}, step=1)
         pending.wait()

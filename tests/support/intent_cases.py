@@ -1241,7 +1241,6 @@ PYTHON = [*COMMON, *CHECKPOINTER, *FUNCTIONS]
 # What a row without a word says, shown: the call returns whether it is so, and warns of nothing.
 HINTS: list[tuple[str, str, Callable[[Scene], Any]]] = [
     ('Checkpointer.restore', 'restore_iterator', lambda s: same(s.restored(restore_iterator=False), STATE)),
-    ('Checkpointer', 'staging', lambda s: saved(s, staging='copy') is None),
     ('Checkpointer', 'restore_concurrent_gb', lambda s: same(s.restored({'restore_concurrent_gb': 100}), STATE)),
     ('Checkpointer', 'chunk_bytes', lambda s: saved(s, chunk_bytes=2**40) is None),
     ('Checkpointer', 'inline_bytes', lambda s: saved(s, inline_bytes=2**40) is None),

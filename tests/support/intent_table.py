@@ -72,7 +72,6 @@ metric_source | warning | no policy looks at a metric
 save_policy | warning | at close, when steps were saved and it was not asked
 preempted | warning | the same; a PreemptionNotice that was not entered
 compression | error | unknown; 'auto' may choose none
-staging | hint | numpy leaves and blocking saves need none
 reuse_unchanged | hint | the default; storage without links
 mmap follow_links | warning | at restore, not on a local file system
 clock | hint | time.time by default

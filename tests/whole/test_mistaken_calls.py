@@ -220,7 +220,6 @@ def test_a_misspelt_key_of_fallback_state_is_named(run):
         lambda ck, value: ck.save(STATE, concurrent_gb=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', keep=value),
-        lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', staging=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', verify=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', compression=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', chunk_bytes=value),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Self
 
 import click
 
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.text import printable
+from t5ckpt.core.thread_pool import start_thread
 
 SILENT_SECONDS = 10.0
 
@@ -24,16 +25,15 @@ class Waiting:
     """
 
     def __init__(self, remote: Sequence[str], seconds: float = SILENT_SECONDS):
-        """Prepares the thread, which starts with the block."""
+        """Starts nothing."""
         self._remote = remote
         self._seconds = seconds
         self._started = self._printed_at = time.monotonic()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name='t5ckpt-waiting', daemon=True)
+        self._is_over = InterruptSafeEvent()
         self._show: Callable[[str], object] = lambda text: click.echo(text, err=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        start_thread(self._watch, 't5ckpt-waiting', daemon=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,6 @@ and does not stop the others.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep
@@ -18,6 +17,7 @@ from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
 from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
 from t5ckpt.commit.removal import is_pinned, kept_by
 from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
@@ -109,7 +109,7 @@ class Pruning:
         else:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
 
-    def start_removal(self) -> threading.Thread | None:
+    def start_removal(self) -> InterruptSafeEvent | None:
         """Starts a thread that removes the files of the hidden steps. Without a thread, returns None after their removal.
 
         To be called after each :meth:`hide_steps`: on an object store, each hidden step has a write lease, which would be renewed

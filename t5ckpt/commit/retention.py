@@ -9,7 +9,6 @@ best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
 from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.format.keep_policy import policy_of
@@ -86,7 +86,7 @@ class Retention:
         self._source = source
         self._facts = StepFacts(storage, source)
         self._coverage = MetricCoverage()
-        self._remover: threading.Thread | None = None
+        self._remover: InterruptSafeEvent | None = None
         self._latest: int | None = None
         self._stay_log = StayLog(storage)
         self._steps = strategy.prunable_steps(storage, clock, self._facts, self._stay_log, prunes_others=prune_others)
@@ -251,5 +251,5 @@ class Retention:
     def wait(self) -> None:
         """Waits until the files of hidden steps are removed."""
         if self._remover is not None:
-            self._remover.join()
+            self._remover.wait()
             self._remover = None

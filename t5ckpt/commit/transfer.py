@@ -13,7 +13,6 @@ Notes: memory holds the files in flight, 256 MiB or one file. Only the file chec
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -253,10 +252,10 @@ class Transfer:
         for parent in parents_of(waiting):
             self._to.make_dir(join(work.directory, parent))
         moved = 0
-        with Pool(self._options.workers, 't5ckpt-copy') as pool:
+        with Pool(self._options.workers) as pool:
             futures = [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]
             try:
-                for future in concurrent.futures.as_completed(futures):
+                for future in futures:
                     size = future.result()
                     moved += size
                     self._report(size, total)

@@ -59,6 +59,7 @@ from typing import Any
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_owner import EXPIRED, SAVE, Owner, end_owner, new_owner, read_owner
 from t5ckpt.commit.lease_time import CLOCK_SECONDS
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
@@ -136,7 +137,7 @@ class WriteLease:
         self._dir_lock = dir_lock
         self._encode = encode
         self._action = action
-        self._ended = threading.Event()
+        self._ended = InterruptSafeEvent()
         self._lock = threading.Lock()
         self._acquired = self._beat = -math.inf
         self._version: Any = None

@@ -8,7 +8,11 @@ thread that would set the event blocks. Each operation used here is a single one
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
+import time
+
+_WAIT_SECONDS = 0.5
 
 
 class InterruptSafeEvent:
@@ -27,11 +31,13 @@ class InterruptSafeEvent:
         self._is_set = True
         self._wake.put(None)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float = math.inf) -> bool:
         """Waits until the event is set, at most ``seconds``; returns whether it is set."""
-        if not self._is_set:
+        end = time.monotonic() + seconds
+        while not self._is_set and (left := end - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=max(0.0, seconds))
+                # Short, because Python handles a signal just before a wait after it.
+                self._wake.get(timeout=min(left, _WAIT_SECONDS))
                 # Wakes the next waiting thread. After an interrupt here that thread waits until its time-out.
                 self._wake.put(None)
         return self._is_set

@@ -1,99 +1,175 @@
-"""Thread pools that accept work while the interpreter exits.
+"""Threads that an exception from a signal handler cannot hang, and that take work while the interpreter exits.
+
+Python runs signal handlers in the main thread, between any two bytecodes. If one raises, such as on Ctrl-C, it may leave a lock
+inside ``threading.Thread.start``, ``Condition`` or ``concurrent.futures.Future`` taken forever. Here the main thread only calls
+operations that are a single one in C: it starts a thread with ``_thread.start_new_thread``, and threads exchange values through
+``SimpleQueue``.
 
 ``concurrent.futures`` accepts no work once the interpreter has begun to exit, but a background save is finished then. The threads
-are daemons; the code that submits work waits for it.
+of a pool are daemons; the code that submits work waits for it.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
+import math
 import queue
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from concurrent.futures import CancelledError
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
 
 
-def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> threading.Thread | None:
-    """Calls a function in a new thread; returns None if no thread can be started.
+def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> InterruptSafeEvent | None:
+    """Calls a function in a new thread; returns an event for its end, or None if no thread can be started.
 
     Python 3.12 starts none in ``atexit``, and the machine may have reached its limit. Callers do the work themselves then.
     """
-    thread = threading.Thread(target=function, name=name, daemon=daemon)
+    ended = InterruptSafeEvent()
+    has_started: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            ended.set()
+
+    def launch() -> None:
+        # In a thread without signal handlers. Python waits for a ``Thread`` before it exits, if it is not a daemon.
+        try:
+            threading.Thread(target=run, name=name, daemon=daemon).start()
+        except RuntimeError:
+            has_started.put(False)
+        else:
+            has_started.put(True)
+
     try:
-        thread.start()
+        _thread.start_new_thread(launch, ())
     except RuntimeError:
         return None
-    return thread
+    return ended if has_started.get() else None
 
 
-class Pool(Executor):
-    """A ``ThreadPoolExecutor`` that also accepts work while the interpreter exits, as a restore in ``atexit`` needs it.
+class Future(Generic[_Result]):
+    """The result of a task, with the methods of ``concurrent.futures.Future`` that are used here."""
 
-    If no thread can be started, ``submit`` does the work itself.
-    """
+    def __init__(self, task: Callable[[], _Result]):
+        """Runs nothing yet."""
+        self._task = task
+        self._values: list[_Result] = []
+        self._error: BaseException | None = None
+        self._ended = InterruptSafeEvent()
 
-    def __init__(self, count: int, name: str = 't5ckpt'):
+    def cancel(self) -> None:
+        """Makes the result a CancelledError unless the task has begun."""
+        self._task = _cancelled
+
+    def done(self) -> bool:
+        """Whether the task has ended."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """Waits for the task; returns its error."""
+        self._ended.wait()
+        return self._error
+
+    def result(self, timeout: float = math.inf) -> _Result:
+        """Waits for the task, at most ``timeout`` seconds; returns its result, or raises its error."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._values[0]
+        finally:
+            # The traceback refers to this frame.
+            del self
+
+    def run(self) -> None:
+        """Runs the task in this thread."""
+        # The task would keep a chunk alive.
+        task, self._task = self._task, _cancelled
+        try:
+            self._values.append(task())
+        except BaseException as error:  # noqa: BLE001 - raised by ``result``
+            # The frames would keep a chunk alive.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def _cancelled() -> Any:
+    raise CancelledError
+
+
+class Pool:
+    """Threads that run tasks in their order. If no thread can be started, ``submit`` runs the task itself."""
+
+    def __init__(self, count: int):
         """Starts nothing."""
         self._count = count
-        self._name = name
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._tasks: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._running: set[object] = set()
+        # A C lock, and reentrant for signal handlers and finalizers: ``with`` takes and releases it in one operation.
+        self._lock = threading.RLock()
+        self._is_closed = self._is_cancelled = False
+        self._ended = InterruptSafeEvent()
 
     def submit(self, fn: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs) -> Future[_Result]:
         """Calls ``fn`` in a thread; the future holds its result."""
-        future: Future[_Result] = Future()
-        task = (functools.partial(fn, *args, **kwargs), future)
+        future = Future(functools.partial(fn, *args, **kwargs))
         with self._lock:
             if self._is_closed:
                 raise RuntimeError('the pool is closed')
-            if len(self._threads) < self._count:
-                thread = start_thread(self._work, f'{self._name}-{len(self._threads)}', daemon=True)
-                self._threads += [] if thread is None else [thread]
-            is_queued = bool(self._threads)
+            if self._started < self._count:
+                with contextlib.suppress(RuntimeError):
+                    _thread.start_new_thread(self._work, ())
+                    self._started += 1
+            is_queued = self._started > 0
             if is_queued:
-                self._tasks.put(task)
+                self._tasks.put(future)
         if not is_queued:
-            _call(*task)
+            future.run()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends the threads once all submitted tasks are done or, with ``cancel_futures``, those that have begun."""
+        self._is_cancelled |= cancel_futures
         with self._lock:
-            if cancel_futures:
-                with contextlib.suppress(queue.Empty):
-                    while (task := self._tasks.get_nowait()) is not None:
-                        task[1].cancel()
-            if not self._is_closed or cancel_futures:
-                for _ in self._threads:
-                    self._tasks.put(None)
-            self._is_closed = True
-        if wait:
-            for thread in self._threads:
-                thread.join()
+            if not self._is_closed:
+                self._tasks.put(None)
+                self._is_closed = True
+        if wait and self._started:
+            self._ended.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            _call(*task)
+        # Registered by the thread itself, since an exception may come between its start and the next line of ``submit``.
+        token = object()
+        self._running.add(token)
+        while (future := self._tasks.get()) is not None:
+            if self._is_cancelled:
+                future.cancel()
+            future.run()
             # Otherwise the task would keep a chunk alive during the next wait.
-            del task
-
-
-def _call(function: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:  # noqa: BLE001 - raised by the future
-        # The frames would keep the chunk alive, too.
-        traceback.clear_frames(error.__traceback__)
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+            del future
+        # For the next thread. All tasks were taken by threads that are registered.
+        self._tasks.put(None)
+        self._running.discard(token)
+        if not self._running:
+            self._ended.set()

@@ -17,10 +17,10 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from t5ckpt.core.loaded import loaded
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import T5CkptError
 
 DEFAULT_TIMEOUT_SECONDS = 1200.0
@@ -160,15 +160,9 @@ class _Coordinated(Processes):
 
 def _call(timeout_seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls the client in a thread of its own: the service enforces the time-outs, and may be stopped or out of reach."""
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name='t5ckpt-coordination', daemon=True).start()
+    pool = Pool(1)
+    answer = pool.submit(function, *arguments)
+    pool.shutdown(wait=False)
     try:
         return answer.result(timeout_seconds + _GRACE_SECONDS)
     except TimeoutError:

@@ -17,13 +17,13 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any, Self
 
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, with_links
 from t5ckpt.core.keys import join
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box
@@ -107,7 +107,7 @@ class ArrayReader:
         return {box: from_stored(view, leaf.dtype) for box, view in views.items()}
 
     def start_open(
-        self, leaf: StoredLeaf, name: str, boxes: Sequence[Box], pool: Executor | None = None
+        self, leaf: StoredLeaf, name: str, boxes: Sequence[Box], pool: Pool | None = None
     ) -> Callable[[], OpenArray]:
         """Starts to open an array for reads of some boxes.
 

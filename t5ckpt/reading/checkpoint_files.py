@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import concurrent.futures
 import contextlib
 import errno
 import os
@@ -31,7 +30,7 @@ import xxhash
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -376,8 +375,8 @@ def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 
       (item, result) in the order of the items, or (item, error) for a T5CkptError.
     """
     count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
-    with Pool(count, 't5ckpt-scan') as pool:
-        waiting: collections.deque[tuple[Any, concurrent.futures.Future[Any]]] = collections.deque()
+    with Pool(count) as pool:
+        waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
         try:
             for item in items:
                 waiting.append((item, pool.submit(work, item)))
@@ -389,7 +388,7 @@ def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _outcome(item: Any, future: concurrent.futures.Future[Any]) -> tuple[Any, Any]:
+def _outcome(item: Any, future: Future[Any]) -> tuple[Any, Any]:
     error = future.exception()
     if error is None:
         return item, future.result()

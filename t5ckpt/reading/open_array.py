@@ -19,13 +19,13 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from t5ckpt.core.keys import join
+from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
@@ -190,7 +190,7 @@ class OpenArray(abc.ABC):
         self._where = where
 
     @abc.abstractmethod
-    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
+    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Pool | None = None) -> Filling:
         """Starts to fill C-order buffers with their boxes of the array, in threads of the pool or in the caller's."""
 
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class FileArray(OpenArray):
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """The tasks that fill the buffers with their boxes of the array."""
 
-    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
+    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Pool | None = None) -> Filling:
         """Starts the tasks."""
         return Filling(self._where, _started(self.tasks(buffers), pool))
 
@@ -233,7 +233,7 @@ class _TensorStoreArray(OpenArray):
         self._storage = storage
         self._checks = checks
 
-    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Executor | None = None) -> Filling:
+    def fill(self, buffers: Mapping[Box, np.ndarray], pool: Pool | None = None) -> Filling:
         views = {box: self._store[box.slices] for box in buffers}
         checks = () if self._checks is None else self._checks.tasks(self._leaf.array, self._name, buffers)
         verifying = _started(checks, pool)
@@ -248,7 +248,7 @@ class _TensorStoreArray(OpenArray):
         return out
 
 
-def _started(tasks: Iterable[Task], pool: Executor | None) -> list[Future[None]]:
+def _started(tasks: Iterable[Task], pool: Pool | None) -> list[Future[None]]:
     """The futures of tasks in a pool; without one, the tasks run now."""
     if pool is not None:
         return [pool.submit(task) for task in tasks]

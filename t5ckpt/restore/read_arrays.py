@@ -12,7 +12,6 @@ Leaves are restored in the order of the plan: while the main thread puts one on 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -107,7 +106,7 @@ def read_arrays(
         more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
         check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
-        with Pool(_threads(), 't5ckpt-read') as pool:
+        with Pool(_threads()) as pool:
             try:
                 values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
             except BaseException:
@@ -140,7 +139,7 @@ class _LeafInFlight:
 class _RestoreScheduler:
     """Schedules the leaves from the start of their read to the end of their transfer."""
 
-    def __init__(self, reader: ArrayReader, budget: ByteBudget, meter: Meter, pool: concurrent.futures.Executor):
+    def __init__(self, reader: ArrayReader, budget: ByteBudget, meter: Meter, pool: Pool):
         self._reader = reader
         self._budget = budget
         self._meter = meter

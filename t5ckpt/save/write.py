@@ -23,7 +23,6 @@ import errno
 import math
 import os
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
@@ -159,10 +158,10 @@ class _Writer:
         self._kvstore = storage.open_kvstore(directory)
         direct_bytes = storage.direct_bytes(in_background=staging.in_background)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
-        self._direct_writers = Pool(_DIRECT_WRITERS, 't5ckpt-write')
+        self._direct_writers = Pool(_DIRECT_WRITERS)
         self._copies_inside = storage.copies
         copiers = _COPIERS if self._copies_inside and reused.previous is not None else 0
-        self._encoders = Pool(max(os.cpu_count() or 1, copiers), 't5ckpt-encode')
+        self._encoders = Pool(max(os.cpu_count() or 1, copiers))
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._budget = ByteBudget(staging.limit)  # Of bytes in flight; a larger chunk is written alone.
         self._copy_budget = ByteBudget(_COPIED_BYTES)

@@ -16,12 +16,11 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import tensorstore as ts
 
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import MissingDependencyError
 from t5ckpt.storage.azure_account import AzureAccount
 from t5ckpt.storage.conditional_writes import ABSENT
@@ -99,7 +98,7 @@ class AzureClient:
         self._unmodified = library('azure.core').MatchConditions.IfNotModified
         self._modified = library('azure.core').MatchConditions.IfModified
         self._azure_error = library('azure.core.exceptions').AzureError
-        self._pool = Pool(concurrency, 't5ckpt-azure')
+        self._pool = Pool(concurrency)
         self._blobs = service.get_container_client(container)
         weakref.finalize(self, self._pool.shutdown, wait=False)
 

@@ -62,7 +62,7 @@ class Fetch:
         with self._noting_error():
             for parent in parents_of(names):
                 self._target.make_dir(join(self._directory, parent))
-        with Pool(_WORKERS, 't5ckpt-fetch') as pool:
+        with Pool(_WORKERS) as pool:
             futures = [pool.submit(self._copy, name, check) for name in names]
             try:
                 for future in futures:

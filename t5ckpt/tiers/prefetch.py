@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
@@ -28,12 +27,12 @@ class Prefetch:
         """Begins at once; ``fetch`` calls its argument often."""
         self._fetch = fetch
         self._is_stopped = False
-        self._thread: threading.Thread | None = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
+        self._ended = start_thread(self._run, 't5ckpt-prefetch', daemon=True)
 
     def wait(self) -> None:
         """Waits for its end."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._ended is not None:
+            self._ended.wait()
 
     def stop(self) -> None:
         """Ends it, after the files that are on their way."""

@@ -162,7 +162,9 @@ class UploadQueue(StepUploads):
         self._upload = upload
         self._drop = drop
         self._target = target
-        self._condition = threading.Condition()
+        # The lock in C, since an exception from a signal handler may leave that of ``with condition`` taken.
+        self._guard = threading.RLock()
+        self._condition = threading.Condition(self._guard)
         # The steps, in the order of their saves; the value is whether a newer step does not replace it.
         self._waiting: dict[int, bool] = {}
         self._current: int | None = None
@@ -182,7 +184,7 @@ class UploadQueue(StepUploads):
         return self._failed_attempts > 0
 
     def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
-        with self._condition:
+        with self._guard:
             for step in steps:
                 # At the end, also if it waits already.
                 self._waiting.pop(step, None)
@@ -224,7 +226,7 @@ class UploadQueue(StepUploads):
 
     def _run(self) -> None:
         while True:
-            with self._condition:
+            with self._guard:
                 older = self._take_older()
                 step = self._newest()
                 if step is None or self._is_stopped or self.refusal is not None:
@@ -234,7 +236,7 @@ class UploadQueue(StepUploads):
                 self._current, self._is_cancelled, self._is_added_again = step, False, False
             self._drop_all(older)
             pause = self._attempt(step)
-            with self._condition:
+            with self._guard:
                 self._current = None
                 self._condition.notify_all()
                 if pause and not self._pause(pause):
@@ -251,7 +253,7 @@ class UploadQueue(StepUploads):
             return 0.0
         except NotUploadableError as caught:
             _log.error('t5ckpt: step %d is not uploaded to %s: %s', step, self._target, caught)
-            with self._condition:
+            with self._guard:
                 if not self._is_added_again:
                     self._waiting.pop(step, None)
                     self.outcomes.note_dropped(step, str(caught).removesuffix('.'), is_failure=caught.is_failure)
@@ -262,7 +264,7 @@ class UploadQueue(StepUploads):
             return 0.0
         except Exception as caught:  # noqa: BLE001 - repeated, and raised by wait
             return self._note_failure(step, caught)
-        with self._condition:
+        with self._guard:
             if not self._is_added_again:
                 self._waiting.pop(step, None)
                 self.outcomes.note_uploaded(step)
@@ -281,7 +283,7 @@ class UploadQueue(StepUploads):
                 error,
                 exc_info=None if isinstance(error, (T5CkptError, NotUploadableError)) else error,
             )
-        with self._condition:
+        with self._guard:
             self._failed_attempts += 1
             self._error = error
         return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(self._failed_attempts - 1, 10))
@@ -300,7 +302,7 @@ class UploadQueue(StepUploads):
             raise UploadStopped
 
     def cancel(self, step: int) -> None:
-        with self._condition:
+        with self._guard:
             self._waiting.pop(step, None)
             self.outcomes.forget(step)
             self._is_cancelled = self._current == step
@@ -310,7 +312,7 @@ class UploadQueue(StepUploads):
     def wait(self, step: int | None) -> None:
         if os.getpid() != self._process:
             return
-        with self._condition:
+        with self._guard:
             failed = self._failed_attempts
             self._wakes += 1
             self._condition.notify_all()
@@ -329,7 +331,7 @@ class UploadQueue(StepUploads):
             self.outcomes.check(step)
 
     def stop(self) -> None:
-        with self._condition:
+        with self._guard:
             self._is_stopped = True
             self._condition.notify_all()
             while self._is_running and os.getpid() == self._process:

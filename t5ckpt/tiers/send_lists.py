@@ -93,7 +93,7 @@ def send_lists(
         run.write(key, data)
         return len(data)
 
-    with Pool(_WORKERS, 't5ckpt-upload') as pool:
+    with Pool(_WORKERS) as pool:
         futures = [pool.submit(send, name, entry) for name, entry in files.items()]
         try:
             return sum(future.result() for future in futures)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
@@ -157,14 +158,15 @@ class Follower(StepUploads):
         self._pace = pace
         self._end = end
         self._waiting = waiting
-        self._condition = threading.Condition()
+        self._guard = threading.RLock()
+        self._condition = threading.Condition(self._guard)
         self._failed_attempts = 0
         self._error = ''
         self._is_uploading = self._has_left = False
         self._process = os.getpid()
-        self._ended = threading.Event()
+        self._ended = InterruptSafeEvent()
         self._looked = 0.0
-        self._upload_thread: threading.Thread | None = None
+        self._upload_ended: InterruptSafeEvent | None = None
         if start_thread(self._follow, 't5ckpt-upload', daemon=False) is None:
             self._ended.set()
 
@@ -186,7 +188,7 @@ class Follower(StepUploads):
     def wait(self, step: int | None) -> None:
         if os.getpid() != self._process:
             return
-        with self._condition:
+        with self._guard:
             failed = self._failed_attempts
             while self.refusal is None:
                 # Before the steps are read: the last orders may end them.
@@ -227,10 +229,10 @@ class Follower(StepUploads):
             # Process 0 has ended, or died; the save that runs says so.
             _log.info('t5ckpt: this process uploads nothing more: %s', error)
         finally:
-            if self._upload_thread is not None:
-                self._upload_thread.join()
+            if self._upload_ended is not None:
+                self._upload_ended.wait()
             self._ended.set()
-            with self._condition:
+            with self._guard:
                 self._condition.notify_all()
 
     def _carry_out(self, number: int, order: Order) -> None:
@@ -238,11 +240,11 @@ class Follower(StepUploads):
             # In a thread of its own: an order to drop a step, whose files may then be deleted, does not wait for the upload.
             self._is_uploading = True
             upload = functools.partial(self._upload_and_answer, number, order)
-            self._upload_thread = start_thread(upload, 't5ckpt-upload', daemon=False)
-            if self._upload_thread is None:
+            self._upload_ended = start_thread(upload, 't5ckpt-upload', daemon=False)
+            if self._upload_ended is None:
                 upload()
             return
-        with self._condition:
+        with self._guard:
             if isinstance(order, Failed):
                 self._failed_attempts += 1
                 self._error = order.text

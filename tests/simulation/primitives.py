@@ -220,6 +220,11 @@ class Thread:
         wait_until(lambda: not self.is_alive(), timeout)
 
 
+def start_new_thread(function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """``_thread.start_new_thread``."""
+    Thread(target=function, args=args).start()
+
+
 class Future(concurrent.futures.Future[Any]):
     """``concurrent.futures.Future``."""
 

@@ -9,6 +9,7 @@ not affected. Call it once, first, in a process of its own.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import concurrent.futures
 import importlib
@@ -97,6 +98,7 @@ def _modules() -> dict[str, types.ModuleType]:
     members = {name: getattr(primitives, name) for name in primitives.__all__ if hasattr(threading, name)}
     os_members = {**posix.MEMBERS, 'getpid': _getpid}
     return {
+        '_thread': facade('_thread', _thread, start_new_thread=primitives.start_new_thread),
         'concurrent': types.SimpleNamespace(futures=futures),  # type: ignore[dict-item]
         'concurrent.futures': futures,
         'ctypes': posix.CTYPES,

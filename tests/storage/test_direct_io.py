@@ -203,7 +203,7 @@ def test_where_there_are_no_more_threads_the_caller_writes(tmp_path):
     """A thread whose stack does not fit into the address space cannot be started."""
     before = threading.stack_size(2**46)
     try:
-        workers = Pool(4, 'test')
+        workers = Pool(4)
         futures = [workers.submit(functools.partial((tmp_path / str(number)).write_text, 'x')) for number in range(3)]
         with pytest.raises(FileNotFoundError):
             workers.submit(functools.partial((tmp_path / 'no' / 'x').write_text, 'x')).result()

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -45,6 +46,7 @@ _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32),
 
 # Blosc adds 16 bytes to values that it cannot compress.
 _OVERHEAD = 4096
+_LONGEST_WAIT_SECONDS = 10.0
 
 
 class ChunkMemory:
@@ -54,8 +56,9 @@ class ChunkMemory:
     """
 
     def __init__(self, scratch_bytes: int) -> None:
-        self._free = threading.BoundedSemaphore(os.cpu_count() or 1)
-        self._spare: list[tuple[_Memory, _Memory]] = []
+        self._spare: queue.SimpleQueue[tuple[_Memory, _Memory]] = queue.SimpleQueue()
+        for _ in range(os.cpu_count() or 1):
+            self._spare.put((_Memory(), _Memory()))
         self._scratch_bytes = scratch_bytes
         self._local = threading.local()
 
@@ -68,12 +71,15 @@ class ChunkMemory:
     @contextlib.contextmanager
     def reserved(self) -> Generator[tuple[_Memory, _Memory]]:
         """Memory for the encoded and the decoded bytes of a chunk; waits for another thread if all is in use."""
-        with self._free:
-            pair = self._spare.pop() if self._spare else (_Memory(), _Memory())
-            try:
-                yield pair
-            finally:
-                self._spare.append(pair)
+        try:
+            pair = self._spare.get(timeout=_LONGEST_WAIT_SECONDS)
+        except queue.Empty:
+            # An exception from a signal handler between two lines here loses memory.
+            pair = _Memory(), _Memory()
+        try:
+            yield pair
+        finally:
+            self._spare.put(pair)
 
 
 class _Memory:

@@ -8,8 +8,8 @@ The names ``.weights.embed`` and ``['weights']['embed']`` both become the leaf `
 not distinguish attributes from keys. For an export, ``like=`` distinguishes them; without it, all names become attributes, as in
 seqax's own states.
 
-Notes: one process. Arrays are read and written chunk by chunk. A missing chunk is an error; seqax would read uninitialized
-memory. Needs neither pickle nor the zarr library.
+Notes: one process. Arrays are read and written chunk by chunk. Without a fill value, a missing chunk is an error; seqax would
+read uninitialized memory. Needs neither pickle nor the zarr library.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ class StoredArray:
       metadata: the zarr metadata in the manifest: ``chunks``, ``compressor``, ``order``, ...; ``offset`` and ``file_bytes`` of a
         range of bytes.
       layout: of the values.
+      stores_all: whether its writer stores also the chunks that equal the fill value of the array, so that an absent one is lost.
     """
 
     location: str
@@ -117,6 +118,7 @@ class StoredArray:
     bits_of: np.dtype | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     layout: ArrayLayout = ArrayLayout.ZARR
+    stores_all: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +138,8 @@ class StoredArray:
     @property
     def key_prefix(self) -> str:
         """The prefix of the array's keys in its database."""
-        return f'{self.location.partition("//")[2]}/'
+        prefix = self.location.partition('//')[2]
+        return f'{prefix}/' if prefix else ''
 
     @property
     def grid(self) -> ChunkGrid:

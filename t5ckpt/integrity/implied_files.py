@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from typing import Any
 
 from t5ckpt.core.byte_budget import ByteBudget
@@ -20,9 +21,9 @@ from t5ckpt.format.orbax import is_database_file
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
-from t5ckpt.reading.open_array import TensorStoreArrays
+from t5ckpt.reading.open_array import TensorStoreArrays, is_filled
 from t5ckpt.reading.size_limits import check_chunk
-from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.storage import Storage
 
 _MAX_NAMED = 100
 _DECODED_BYTES = 2**30
@@ -90,7 +91,12 @@ class ImpliedFiles:
         if stored.array.layout.has_chunk_files and metadata not in present:
             text = 'only t5ckpt can open the array without it'
             array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
-        for chunk_index in array.grid:
+        implied = array.grid
+        if is_filled(stored.array, array.store):
+            grid_shape = array.grid.grid_shape
+            indices = map(array.grid.index, present)
+            implied = [index for index in indices if index is not None and all(map(operator.lt, index, grid_shape))]
+        for chunk_index in implied:
             key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
             if key not in present:
                 if len(array.damages) >= _MAX_NAMED:
@@ -132,7 +138,8 @@ class ImpliedFiles:
             check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.name} ({file})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            with foreign_errors(f'{array.name} ({self._storage.url(join(self._directory, file))})'):
+            where = f'{array.name} ({self._storage.url(join(self._directory, file))})'
+            with self._arrays.errors(array.stored.array, where):
                 array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
             self._budget.release(array.chunk_bytes)
@@ -150,7 +157,7 @@ class ImpliedFiles:
     def _present(self, array: ArrayFiles) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
         if array.stored.array.layout.is_in_database:
-            with foreign_errors(self._arrays.url(array.stored.array)):
+            with self._arrays.errors(array.stored.array, self._arrays.url(array.stored.array)):
                 return dict.fromkeys(key.decode() for key in array.store.kvstore.list().result())
         base = join(self._directory, array.stored.array.location)
         return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}

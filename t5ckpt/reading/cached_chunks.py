@@ -27,6 +27,7 @@ from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents
+from t5ckpt.reading.open_array import is_filled
 from t5ckpt.reading.size_limits import check_chunk, check_memory
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
@@ -65,6 +66,8 @@ class CachedChunks:
         where = f'{name} ({self._storage.url(join(self._base, leaf.array.location))})'
         with foreign_errors(where):
             array = _InMemory(leaf.array, zarray, self._memory)
+        if array.has_fill:
+            return None
         shape = tuple(len(range(part.start, part.stop, part.step or 1)) for part in slices)
         check_memory(math.prod(shape) * leaf.array.dtype.itemsize, where)
         out = aligned_empty(shape, leaf.array.dtype)
@@ -120,6 +123,7 @@ class _InMemory:
         }
         self._store = ts.open(spec, open=True, context=context).result()
         self._kvstore.write('.zarray', None).result()
+        self.has_fill = is_filled(array, self._store)
         chunk_shape = [size or 1 for size in self._store.chunk_layout.write_chunk.shape or ()]
         self.grid = ChunkGrid.from_metadata(self._store.spec().to_json()['metadata'], array.shape, chunk_shape)
         self.chunk_bytes = math.prod(chunk_shape) * array.dtype.itemsize

@@ -3,7 +3,8 @@
 ``ArrayReader.start_open`` chooses among them. The arrays of local files are in ``reading/local/direct_reader.py``.
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
-A missing chunk is an error (``fill_missing_data_reads`` is off). A missing ``.zarray`` is replaced by the manifest's metadata.
+An absent chunk is the fill value of its array, by the rule of zarr. It is an error if the array has none, as those that t5ckpt
+and T5X write, or if its writer stores every chunk. A missing ``.zarray`` is replaced by the manifest's metadata.
 
 An array that is a range of bytes of an object, as in a tensor file, is read as ranges. Boxes that cover at least half of their
 bounding region are read as that region, each byte once; other boxes are read one by one. Within a region, rows with few bytes
@@ -17,19 +18,24 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+import urllib.parse
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from t5ckpt.core.keys import join
+from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.dtypes import zarr_typestr
+from t5ckpt.format.orbax import OCDBT_MANIFEST
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -41,7 +47,10 @@ from t5ckpt.storage import TENSORSTORE_ERRORS, Storage, foreign_errors
 _CHUNKS_PER_BYTE = 64
 # The size of a file if its storage does not report sizes; no check uses it.
 _UNKNOWN = 2**62
+# A file in the dump of a node of a database, with a range of its bytes: kind:base path:relative path:offset:length.
+_PLACE = re.compile(r'"((btreenode|versionnode|value):([^":]*):([^":]*):[0-9]+:[0-9]+)"')
 Task = Callable[[], None]
+_Errors = Callable[[], contextlib.AbstractContextManager[None]]
 _BLOCK_BYTES = 16 * 2**20
 # About the bytes that an object store transfers in the time to its first byte, a few milliseconds.
 _GAP_BYTES = 256 * 2**10
@@ -79,14 +88,21 @@ class TensorStoreArrays:
 
         def finish() -> OpenArray:
             store = self._finish_open(leaf.array, opening, name)
-            return _TensorStoreArray(leaf, name, where, store, self._storage, self._checks)
+            errors = functools.partial(self.errors, leaf.array, where)
+            return _TensorStoreArray(leaf, name, where, store, self._storage, self._checks, errors)
 
         return finish
+
+    def errors(self, array: StoredArray, where: str) -> contextlib.AbstractContextManager[None]:
+        """Maps the errors of TensorStore for an array; those of a database name the files that it lacks."""
+        if not array.layout.is_in_database:
+            return foreign_errors(where)
+        return database_errors(self._storage, join(self._directory, array.root), where)
 
     def _start_open(self, array: StoredArray) -> Any:
         # TensorStore follows every link and waits for every FIFO.
         self._files.check(array.root, self.url(array))
-        with foreign_errors(self.url(array)):
+        with self.errors(array, self.url(array)):
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
     def _finish_open(self, array: StoredArray, future: Any, name: str) -> Any:
@@ -94,11 +110,16 @@ class TensorStoreArrays:
             store = self._storage.wait(future)
         except TENSORSTORE_ERRORS as error:
             if 'NOT_FOUND' not in str(error) or not array.layout.has_chunk_files or 'chunks' not in array.metadata:
-                with foreign_errors(f'{name} ({self.url(array)})'):
+                with self.errors(array, f'{name} ({self.url(array)})'):
                     raise
             store = self._open_without_metadata(array, name)
-        self._check_sizes(array, store, f'{name} ({self.url(array)})')
-        return store
+        where = f'{name} ({self.url(array)})'
+        self._check_sizes(array, store, where)
+        if not is_filled(array, store):
+            return store
+        with self.errors(array, where):
+            spec = self._spec(array) | {'fill_missing_data_reads': True}
+            return self._storage.wait(ts.open(spec, open=True, context=self._storage.context()))
 
     def _check_sizes(self, array: StoredArray, store: Any, where: str) -> None:
         """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
@@ -110,6 +131,8 @@ class TensorStoreArrays:
             # A database keeps all values in a few files.
             check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(array.root)), where)
             check_chunk(chunk_bytes, lambda: sum(self._sizes(array.root)), where)
+        elif is_filled(array, store):
+            check_memory(chunk_bytes, where)
         else:
             check_count(chunks, lambda: len(self._sizes(array.location)), where)
             check_chunk(chunk_bytes, lambda: max(self._sizes(array.location), default=0), where)
@@ -140,17 +163,54 @@ class TensorStoreArrays:
             return self._storage.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
 
 
+@contextlib.contextmanager
+def database_errors(storage: Storage, directory: str, where: str) -> Generator[None]:
+    """Maps errors as ``foreign_errors``; that of a damaged OCDBT database in a directory names the files that are missing."""
+    try:
+        with foreign_errors(where):
+            yield
+    except CorruptCheckpointError as error:
+        lost = some_of([storage.url(join(directory, file)) for file in _lost_files(storage, directory)], 3)
+        if not lost:
+            raise
+        raise CorruptCheckpointError(f'{where}: {lost} is missing. {CURE_OF_DAMAGE}') from error
+
+
+def _lost_files(storage: Storage, directory: str) -> list[str]:
+    """The files that a database refers to and lacks; [] also if its structure is not understood."""
+    there = {key.removeprefix(f'{directory}/') for key, _ in storage.walk(directory)}
+    if OCDBT_MANIFEST not in there:
+        return [OCDBT_MANIFEST]
+    lost: set[str] = set()
+    with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError, LookupError):
+        base = ts.KvStore.open(storage.array_kvstore(directory), context=storage.context()).result()
+        nodes = [ts.ocdbt.dump(base).result()['versions'][-1]]
+        while nodes:
+            for place in set(_PLACE.findall(json.dumps(nodes.pop(), default=str))):
+                file = urllib.parse.unquote(f'{place[2]}{place[3]}')
+                if file not in there:
+                    lost.add(file)
+                elif place[1] != 'value':
+                    nodes.append(ts.ocdbt.dump(base, place[0]).result())
+    return sorted(lost)
+
+
+def is_filled(array: StoredArray, store: Any) -> bool:
+    """Whether a chunk that is absent from an array, opened as this TensorStore, has the fill value of the array."""
+    return store.fill_value is not None and not array.stores_all
+
+
 class Filling:
     """Reads in flight, of threads and of TensorStore. Their buffers must outlive them."""
 
-    def __init__(self, where: str, reads: Sequence[Future[None] | _StoreRead]):
-        """Takes the reads; ``where`` is for errors."""
-        self._where = where
+    def __init__(self, errors: _Errors, reads: Sequence[Future[None] | _StoreRead]):
+        """Takes the reads, and the context that maps their errors."""
+        self._errors = errors
         self._reads = reads
 
     def wait(self) -> None:
         """Waits until all buffers are filled; raises the first error."""
-        with foreign_errors(self._where):
+        with self._errors():
             for read in self._reads:
                 read.result()
 
@@ -211,7 +271,7 @@ class FileArray(OpenArray):
 
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Pool | None = None) -> Filling:
         """Starts the tasks."""
-        return Filling(self._where, _started(self.tasks(buffers), pool))
+        return Filling(functools.partial(foreign_errors, self._where), _started(self.tasks(buffers), pool))
 
     def read(self, slices: tuple[slice, ...]) -> np.ndarray:
         """Reads the box around the slices."""
@@ -225,9 +285,17 @@ class _TensorStoreArray(OpenArray):
     """An array that TensorStore reads, in threads of its own."""
 
     def __init__(
-        self, leaf: StoredLeaf, name: str, where: str, store: Any, storage: Storage, checks: ChecksumVerifier | None
+        self,
+        leaf: StoredLeaf,
+        name: str,
+        where: str,
+        store: Any,
+        storage: Storage,
+        checks: ChecksumVerifier | None,
+        errors: _Errors,
     ):
         super().__init__(leaf, where)
+        self._errors = errors
         self._name = name
         self._store = store
         self._storage = storage
@@ -238,12 +306,12 @@ class _TensorStoreArray(OpenArray):
         checks = () if self._checks is None else self._checks.tasks(self._leaf.array, self._name, buffers)
         verifying = _started(checks, pool)
         reads = [_StoreRead(self._storage, views[box], buffer) for box, buffer in buffers.items()]
-        return Filling(self._where, [*verifying, *reads])
+        return Filling(self._errors, [*verifying, *reads])
 
     def read(self, slices: tuple[slice, ...]) -> np.ndarray:
         view = self._store[slices] if slices else self._store
         out = self._new_buffer(tuple(view.shape))
-        with foreign_errors(self._where):
+        with self._errors():
             _StoreRead(self._storage, view, out).result()
         return out
 

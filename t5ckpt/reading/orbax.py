@@ -26,9 +26,16 @@ import tensorstore as ts
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.text import printable, some_of
+from t5ckpt.core.text import CURE_OF_DAMAGE, printable, some_of
 from t5ckpt.datasets import positions_in
-from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    T5CkptError,
+    UnsafeSpecError,
+    UnsupportedFormatError,
+)
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
@@ -36,21 +43,29 @@ from t5ckpt.format.orbax import (
     ARRAY_METADATA,
     METRICS,
     OCDBT_MANIFEST,
+    OCDBT_OF_PROCESS,
     PLACEHOLDER,
+    STEP_METADATA,
     STRINGS,
     TREE_METADATA,
     orbax_object,
 )
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.open_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten, unique
+from t5ckpt.tree.train_state import BARE_ARRAY
 
 _log = logging.getLogger('t5ckpt')
 
 # Also the default of an early v1 of Orbax.
 _ITEMS = ('', 'state', 'default', 'pytree')
 _STRINGS = ('str', 'string')
+_ARRAY_HANDLER = '.ArrayCheckpointHandler'
+_TREE_HANDLERS = (_ARRAY_HANDLER, '.PyTreeCheckpointHandler', '.StandardCheckpointHandler')
+# The path at which ArrayCheckpointHandler stores its array.
+_ARRAY: Path = ('checkpoint',)
 _NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
 
 
@@ -80,14 +95,15 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
     if logs_items:
         _log_items(files.storage, files.directory, left_out)
     read = {item: _read_tree(files, item) for item in trees}
-    state = read if len(trees) > 1 else read[trees[0]]
-    keys = {
-        (*((item,) if len(trees) > 1 else ()), *path): impl
-        for item in trees
-        for path, impl in _key_impls(files, item, flatten_nested(read[item], is_spec)).items()
-    }
+    state: LeafTable = {}
+    keys: dict[Path, str] = {}
+    for item, table in read.items():
+        prefix = (item,) if len(trees) > 1 else ()
+        state |= {(*prefix, *path) or BARE_ARRAY: leaf for path, leaf in table.items()}
+        impls = _key_impls(files, item, table)
+        keys |= {(*prefix, *path) or BARE_ARRAY: impl for path, impl in impls.items()}
     sidecar = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
-    return OrbaxContents(Manifest(3, state), sidecar, left_out)
+    return OrbaxContents(Manifest(3, unflatten(state)), sidecar, left_out)
 
 
 def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
@@ -126,8 +142,34 @@ def _trees(storage: Storage, directory: str) -> list[str]:
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
     if not trees:
         where = storage.url(directory)
+        handlers = _handlers(storage, directory)
+        lost = [item for item in {'', *items, *handlers} if _is_tree(storage, directory, item, handlers)]
+        if lost:
+            raise CorruptCheckpointError(
+                f'{storage.url(join(directory, min(lost), TREE_METADATA))} is missing. {CURE_OF_DAMAGE}'
+            )
         raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
     return trees
+
+
+def _handlers(storage: Storage, directory: str) -> dict[str, str]:
+    """The class that wrote each item of a step, and the item '' that is the directory itself."""
+    above, _, name = directory.rpartition('/')
+    return {'': _recorded_handlers(storage, above).get(name, ''), **_recorded_handlers(storage, directory)}
+
+
+def _recorded_handlers(storage: Storage, directory: str) -> dict[str, str]:
+    try:
+        recorded = orbax_object(storage.read(join(directory, STEP_METADATA)), directory).get('item_handlers')
+    except T5CkptError:
+        return {}
+    by_item = recorded if isinstance(recorded, dict) else {'': recorded}
+    return {item: str(handler) for item, handler in by_item.items()}
+
+
+def _is_tree(storage: Storage, directory: str, item: str, handlers: Mapping[str, str]) -> bool:
+    """Whether Orbax wrote a tree of arrays as an item, by the item's database or by the record of the step."""
+    return handlers.get(item, '').endswith(_TREE_HANDLERS) or storage.is_file(join(directory, item, OCDBT_MANIFEST))
 
 
 def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str, ...]:
@@ -160,7 +202,8 @@ def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
         _log.info('t5ckpt: %s', printable(text))
 
 
-def _read_tree(files: CheckpointFiles, item: str) -> dict[str, Any]:
+def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:
+    """The leaves of an item; a bare array has the path ()."""
     storage, base = files.storage, join(files.directory, item)
     where = storage.url(join(base, TREE_METADATA))
     data = files.read(join(item, TREE_METADATA))
@@ -172,16 +215,22 @@ def _read_tree(files: CheckpointFiles, item: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
     strings = _strings(texts, join(item, STRINGS))
+    unique(leaves)
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
-    arrays = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')))
-    return unflatten({path: arrays.get(path, table.get(path)) for path, _ in leaves})
+    # Versions before the flag left out the chunks of zarr3 that equal the fill value.
+    stores_all = bool(metadata.get('store_array_data_equal_to_fill_value'))
+    arrays = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')), stores_all=stores_all)
+    table = {path: arrays.get(path, table.get(path)) for path, _ in leaves}
+    if set(table) == {_ARRAY} and _handlers(storage, files.directory).get(item, '').endswith(_ARRAY_HANDLER):
+        return {(): table[_ARRAY]}
+    return table
 
 
 def _keys_of(entry: Mapping[str, Any]) -> Path:
     path = tuple(str(key['key']) for key in entry['key_metadata'])
-    if not 0 < len(path) <= MAX_DEPTH:
+    if len(path) > MAX_DEPTH:
         raise ValueError(f'a leaf {len(path)} levels deep')
     return path
 
@@ -218,8 +267,18 @@ def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxCon
     return OrbaxContents(dataclasses.replace(manifest, state=state), _facts(files))
 
 
-def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool) -> dict[Path, SpecDict]:
-    """Opens the metadata of all arrays of an item concurrently; ``names`` has their names, by path."""
+def array_leaves(
+    files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool, stores_all: bool = False
+) -> dict[Path, SpecDict]:
+    """Opens the metadata of all arrays of an item concurrently.
+
+    Args:
+      files: of the checkpoint.
+      item: in whose directory the arrays are.
+      names: of the arrays, by path.
+      zarr3: whether they are in zarr's version 3.
+      stores_all: see :class:`StoredArray`.
+    """
     storage, base = files.storage, join(files.directory, item)
     ocdbt = storage.is_file(join(base, OCDBT_MANIFEST))
     kvstore: dict[str, Any] = storage.array_kvstore(base)
@@ -233,27 +292,33 @@ def array_leaves(files: CheckpointFiles, item: str, names: Mapping[Path, str], *
     # TensorStore follows every link.
     for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
         files.check(name, where)
-    with foreign_errors(where):
+    with database_errors(storage, base, where) if ocdbt else foreign_errors(where):
         store = ts.KvStore.open(kvstore, context=storage.context()).result()
-        futures = {path: store.read(f'{name}/{file}') for path, name in by_path.items()}
+        futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
         contents = {path: future.result() for path, future in futures.items()}
     leaves: dict[Path, SpecDict] = {}
     for path, result in contents.items():
         name = by_path[path]
         if result.state != 'value':
-            raise CorruptCheckpointError(f'{where}: array {name} has no {file}; the checkpoint is incomplete.')
+            # In a database that was copied without its manifest, arrays have no directories.
+            of_database = any(entry.name.startswith(OCDBT_OF_PROCESS) for entry in storage.entries(base))
+            lost = OCDBT_MANIFEST if of_database and not ocdbt else f'{name}/{file}'
+            raise CorruptCheckpointError(f'{storage.url(join(base, lost))} is missing. {CURE_OF_DAMAGE}')
         location = f'{item}//{name}' if ocdbt else join(item, name)
-        leaves[path] = _leaf(bytes(result.value), location, layout, f'{where}: {name}')
+        array = _array(bytes(result.value), location, layout, f'{where}: {name}')
+        spec = SpecDict(driver=layout.driver, dtype=array.dtype.name, kvstore={}, metadata={'shape': list(array.shape)})
+        spec.array = dataclasses.replace(array, stores_all=stores_all)
+        leaves[path] = spec
     return leaves
 
 
 def _safe(name: str) -> str:
-    if not name or name.startswith('/') or any(part in ('', '.', '..') for part in name.split('/')) or '\0' in name:
+    if name and (name.startswith('/') or any(part in ('', '.', '..') for part in name.split('/')) or '\0' in name):
         raise UnsafeSpecError(f'array name {name!r:.120} leads outside the checkpoint.')
     return name
 
 
-def _leaf(data: bytes, location: str, layout: ArrayLayout, where: str) -> SpecDict:
+def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray:
     try:
         metadata = json.loads(data)
         claimed = metadata['shape']
@@ -264,6 +329,4 @@ def _leaf(data: bytes, location: str, layout: ArrayLayout, where: str) -> SpecDi
     dtype = dtype_from_typestr(name)
     if dtype is None:
         raise CorruptCheckpointError(f'{where}: array of unknown dtype {name!r:.40}.')
-    spec = SpecDict(driver=layout.driver, dtype=dtype.name, kvstore={}, metadata={'shape': list(shape)})
-    spec.array = StoredArray(location, shape, dtype, layout=layout)
-    return spec
+    return StoredArray(location, shape, dtype, layout=layout)

@@ -144,6 +144,22 @@ def test_nothing_there(tmp_path, kind, says):
     assert not (tmp_path / 'run').exists()
 
 
+def test_zeros_that_jax_does_not_write(tmp_path):
+    mesh = jax.make_mesh((4,), ('x',), devices=jax.devices()[:4])
+    mixed = jnp.concatenate([jnp.zeros((4, 4)), jnp.arange(16.0).reshape(4, 4)])
+    tree = {
+        'zeros': jnp.zeros((300, 200)),
+        'mixed': jax.device_put(mixed, jax.NamedSharding(mesh, jax.P('x'))),
+        'step': jnp.int32(0),
+        'negative': -jnp.zeros(4, jnp.bfloat16),
+        'off': jnp.zeros(3, bool),
+    }
+    pytree_serialization.save(tree, tmp_path / 'step_12')
+    convert('jax', tmp_path / 'step_12', tmp_path / 'run')
+    check(tmp_path / 'run', jax.tree.map(np.asarray, tree))
+    assert t5ckpt.verify(tmp_path / 'run', full=True).ok
+
+
 def test_jax_files_that_are_damaged(tmp_path):
     source = write('jax', tmp_path / 'source')
     tree = (source / 'pytreedef.json').read_text()

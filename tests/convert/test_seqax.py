@@ -145,6 +145,19 @@ def test_a_missing_chunk_is_an_error(seqax, run_dir):
     assert t5ckpt.all_steps(run_dir) == []
 
 
+def test_a_missing_chunk_of_an_array_with_a_fill_value(seqax, run_dir):
+    """zarr-python leaves such chunks out if it stores an array again."""
+    wanted = read_seqax(seqax)[0]['weights', 'embed'].get().copy()
+    array = seqax / '0000000200' / '.weights.embed'
+    zarray = json.loads((array / '.zarray').read_text())
+    (array / '.zarray').write_text(json.dumps(zarray | {'fill_value': 2.5}))
+    (array / '2.1').unlink()
+    rows, columns = zarray['chunks']
+    wanted[2 * rows : 3 * rows, columns : 2 * columns] = 2.5
+    import_seqax(seqax, run_dir)
+    assert_same(t5ckpt.open_checkpoint(run_dir)['weights/embed'].get(), wanted)
+
+
 @pytest.mark.parametrize(
     ('change', 'error', 'text'),
     [

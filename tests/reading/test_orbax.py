@@ -87,7 +87,7 @@ def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):
     done = t5ckpt.convert_run('orbax', tmp_path / 'run', tmp_path / 'new')
     assert [each.step for each in done.converted] == [10]
     shutil.rmtree(tmp_path / 'run/10/model')
-    with pytest.raises(errors.UnsupportedFormatError, match='without a tree; it has extra'):
+    with pytest.raises(errors.CorruptCheckpointError, match='model/_METADATA is missing'):
         t5ckpt.open_checkpoint(tmp_path / 'run')
 
 
@@ -155,6 +155,138 @@ def test_the_older_layout_with_placeholders(tmp_path):
             path.unlink(missing_ok=True)
     (tmp_path / 'new' / 'checkpoint').write_bytes(msgpack.packb(as_placeholders(TREE)))
     check(t5ckpt.load_t5x_checkpoint(tmp_path / 'new'))
+
+
+@pytest.mark.parametrize('flag', [True, False, None])
+def test_chunks_that_equal_the_fill_value(tmp_path, flag):
+    """Without the flag in `_METADATA`, as in Orbax up to 0.8, or if it is false, such chunks of zarr3 are not stored."""
+    path = tmp_path / '3'
+    write(path, use_ocdbt=False, use_zarr3=True)
+    metadata = json.loads((path / '_METADATA').read_text())
+    assert metadata.pop('store_array_data_equal_to_fill_value') is True
+    (path / '_METADATA').write_text(
+        json.dumps(metadata | ({} if flag is None else {'store_array_data_equal_to_fill_value': flag}))
+    )
+    shutil.rmtree(path / 'opt.1.mu' / 'c')
+    if flag:
+        with pytest.raises(errors.CorruptCheckpointError, match=r'opt/1/mu.*missing'):
+            t5ckpt.load_t5x_checkpoint(path)
+        assert not t5ckpt.verify(path, full=True).ok
+    else:
+        check(t5ckpt.load_t5x_checkpoint(path))
+        assert t5ckpt.verify(path, full=True).ok
+
+
+BARE = np.arange(60_000, dtype=np.float32).reshape(200, 300)
+
+
+@pytest.mark.parametrize('save', [ocp.args.ArraySave, ocp.args.PyTreeSave])
+def test_a_bare_array(tmp_path, save):
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        manager.save(5, args=save(jnp.asarray(BARE)))
+    for path in (tmp_path / 'run', tmp_path / 'run' / '5', tmp_path / 'run' / '5' / 'default'):
+        assert list(t5ckpt.open_checkpoint(path)) == ['array']
+        assert np.array_equal(t5ckpt.load_t5x_checkpoint(path)['array'], BARE)
+        assert np.array_equal(t5ckpt.Checkpointer(jnp.zeros_like(BARE)).restore(path=path), BARE)
+        assert np.array_equal(t5ckpt.Checkpointer({'array': np.zeros_like(BARE)}).restore(path=path)['array'], BARE)
+        assert t5ckpt.verify(path, full=True).ok
+    t5ckpt.convert_checkpoint('orbax', tmp_path / 'run', tmp_path / 'converted')
+    assert np.array_equal(
+        t5ckpt.Checkpointer(jnp.zeros_like(BARE), checkpoints_dir=tmp_path / 'converted').restore(), BARE
+    )
+
+
+def test_a_bare_array_as_an_item(tmp_path):
+    items = {'weights': ocp.args.StandardSave({'w': BARE}), 'ema': ocp.args.ArraySave(jnp.asarray(BARE))}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.Composite(**items))
+    assert sorted(t5ckpt.open_checkpoint(tmp_path)) == ['ema', 'weights/w']
+    assert np.array_equal(t5ckpt.open_checkpoint(tmp_path)['ema'].get(), BARE)
+    assert np.array_equal(t5ckpt.Checkpointer(jnp.zeros_like(BARE)).restore(path=tmp_path / '5' / 'ema'), BARE)
+
+
+@pytest.mark.parametrize('options', [{}, {'use_ocdbt': False}, {'use_zarr3': True}])
+@pytest.mark.parametrize(
+    ('state', 'leaves'),
+    [
+        (BARE, {'array': BARE}),
+        (3, {'array': 3}),
+        (np.float32(2.5), {'array': 2.5}),
+        ('text', {'array': 'text'}),
+        ([BARE], {'0': BARE}),
+        ((BARE, None), {'0': BARE, '1': None}),
+        ({'checkpoint': BARE}, {'checkpoint': BARE}),
+        (
+            {'w': 1, 'none': None, 'dict': {}, 'list': [], 'tuple': ()},
+            {'w': 1, 'none': None, 'dict': {}, 'list': [], 'tuple': ()},
+        ),
+        ({'': BARE, '/': {'..': BARE}}, {'': BARE, '/': {'..': BARE}}),
+    ],
+)
+def test_small_trees(tmp_path, state, leaves, options):
+    if '/' in leaves and 'use_ocdbt' in options:
+        pytest.skip('Orbax would write outside of the step')
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / '7', state)
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / '7')
+    jax.tree.map(np.testing.assert_array_equal, loaded, leaves)
+    assert t5ckpt.verify(tmp_path / '7', full=True).ok
+
+
+def lose(*names):
+    """Deletes files and directories below an item."""
+
+    def change(item):
+        for name in names:
+            shutil.rmtree(item / name) if (item / name).is_dir() else (item / name).unlink()
+        return names
+
+    return change
+
+
+def lose_largest(directory):
+    """Deletes the largest file in a directory of an item."""
+
+    def change(item):
+        file = max((item / directory).iterdir(), key=lambda path: path.stat().st_size)
+        file.unlink()
+        return (f'{directory}/{file.name}',)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ('change', 'named'),
+    [
+        (lose('manifest.ocdbt'), r'manifest\.ocdbt is missing'),
+        (lose('manifest.ocdbt', 'd'), r'manifest\.ocdbt is missing'),
+        (lose('d'), r'd/[0-9a-f]{32} is missing'),
+        (lose('ocdbt.process_0'), r'ocdbt\.process_0/d/[0-9a-f]{32} is missing'),
+        (lose_largest('d'), r'd/[0-9a-f]{32} is missing'),
+        (lose_largest('ocdbt.process_0/d'), r'ocdbt\.process_0/d/[0-9a-f]{32} is missing'),
+        (lose('_METADATA'), '_METADATA is missing'),
+        (lose(''), 'default/_METADATA is missing'),
+        (lose('manifest.ocdbt', 'd', 'ocdbt.process_0'), 'is missing'),
+    ],
+)
+def test_an_incomplete_copy(tmp_path, change, named):
+    run = tmp_path / 'run'
+    state = {'w': BARE, 'b': np.ones(4, np.float32)}
+    with ocp.CheckpointManager(run) as manager:
+        for step in (3, 5):
+            manager.save(step, args=ocp.args.StandardSave(state))
+    change(run / '5' / 'default')
+    checkpointer = t5ckpt.Checkpointer(state, checkpoints_dir=run)
+    with pytest.raises(errors.CorruptCheckpointError, match=named):
+        checkpointer.restore()
+    with pytest.raises(errors.CorruptCheckpointError, match=named):
+        t5ckpt.load_t5x_checkpoint(run / '5')
+    (first, *_) = t5ckpt.verify(run / '5', full=True).damages
+    assert 'is missing' in first.text
+    restored = t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run'))
+    assert checkpointer.restored_step == 3
+    assert np.array_equal(restored['w'], BARE)
+    assert sorted(path.name for path in run.iterdir()) == ['3', '5']
 
 
 def test_an_array_that_is_gone(tmp_path):

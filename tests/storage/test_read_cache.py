@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.filled import write_filled
 from support.states import key_of
 
 import t5ckpt
@@ -67,6 +68,16 @@ def test_a_second_look_asks_for_nothing(bucket, tmp_path, compression):
     # The manifest, the sidecar and the list are asked for, no array is.
     assert gets(bucket) == []
     assert few <= 2
+
+
+def test_absent_chunks_of_an_array_with_a_fill_value(bucket, tmp_path):
+    values = np.repeat(np.arange(4, dtype=np.float32), 16).reshape(16, 4)
+    write_filled(tmp_path / 'run', 0, values, '<f4')
+    url = bucket.url()
+    t5ckpt.copy_checkpoint(tmp_path / 'run', url)
+    view = opened(url, tmp_path / 'cache')
+    assert view['target/w'].get().tobytes() == values.tobytes()
+    assert view['target/w'][2:6].tobytes() == values[2:6].tobytes()
 
 
 def test_runs_reports_and_repairs_take_options(bucket, tmp_path):

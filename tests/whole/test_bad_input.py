@@ -24,6 +24,7 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same
+from support.filled import write_filled
 from support.golden import flatten, nest
 
 import t5ckpt
@@ -624,6 +625,62 @@ def test_a_missing_chunk_of_t5x(golden, tmp_path):
     with pytest.raises(errors.CorruptCheckpointError) as error:
         t5ckpt.load_t5x_checkpoint(step_dir)
     assert_says(error, 'target/token_embedder/embedding')
+
+
+@pytest.mark.parametrize(
+    ('fill', 'typestr', 'dtype', 'compressor'),
+    [
+        (0, '<f4', np.float32, None),
+        (1.0, '<f4', np.float32, {'id': 'zlib'}),
+        ('NaN', '<f4', np.float32, None),
+        (-7, '<i4', np.int32, {'id': 'blosc', 'cname': 'lz4', 'clevel': 5, 'shuffle': 1, 'blocksize': 0}),
+        (0, 'bfloat16', jnp.bfloat16, None),
+        (False, '|b1', np.bool_, None),
+    ],
+)
+def test_an_absent_chunk_of_an_array_with_a_fill_value(tmp_path, fill, typestr, dtype, compressor):
+    values = np.full((64, 8), float(fill)).astype(dtype)
+    values[20:] = np.arange(44 * 8).reshape(44, 8) % 2 + 1
+    array = write_filled(tmp_path / 'run', fill, values, typestr, compressor)
+    if dtype is not np.bool_:
+        assert not (array / '0.0').exists()
+    run = str(tmp_path / 'run')
+    view = t5ckpt.open_checkpoint(run)
+    assert_same(view['target/w'].get(), values)
+    assert_same(view['target/w'][10:22:3, 5:], values[10:22:3, 5:])
+    assert_same(t5ckpt.open_checkpoint(run, mmap=True)['target/w'].get(), values)
+    assert_same(t5ckpt.load_t5x_checkpoint(run)['target']['w'], values)
+    sharding = NamedSharding(jax.make_mesh((4,), ('x',), devices=jax.devices()[:4]), PartitionSpec('x'))
+    template = {'target': {'w': jax.ShapeDtypeStruct(values.shape, dtype, sharding=sharding)}, 'state': {'step': 0}}
+    for mmap in (False, True):
+        with t5ckpt.Checkpointer(template, checkpoints_dir=run, mmap=mmap) as ck:
+            assert_same(np.asarray(ck.restore()['target']['w']), values)
+    assert t5ckpt.verify(run, full=True).ok
+    t5ckpt.copy_checkpoint(run, tmp_path / 'copy')
+    t5ckpt.rewrite_checkpoint(run, tmp_path / 'rewritten', t5ckpt.Changes(drop=['state/step']))
+    for copy in (tmp_path / 'copy', tmp_path / 'rewritten'):
+        assert_same(t5ckpt.open_checkpoint(copy)['target/w'].get(), values)
+        assert t5ckpt.verify(copy, full=True).ok
+
+
+def test_an_array_of_which_every_chunk_is_absent(tmp_path):
+    values = np.zeros((2**16, 2), np.float32)
+    array = write_filled(tmp_path, 0, values, '<f4')
+    assert [path.name for path in array.iterdir()] == ['.zarray']
+    zarray = json.loads((array / '.zarray').read_text()) | {'chunks': [1, 1]}
+    (array / '.zarray').write_text(json.dumps(zarray))
+    assert_same(t5ckpt.open_checkpoint(tmp_path)['target/w'].get(), values)
+    (array / '9999999.0').write_bytes(b'outside of the array')
+    assert t5ckpt.verify(tmp_path, full=True).ok
+
+
+def test_a_truncated_chunk_of_an_array_with_a_fill_value(tmp_path):
+    array = write_filled(tmp_path, 0, np.arange(512, dtype=np.float32).reshape(64, 8), '<f4')
+    (array / '1.0').write_bytes(bytes(100))
+    with pytest.raises(errors.CorruptCheckpointError, match='target/w'):
+        t5ckpt.open_checkpoint(tmp_path)['target/w'].get()
+    (damage,) = t5ckpt.verify(tmp_path).damages
+    assert (damage.kind, damage.file) == ('size', 'target.w/1.0')
 
 
 def test_a_truncated_chunk(saved):

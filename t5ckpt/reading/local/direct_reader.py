@@ -79,7 +79,7 @@ class DirectReader:
         if self.checks is not None:
             self.checks.compare(f'{array.location}/.zarray', name, entry_of(text))
         chunks = native_chunks(text, array)
-        if chunks is None or sum(chunks.grid.count(box) for box in boxes) > _MAX_CHUNKS:
+        if chunks is None or chunks.has_fill or sum(chunks.grid.count(box) for box in boxes) > _MAX_CHUNKS:
             return None
         return DirectArray(self, leaf, name, where, chunks)
 

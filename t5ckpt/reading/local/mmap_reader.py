@@ -232,7 +232,7 @@ class _Run:
 
 def _runs(text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
     chunks = uncompressed_chunks(text, array)
-    if chunks is None:
+    if chunks is None or chunks.has_fill:
         return None
     runs: dict[Box, _Run] = {}
     for box in boxes:

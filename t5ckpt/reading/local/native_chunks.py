@@ -57,6 +57,7 @@ class NativeChunks:
         file in the array's directory.
       file_bytes: size of each file; None if the chunks are compressed.
       offset: of the chunk in the file, in bytes.
+      has_fill: whether the array has a fill value, which TensorStore gives to absent chunks.
     """
 
     grid: ChunkGrid
@@ -64,6 +65,7 @@ class NativeChunks:
     file: str
     file_bytes: int | None
     offset: int
+    has_fill: bool = False
 
     @property
     def chunk_bytes(self) -> int:
@@ -115,7 +117,8 @@ def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
     # Reads of chunks that are mostly outside their array would waste memory.
     if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
         return None
-    return NativeChunks(grid, array.dtype.itemsize, '', chunk_bytes if compressor is None else None, 0)
+    file_bytes = chunk_bytes if compressor is None else None
+    return NativeChunks(grid, array.dtype.itemsize, '', file_bytes, 0, metadata.get('fill_value') is not None)
 
 
 def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:

@@ -43,8 +43,10 @@ from t5ckpt.storage.durable import write_synced
 _WEIGHTS = 'model.safetensors'
 _INDEX = f'{_WEIGHTS}.index.json'
 _CONFIG = 'config.json'
-# Version 5 of transformers loads these files, which 'configuration_files' in config.json names; see config.py.
+# 'configuration_files' in config.json names these: versions 5.0 to 5.23 of transformers load the first one, later ones the
+# second one; see config.py.
 _CONFIG_5 = 'config.5.0.0.json'
+_CONFIG_5_24 = 'config.5.24.0.json'
 _INDEX_5 = 'model-transformers-5.safetensors.index.json'
 _NORM_5 = 'norm-transformers-5.safetensors'
 _FINAL_NORM = 'decoder.final_layer_norm.weight'
@@ -63,7 +65,7 @@ class _Plan:
       shards: tensors, by file name.
       config: of the model.
       metadata: of each file.
-      second_norm: whether to write another final norm for version 5 of transformers.
+      second_norm: whether to write another final norm for versions 5.0 to 5.23 of transformers.
       copies: tensors that are copies of the embedding.
     """
 
@@ -84,7 +86,8 @@ class _Plan:
         if list(self.shards) != [_WEIGHTS]:
             files[_INDEX] = {'metadata': {'total_size': total}, 'weight_map': weight_map}
         if self.second_norm:
-            files[_CONFIG] |= {'configuration_files': [_CONFIG_5]}
+            files[_CONFIG] |= {'configuration_files': [_CONFIG_5, _CONFIG_5_24]}
+            files[_CONFIG_5_24] = dict(self.config)
             files[_CONFIG_5] = {**self.config, 'transformers_weights': _INDEX_5}
             files[_INDEX_5] = {'metadata': {'total_size': total}, 'weight_map': {**weight_map, _FINAL_NORM: _NORM_5}}
         return files
@@ -147,7 +150,7 @@ def export_hf(
 
 
 def _is_exported_file(name: str) -> bool:
-    return name.endswith(_OURS) or name in (_CONFIG, _CONFIG_5)
+    return name.endswith(_OURS) or name in (_CONFIG, _CONFIG_5, _CONFIG_5_24)
 
 
 def _plan(sources: Sources, given: Mapping[str, Any], options: ExportOptions) -> _Plan:

@@ -25,7 +25,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.safetensors import WHOLE_NAMES, is_tensor_file
+from t5ckpt.format.safetensors import FLAX_WHOLE, WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Entry, Storage, open_storage, split_path
 
 # A listing for each is a request to a bucket.
@@ -39,7 +39,14 @@ _MARKS = (
     ),
     (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
     (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
-    (r'pytorch_model.*\.bin|.*\.pth?', 'a PyTorch file, which needs pickle and is not read'),
+    (
+        r'flax_model.*\.msgpack',
+        "Flax weights of Hugging Face (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
+    ),
+    (
+        r'pytorch_model.*\.bin|.*\.pth?',
+        'a PyTorch file, which needs pickle and is not read: load it with PyTorch and save safetensors',
+    ),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
 # The same for the directory of a step: the files that it contains, a description, and how to read it.
@@ -65,6 +72,11 @@ _FILES = (
         'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
     ),
     ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    (
+        '.msgpack.index.json',
+        'an index of Flax weights',
+        "convert it (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
+    ),
     (
         ('.bin', '.pt', '.pth'),
         'a PyTorch file, which needs pickle and is not read',
@@ -162,7 +174,7 @@ def locate(
       path: of a run, a step or a file; or a Storage, whose root is a run or a step.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       storage_options: see docs/storage.md.
-      tensors: also accepts a safetensors or npz file, or a directory without a checkpoint that has a safetensors model.
+      tensors: also accepts a safetensors or npz file, or a directory without a checkpoint that has a model of Hugging Face.
 
     Raises:
       ValueError: ``step`` is not an integer of at least 0.
@@ -304,8 +316,8 @@ def foreign_layout(storage: Storage) -> str | None:
 
 
 def model_file(storage: Storage) -> str | None:
-    """The file with which the safetensors model in a directory is opened; None without a model."""
-    return next((name for name in WHOLE_NAMES if storage.is_file(name)), None)
+    """The file with which the model of Hugging Face in a directory is opened; None without a model."""
+    return next((name for name in (*WHOLE_NAMES, FLAX_WHOLE) if storage.is_file(name)), None)
 
 
 def no_checkpoint(storage: Storage) -> T5CkptError:

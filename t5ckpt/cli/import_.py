@@ -75,7 +75,7 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
 @command.command('safetensors', cls=Verb)
 @_common
 def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> None:
-    """Writes the tensors of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
+    """Writes the tensors of a file, index or directory PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
 
     \b
     Example:

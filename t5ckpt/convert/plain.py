@@ -182,10 +182,10 @@ def import_safetensors(
     checkpoints_dir: str | os.PathLike[str],
     options: ImportOptions = ImportOptions(),  # noqa: B008 - frozen
 ) -> ExportReport:
-    """Writes the tensors of one safetensors file as a checkpoint; a '/' in a name begins a level of the tree.
+    """Writes the tensors of a safetensors model as a checkpoint; a '/' in a name begins a level of the tree.
 
     Args:
-      file: on a local file system.
+      file: on a local file system: one file, the index of several, or the directory of a model.
       checkpoints_dir: a run's directory.
       options: see :class:`ImportOptions`. Without a step, ``state/step`` or ``step`` of the file names it, else it is 0.
 
@@ -200,7 +200,7 @@ def import_safetensors(
         name: (name, lazy_copy(tensor.shape, tensor.dtype, tensor.__getitem__, reader.forget))
         for name, tensor in reader.tensors.items()
     }
-    return _import(path, checkpoints_dir, options, arrays)
+    return _import(path, checkpoints_dir, options, arrays, reader.files)
 
 
 @checks_kinds
@@ -224,7 +224,7 @@ def import_npz(
             archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_source(path))))
         headers = npz_arrays(archive, path)
         arrays = {array.member: (array.name, _npy(archive, array, path)) for array in headers}
-        return _import(path, checkpoints_dir, options, arrays)
+        return _import(path, checkpoints_dir, options, arrays, [path])
 
 
 def _import(
@@ -232,6 +232,7 @@ def _import(
     checkpoints_dir: str | os.PathLike[str],
     options: ImportOptions,
     arrays: Mapping[str, tuple[str, LazyArray]],
+    files: Iterable[str],
 ) -> ExportReport:
     started = time.monotonic()
     refuse_options(options, ('scanned', 'split_heads'), 'a file, which keeps its names')
@@ -249,10 +250,10 @@ def _import(
         mapped[leaf] = (member,)
     unflatten(table)
     step = _step(table) if options.step is None else options.step
-    source = {'format': os.path.splitext(path)[1], 'files': [stamp(path)]}
+    kind = 'npz' if path.endswith('.npz') else 'safetensors'
+    source = {'format': f'.{kind}', 'files': [stamp(file) for file in files]}
     url = write_import(table, step, checkpoints_dir, options, source)
     total = sum(array.nbytes for _, array in arrays.values())
-    kind = 'npz' if path.endswith('.npz') else 'safetensors'
     return ExportReport(url, kind, (), total, mapped, (), time.monotonic() - started, options.dry_run)
 
 

@@ -20,7 +20,7 @@ from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name, root_names
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -30,14 +30,16 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
+from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.reading.orbax import array_leaves
+from t5ckpt.reading.safetensors import weight_map
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage, split_path
-from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')
@@ -70,8 +72,8 @@ def convert_tree(
 
     Args:
       kind: 'orbax', 'flax', 'jax' or 'seqax'.
-      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or ``to_bytes``,
-        or a directory of such files, of which the latest is taken. jax: a directory of
+      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints``, ``to_bytes``
+        or EasyLM, a directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory of
         ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
       directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
       options: see :class:`ConvertOptions`.
@@ -185,20 +187,50 @@ def _open_orbax(source: str) -> Contents:
 
 def _open_flax(source: str) -> Contents | LargeFile:
     storage = open_storage(source)
+    if source.endswith(f'/{FLAX_INDEX}') or source == FLAX_INDEX:
+        return _open_flax_shards(source)
     if storage.kind('') != 'dir':
         located = locate(source)
     else:
-        steps = {entry.name: _number(entry.name) for entry in storage.entries() if not entry.is_dir}
-        by_step = {step: name for name, step in steps.items() if step is not None and name.startswith('checkpoint')}
-        if not by_step:
+        names = [entry.name for entry in storage.entries() if not entry.is_dir]
+        steps = {_number(name): name for name in names if name.startswith(('checkpoint', 'streaming_'))}
+        whole = (
+            FLAX_WHOLE
+            if FLAX_WHOLE in names
+            else steps.get(max((step for step in steps if step is not None), default=None))
+        )
+        if whole is None and FLAX_INDEX in names:
+            return _open_flax_shards(f'{source.rstrip("/")}/{FLAX_INDEX}')
+        if whole is None:
             raise CheckpointNotFoundError(
                 f'{source} has no file of Flax such as checkpoint_100. If it has directories of that name, convert orbax.'
             )
-        located = locate(f'{source.rstrip("/")}/{by_step[max(by_step)]}')
-    step = _number(split_path(located.url)[1])
-    located = dataclasses.replace(located, step=step)
+        located = locate(f'{source.rstrip("/")}/{whole}')
+    located = dataclasses.replace(located, step=_number(split_path(located.url)[1]))
     path = located.storage.local_path(join(located.directory, located.manifest))
     return read_contents(located) if path is None or os.path.getsize(path) < LARGE_BYTES else read_large(located, path)
+
+
+def _open_flax_shards(index: str) -> LargeFile:
+    """The leaves of all files that an index of transformers names."""
+    parent, name = split_path(index)
+    storage = open_storage(parent)
+    root = storage.local_path('')
+    if root is None:
+        raise UnsupportedFormatError(
+            f'{index}: sharded Flax weights are read on local file systems. Copy them to a disk.'
+        )
+    by_leaf = weight_map(CheckpointFiles.at(storage, '').read(name, MAX_HEADER), index)
+    table: LeafTable = {}
+    arrays: dict[str, LazyArray] = {}
+    for file in sorted(set(by_leaf.values())):
+        shard = read_large(Located(storage, '', file, None), os.path.join(root, file))
+        arrays |= shard.arrays
+        table |= flatten_nested(shard.contents.manifest.state, lambda value: not isinstance(value, Mapping))
+    absent = [f'{leaf} in {file}' for leaf, file in by_leaf.items() if path_of(leaf) not in table]
+    if absent:
+        raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')
+    return LargeFile(Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_SIDECAR), arrays)
 
 
 def _number(name: str) -> int | None:

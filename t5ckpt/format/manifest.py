@@ -10,6 +10,8 @@ them as bfloat16. Without a version, the map is the state itself (Flax).
 
 A manifest of unknown origin is checked: an array's byte count must match its shape, dtype names come from a fixed list, and a
 spec is parsed against an allow-list (``format/array_spec.py``).
+
+EasyLM's files (checkpoint.py, StreamingCheckpointer) have no map: they are a stream of ``[keys, msgpack bytes of the leaf]``.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.format.array_spec import SpecDict, is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, LeafTable, unflatten, unique
 
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
+STREAM_ITEM = b'\x92'
+"""The first byte of a list of two, with which each item of a stream of EasyLM begins."""
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 # Up to this size, packing an array's header takes longer than copying its values.
 _SMALL_BYTES = 2**16
@@ -82,14 +86,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
     try:
-        contents = msgpack.unpackb(
-            data,
-            object_pairs_hook=unique,
-            ext_hook=decode_ext,
-            raw=False,
-            strict_map_key=False,
-            max_array_len=min(_MAX_LIST, len(data)),
-        )
+        contents = _decode_stream(data) if data.startswith(STREAM_ITEM) else _unpack(data)
     except FormatError as error:
         raise type(error)(f'{where}: {error}') from error
     except _DAMAGED as error:
@@ -98,6 +95,43 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f'manifest. {CURE_OF_DAMAGE}'
         ) from error
     return manifest_of(contents, where)
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(
+        data,
+        object_pairs_hook=unique,
+        ext_hook=decode_ext,
+        raw=False,
+        strict_map_key=False,
+        max_array_len=min(_MAX_LIST, len(data)),
+    )
+
+
+def _decode_stream(data: bytes) -> Any:
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1, max_array_len=min(_MAX_LIST, len(data)))
+    unpacker.feed(data)
+    table: LeafTable = {}
+    end = 0
+    for item in unpacker:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], bytes):
+            raise ValueError('an item of the stream is not (keys, bytes)')
+        path = stream_path(item[0], table)
+        table[path] = _unpack(item[1])
+        end = unpacker.tell()
+    if end != len(data):
+        raise ValueError(f'the last item of the stream is truncated at byte {len(data):,}')
+    return unflatten(table)
+
+
+def stream_path(keys: Any, table: LeafTable) -> Path:
+    """The path of an item of a stream; raises ValueError for keys that are none, or that ``table`` has."""
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, (str, int)) for key in keys):
+        raise ValueError(f'the keys {keys!r:.80} in the stream are no path')
+    path = tuple(map(str, keys))
+    if path in table:
+        raise ValueError(f'{leaf_name(path)} is twice in the stream')
+    return path
 
 
 def is_whole(data: bytes) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.tree.leaf_table import unique
 
-WHOLE_NAMES = ('model.safetensors.index.json', 'model.safetensors')
-"""The files that make a directory a checkpoint in this format, in order of precedence."""
+WHOLE_NAMES = ('model.safetensors', 'model.safetensors.index.json')
+"""The files that make a directory a checkpoint in this format, in transformers' order of precedence."""
 INDEX_SUFFIX = '.safetensors.index.json'
+FLAX_WHOLE, FLAX_INDEX = 'flax_model.msgpack', 'flax_model.msgpack.index.json'
+"""The same for a model that transformers saved from Flax."""
 
 DTYPE_NAMES = {
     'bool': 'BOOL',
@@ -39,11 +42,14 @@ DTYPE_NAMES = {
     'float64': 'F64',
     'complex64': 'C64',
     'float8_e4m3fn': 'F8_E4M3',
+    'float8_e4m3fnuz': 'F8_E4M3FNUZ',
     'float8_e5m2': 'F8_E5M2',
+    'float8_e5m2fnuz': 'F8_E5M2FNUZ',
     'float8_e8m0fnu': 'F8_E8M0',
 }
 """The format's names of dtypes whose elements have whole bytes in NumPy."""
-_DTYPES = {text: name for name, text in DTYPE_NAMES.items()}
+_DTYPES = {text: dtype_from_name(name) for name, text in DTYPE_NAMES.items()}
+_BITS = {'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6} | {text: 8 * dtype.itemsize for text, dtype in _DTYPES.items()}
 METADATA = '__metadata__'
 MAX_HEADER = 100_000_000
 """The ``safetensors`` package refuses longer headers."""
@@ -61,10 +67,11 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The contents of a header."""
+    """The contents of a header; ``unread`` has the dtypes, by name, of the tensors whose dtype NumPy lacks."""
 
     tensors: tuple[Tensor, ...]
-    metadata: dict[str, str]
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def is_tensor_file(name: str) -> bool:
@@ -111,33 +118,40 @@ def parse_header(text: bytes, size: int, where: str) -> Header:
     """
     try:
         header = json.loads(text, object_pairs_hook=unique)
-        metadata = {str(key): str(value) for key, value in header.pop(METADATA, {}).items()}
-        return Header(_tensors(header, 8 + len(text), size), metadata)
+        # The package takes null for absent.
+        metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
+        tensors, unread = _tensors(header, 8 + len(text), size)
+        return Header(tensors, metadata, unread)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f'{where}: the header does not decode ({error!s:.300}). Copy the file again.'
         ) from error
 
 
-def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[Tensor, ...]:
+def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[tuple[Tensor, ...], dict[str, str]]:
+    """The tensors, and the dtypes of those whose dtype NumPy lacks."""
     tensors: list[Tensor] = []
+    unread: dict[str, str] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        if entry['dtype'] not in _DTYPES:
-            raise ValueError(f'{name} has the dtype {entry["dtype"]!r:.40}, which NumPy does not support')
-        dtype = dtype_from_name(_DTYPES[entry['dtype']])
+        text = entry['dtype']
+        if not isinstance(text, str):
+            raise TypeError(f'{name:.80} has the dtype {text!r:.40}')
         shape = tuple(_size(value, name) for value in entry['shape'])
         start, end = (_size(value, name) for value in entry['data_offsets'])
-        needed = math.prod(shape) * dtype.itemsize
-        if len(shape) > 32 or needed != end - start or data + end > size:
+        needed = (math.prod(shape) * _BITS[text] + 7) // 8 if text in _BITS else end - start
+        if len(shape) > 32 or needed != end - start or end < start or data + end > size:
             raise ValueError(
-                f'{name:.80}: {len(shape)} dimensions of {dtype.name} need {needed:,} bytes, but its offsets are {start:,} to '
+                f'{name:.80}: {len(shape)} dimensions of {text:.40} need {needed:,} bytes, but its offsets are {start:,} to '
                 f'{end:,} of {size - data:,}'
             )
         spans.append((start, end, name))
-        tensors.append(Tensor(name, dtype, shape, data + start))
+        if text in _DTYPES:
+            tensors.append(Tensor(name, _DTYPES[text], shape, data + start))
+        else:
+            unread[name] = text
     _check_no_gaps(sorted(spans), size - data)
-    return tuple(tensors)
+    return tuple(tensors), unread
 
 
 def _check_no_gaps(spans: list[tuple[int, int, str]], size: int) -> None:

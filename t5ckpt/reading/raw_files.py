@@ -22,7 +22,7 @@ from t5ckpt.format.names import SIDECAR, is_file_checksums, is_sidecar, sidecar_
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.format.sidecar import NO_SIDECAR, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.safetensors import read_tensors
+from t5ckpt.reading.safetensors import read_tensors, refuse_shard
 
 # The number of times that a step is read again if it is overwritten between the reads of its manifest and of its sidecar.
 _OVERWRITES = 3
@@ -58,6 +58,7 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     if is_tensor_file(located.manifest):
         data, versions = read_tensors(storage, directory, located.manifest, follow_links=located.follow_links)
         return RawFiles(data, versions=versions)
+    refuse_shard(located.manifest, located.url)
     files = CheckpointFiles.of(located)
     raw = _read_pair(located, files)
     for _ in range(_OVERWRITES):

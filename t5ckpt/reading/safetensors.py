@@ -10,59 +10,109 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
+from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.format.safetensors import INDEX_SUFFIX, MAX_HEADER, Header, data_bytes, header_bytes, is_npz, parse_header
+from t5ckpt.format.safetensors import (
+    INDEX_SUFFIX,
+    MAX_HEADER,
+    Header,
+    Tensor,
+    data_bytes,
+    header_bytes,
+    is_npz,
+    parse_header,
+)
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, ContainedDirectory
 from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
 from t5ckpt.reading.open_array import read_range
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten, unique
 
+_log = logging.getLogger('t5ckpt')
+
+# As transformers names the files of a model, in all its formats.
+_SHARD = re.compile(r'.+-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)')
+
 
 def read_tensors(
     storage: Storage, directory: str, name: str, *, follow_links: bool = False
 ) -> tuple[bytes, dict[str, Any]]:
-    """The tensors of a file, or of all files that an index names, as JSON for :func:`decode_tensors`.
+    """The tensors of :func:`read_headers` as JSON for :func:`decode_tensors`, and the versions."""
+    files, versions = read_headers(storage, directory, name, follow_links=follow_links)
+    tensors = {
+        file: (size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors])
+        for file, (header, size) in files.items()
+    }
+    return json.dumps(tensors).encode(), versions
+
+
+def read_headers(
+    storage: Storage, directory: str, name: str, *, follow_links: bool = False
+) -> tuple[dict[str, tuple[Header, int]], dict[str, Any]]:
+    """The header and the size of a file, or of each file that an index names.
+
+    A tensor is in one of the headers. Logs the tensors that are left out, since NumPy lacks their dtype.
 
     Returns:
-      The JSON, and the ``Storage.version`` of each file from before it was read.
+      The headers by file, and the ``Storage.version`` of each file from before it was read.
 
     Raises:
-      UnsupportedFormatError: two tensors have the same place in a tree.
+      UnsupportedFormatError: a shard is not a whole model; or two tensors have the same place in a tree; or none is left.
       CheckpointNotFoundError: a file that the index names is missing.
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
     local = storage.local_path(directory)
-    headers = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
+    source = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
     versions: dict[str, Any] = {}
 
-    def entries(file: str) -> tuple[int, list[Any]]:
+    def header(file: str) -> tuple[Header, int]:
         versions[file] = storage.version(join(directory, file))
-        return _entries(headers, file, storage.url(join(directory, file)))
+        where = storage.url(join(directory, file))
+        return source.npz(file, where) if is_npz(file) else source.header(file, where)
 
     where = storage.url(join(directory, name))
+    refuse_shard(name, where)
     if not name.endswith(INDEX_SUFFIX):
-        tensors_by_file = {name: entries(name)}
+        files = {name: header(name)}
     else:
         versions[name] = storage.version(join(directory, name))
         index = CheckpointFiles.at(storage, directory, follow_links=follow_links).read(name, MAX_HEADER)
-        by_tensor = _weight_map(index, where)
-        tensors_by_file = _chosen(by_tensor, {file: entries(file) for file in sorted(set(by_tensor.values()))}, where)
-    _check_places([tensor[0] for _, tensors in tensors_by_file.values() for tensor in tensors], where)
-    return json.dumps(tensors_by_file).encode(), versions
+        by_tensor = weight_map(index, where)
+        files = _chosen(by_tensor, {file: header(file) for file in sorted(set(by_tensor.values()))}, where)
+    unread = {tensor: dtype for found, _ in files.values() for tensor, dtype in found.unread.items()}
+    if unread:
+        text = some_of([f'{tensor} ({dtype})' for tensor, dtype in unread.items()], 5)
+        text = f'{where}: NumPy lacks the dtypes of these tensors, which are left out: {text}'
+        if not any(found.tensors for found, _ in files.values()):
+            raise UnsupportedFormatError(f'{text}. There is no other tensor: save them in another dtype.')
+        _log.warning('t5ckpt: %s', printable(text))
+    _check_places([tensor.name for found, _ in files.values() for tensor in found.tensors], where)
+    return files, versions
 
 
-def _weight_map(text: bytes, where: str) -> dict[str, str]:
+def refuse_shard(name: str, where: str) -> None:
+    """Raises UnsupportedFormatError for one of several files of a model, which would be taken for the whole."""
+    shard = _SHARD.fullmatch(name)
+    if shard is not None and int(shard[1]) > 1:
+        raise UnsupportedFormatError(
+            f'{where} is one of {int(shard[1])} files of a model. Pass its directory, where the index is. To read '
+            'this file alone, copy it under another name.'
+        )
+
+
+def weight_map(text: bytes, where: str) -> dict[str, str]:
     """The file of each tensor, from an index.
 
     Raises:
@@ -82,29 +132,37 @@ def _weight_map(text: bytes, where: str) -> dict[str, str]:
 
 
 def _chosen(
-    by_tensor: Mapping[str, str], headers: Mapping[str, tuple[int, list[Any]]], where: str
-) -> dict[str, tuple[int, list[Any]]]:
-    """The tensors of each file for which the index names this file; several files may have the same tensor.
+    by_tensor: Mapping[str, str], files: Mapping[str, tuple[Header, int]], where: str
+) -> dict[str, tuple[Header, int]]:
+    """The headers, each with the tensors for which the index names its file, and with those that only this file has.
+
+    Several files may have a tensor. If the index does not list it, it is none of the model's.
 
     Raises:
-      CorruptCheckpointError: a file lacks a tensor that the index assigns to it, or the index lacks a tensor.
+      CorruptCheckpointError: a file lacks a tensor that the index assigns to it.
     """
     files_of: dict[str, list[str]] = {}
-    for file, (_, tensors) in headers.items():
-        for tensor in tensors:
-            files_of.setdefault(tensor[0], []).append(file)
-    wrong = sorted(
-        tensor for tensor in by_tensor.keys() | files_of.keys() if by_tensor.get(tensor) not in files_of.get(tensor, ())
-    )
+    for file, (header, _) in files.items():
+        for name in (*(tensor.name for tensor in header.tensors), *header.unread):
+            files_of.setdefault(name, []).append(file)
+    wrong = sorted(tensor for tensor, file in by_tensor.items() if file not in files_of.get(tensor, ()))
     if wrong:
         first, more = wrong[0], f', and so are {len(wrong) - 1} more' if wrong[1:] else ''
         raise CorruptCheckpointError(
-            f'{where}: {first} is in {by_tensor.get(first, "no file")} by the index, and in '
+            f'{where}: {first} is in {by_tensor[first]} by the index, and in '
             f'{" and ".join(files_of.get(first, ["no file"]))} by the headers{more}. Copy the directory again.'
         )
+    home = {name: having[0] for name, having in files_of.items() if len(having) == 1} | dict(by_tensor)
     return {
-        file: (size, [tensor for tensor in tensors if by_tensor[tensor[0]] == file])
-        for file, (size, tensors) in headers.items()
+        file: (
+            Header(
+                tuple(tensor for tensor in header.tensors if home.get(tensor.name) == file),
+                header.metadata,
+                {name: dtype for name, dtype in header.unread.items() if home.get(name) == file},
+            ),
+            size,
+        )
+        for file, (header, size) in files.items()
     }
 
 
@@ -128,14 +186,6 @@ def _check_places(names: Sequence[str], where: str) -> None:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
 
-def _entries(headers: _Local | _Bucket, file: str, where: str) -> tuple[int, list[Any]]:
-    """A file's size, and (name, dtype, shape, offset) of each tensor; ``where`` is its path or URL, for errors."""
-    if is_npz(file):
-        return headers.npz(file, where)
-    header, size = headers.header(file, where)
-    return size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors]
-
-
 class _Local:
     """The files of a local directory."""
 
@@ -148,10 +198,12 @@ class _Local:
             text = opened.read(header_bytes(opened.read(8), size, where))
         return parse_header(text, size, where), size
 
-    def npz(self, file: str, where: str) -> tuple[int, list[Any]]:
-        """The size of an npz file, and (name, dtype, shape, offset) of each array."""
+    def npz(self, file: str, where: str) -> tuple[Header, int]:
+        """The arrays of an npz file as a header, and the file's size."""
         with self._opened(file, where) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
-            return size, [_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where)]
+            return Header(
+                tuple(_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where))
+            ), size
 
     @contextlib.contextmanager
     def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:
@@ -180,12 +232,12 @@ class _Bucket:
         size = 8 + length + data_bytes(text)
         return parse_header(text, size, where), size
 
-    def npz(self, file: str, where: str) -> tuple[int, list[Any]]:  # noqa: ARG002
+    def npz(self, file: str, where: str) -> tuple[Header, int]:  # noqa: ARG002
         """Raises UnsupportedFormatError, since the directory of the archive is at the end of an object of unknown size."""
         raise UnsupportedFormatError(f'{where}: npz files are read on local file systems. Copy it to a disk.')
 
 
-def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, where: str) -> tuple[Any, ...]:
+def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, where: str) -> Tensor:
     if array.obstacle:
         raise UnsupportedFormatError(
             f'{where}: {array.name} is {array.obstacle}, so it cannot be read in place. Convert the file: '
@@ -197,7 +249,7 @@ def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, wher
         raise UnsupportedFormatError(
             f'{where}: {array.name} has the dtype {array.dtype}, which a checkpoint cannot hold. Leave it out.'
         ) from None
-    return array.name, array.dtype.name, array.shape, stored_range(opened, archive, array)
+    return Tensor(array.name, array.dtype, array.shape, stored_range(opened, archive, array))
 
 
 def decode_tensors(data: bytes) -> Manifest:

@@ -1,5 +1,6 @@
 """Large files of Flax: the arrays stay in the file, and what comes out is what Flax itself reads."""
 
+import json
 import pathlib
 import random
 import subprocess
@@ -7,9 +8,10 @@ import sys
 
 import flax.serialization
 import jax
+import msgpack
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import t5ckpt
@@ -107,6 +109,63 @@ def test_every_truncation_is_an_error(tmp_path):
     path.write_bytes(data + b'\0')
     with pytest.raises(errors.CorruptCheckpointError, match='follow the end'):
         read_large(locate(path), str(path), 100)
+
+
+def stream(tree):
+    """As EasyLM's StreamingCheckpointer writes (checkpoint.py, save_train_state_to_file)."""
+    leaves = flatten_dict(flax.serialization.to_state_dict(tree))
+    return b''.join(msgpack.packb((key, flax.serialization.to_bytes(value))) for key, value in leaves.items())
+
+
+def test_streams_of_easylm(tmp_path):
+    path, tree = tmp_path / 'streaming_params_7', {name: TREE[name] for name in ('params', 'opt', 'number')}
+    path.write_bytes(stream(tree))
+    expected = flatten_dict(flax.serialization.msgpack_restore(flax.serialization.to_bytes(tree)))
+    for limit in (0, 5000, 10**9):
+        assert_same(decoded(path, limit)[0], expected)
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(path)['params']['w'], tree['params']['w'])
+    for source in (path, tmp_path):
+        assert t5ckpt.convert_checkpoint('flax', source, tmp_path / f'run of {source.name}').step == 7
+    data = path.read_bytes()
+    for damaged in (data[:-1], data[:1], data + data[:40], data + data, data + b'\x01', b'\x92\x91\xa1a\xa1b'):
+        path.write_bytes(damaged)
+        with pytest.raises(errors.FormatError):
+            read_large(locate(path), str(path), 100)
+        with pytest.raises(errors.FormatError):
+            t5ckpt.load_t5x_checkpoint(path)
+
+
+def test_flax_weights_of_transformers(tmp_path):
+    """One file or, above its limit, several with an index (modeling_flax_utils.py); a part is never taken for the whole."""
+    model, single = tmp_path / 'model', tmp_path / 'single'
+    model.mkdir()
+    single.mkdir()
+    weights = {'shared/embedding': TREE['params']['h'], 'encoder/block/0/kernel': TREE['params']['w']}
+    files = {name: f'flax_model-0000{number}-of-00002.msgpack' for number, name in enumerate(weights, 1)}
+    for name, file in files.items():
+        tree = unflatten_dict({name: weights[name]}, sep='/')
+        (model / file).write_bytes(flax.serialization.to_bytes(tree))
+    index = model / 'flax_model.msgpack.index.json'
+    index.write_text(json.dumps({'metadata': {}, 'weight_map': files}))
+    tree = unflatten_dict(weights, sep='/')
+    (single / 'flax_model.msgpack').write_bytes(flax.serialization.to_bytes(tree))
+    expected = {tuple(name.split('/')): values for name, values in weights.items()}
+    for number, source in enumerate((model, index, single, single / 'flax_model.msgpack')):
+        t5ckpt.convert_checkpoint('flax', source, tmp_path / 'run', t5ckpt.ConvertOptions(step=number))
+        assert_same(flatten_dict(t5ckpt.load_t5x_checkpoint(tmp_path / 'run', step=number)), expected)
+    assert_same(flatten_dict(t5ckpt.load_t5x_checkpoint(single)), expected)
+    for part in (t5ckpt.load_t5x_checkpoint, lambda path: t5ckpt.convert_checkpoint('flax', path, tmp_path / 'no')):
+        with pytest.raises(errors.UnsupportedFormatError, match='is one of 2 files of a model'):
+            part(model / files['shared/embedding'])
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"convert_checkpoint\('flax', path, directory\)"):
+        t5ckpt.load_t5x_checkpoint(model)
+    index.write_text(json.dumps({'weight_map': {**files, 'more/kernel': files['shared/embedding']}}))
+    with pytest.raises(errors.CorruptCheckpointError, match='the files lack more/kernel in flax_model-00001'):
+        t5ckpt.convert_checkpoint('flax', model, tmp_path / 'no')
+    (model / files['shared/embedding']).unlink()
+    with pytest.raises(errors.T5CkptError, match='flax_model-00001-of-00002'):
+        t5ckpt.convert_checkpoint('flax', model, tmp_path / 'no')
+    assert not (tmp_path / 'no').exists()
 
 
 @pytest.mark.slow

@@ -114,10 +114,11 @@ def test_the_names_and_axes_are_those_of_the_issue(tmp_path: pathlib.Path):
     assert sum(values.size for values in new.values()) == sum(values.size for values in old.values())
 
 
-def test_a_second_norm_is_written_for_version_5_which_scales_umt5(tmp_path: pathlib.Path):
+def test_a_second_norm_is_written_for_versions_before_5_24_which_scale_umt5(tmp_path: pathlib.Path):
     export_hf(write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'hf')
     config = json.loads((tmp_path / 'hf/config.json').read_text())
-    newer = json.loads((tmp_path / 'hf' / config['configuration_files'][0]).read_text())
+    newer, newest = (json.loads((tmp_path / 'hf' / name).read_text()) for name in config.pop('configuration_files'))
+    assert newest == config, '5.24 scales no untied logits, like version 4'
     places = json.loads((tmp_path / 'hf' / newer['transformers_weights']).read_text())['weight_map']
     name = 'decoder.final_layer_norm.weight'
     larger = safetensors.numpy.load_file(tmp_path / 'hf' / places[name])
@@ -380,6 +381,25 @@ def test_doubles_of_the_embedding_are_left_out(tmp_path: pathlib.Path):
     assert same(t5.init(VARIANTS['t5']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
+@pytest.mark.parametrize(
+    ('variant', 'name', 'aliases'),
+    [
+        ('t5_1_1', 'decoder.embed_tokens.weight', ()),  # MADLAD-400
+        ('t5_1_1', 'encoder.embed_tokens.weight', ()),
+        ('t5', 'decoder.embed_tokens.weight', ('shared.weight', 'lm_head.weight')),
+        # safetensors.torch.save_model writes one of the names of tied weights, and the others into the metadata.
+        ('t5', 'lm_head.weight', ('shared.weight', 'decoder.embed_tokens.weight', 'encoder.embed_tokens.weight')),
+    ],
+)
+def test_the_only_embedding_may_have_another_name(tmp_path: pathlib.Path, variant: str, name: str, aliases: Any):
+    hf = exported(tmp_path, variant)
+    tensors = tensors_in(hf)
+    tensors[name] = tensors.pop('shared.weight')
+    safetensors.numpy.save_file(tensors, hf / 'model.safetensors', {'format': 'pt', **dict.fromkeys(aliases, name)})
+    import_hf(hf, tmp_path / 'back')
+    assert same(t5.init(VARIANTS[variant]), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
+
+
 def test_an_embedding_of_its_own_is_refused(tmp_path: pathlib.Path):
     hf = exported(tmp_path, 't5')
     rewrite(hf, lambda tensors: tensors.update({'decoder.embed_tokens.weight': tensors['shared.weight'] + 1}))
@@ -471,7 +491,7 @@ def test_an_index_leads_nowhere_else(tmp_path: pathlib.Path):
     (hf / 'model.safetensors').rename(outside)
     index = {'weight_map': {'shared.weight': '../outside.safetensors'}}
     (hf / 'model.safetensors.index.json').write_text(json.dumps(index))
-    with pytest.raises(UnsupportedFormatError, match='outside its directory'):
+    with pytest.raises(CorruptCheckpointError, match='not below its directory'):
         import_hf(hf, tmp_path / 'back')
 
 

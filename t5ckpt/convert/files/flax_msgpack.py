@@ -20,14 +20,15 @@ import numpy as np
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.convert.files.flat_array import FlatArray
+from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, FormatError
-from t5ckpt.format.manifest import array_header, decode_ext, manifest_of
+from t5ckpt.format.manifest import STREAM_ITEM, array_header, decode_ext, manifest_of, stream_path
 from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, LeafTable, unflatten, unique
 
 LARGE_BYTES = 64 * 2**20
 """Smaller files are decoded at once."""
@@ -62,7 +63,7 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
     with foreign_errors(path), open_source(path) as file:
         scan = _Scan(file.fileno(), path, in_place_bytes)
         try:
-            tree = scan.value(0)
+            tree = scan.tree()
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f'{path}: {error}. Copy the file again.') from error
         except FormatError as error:
@@ -94,6 +95,22 @@ class _Scan:
         self._path = path
         # Random, so that a text in the file cannot equal one of the replacements.
         self._mark = uuid.uuid4().hex
+
+    def tree(self) -> Any:
+        """Decodes the file: one map or, as EasyLM writes, a stream of (keys, bytes of msgpack), see ``format/manifest.py``."""
+        if self._peek(1) != STREAM_ITEM:
+            return self.value(0)
+        table: LeafTable = {}
+        while self.at < self.size:
+            if self._take(1) != STREAM_ITEM:
+                raise CorruptCheckpointError(f'the item at byte {self.at - 1:,} is not (keys, bytes)')
+            path = stream_path(self.value(1), table)
+            first = self._peek(1)[0]
+            end = self._number(_STRINGS[first]) + self.at if first in _STRINGS else -1
+            table[path] = self.value(len(path))
+            if self.at != end:
+                raise CorruptCheckpointError(f'the value of {leaf_name(path)} does not end at byte {self.at:,}')
+        return unflatten(table)
 
     def value(self, depth: int) -> Any:
         """Decodes the value at the position."""

@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, header_bytes, parse_header
+from t5ckpt.catalog.locate import locate
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, is_npz, is_tensor_file
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
-from t5ckpt.storage import foreign_errors
+from t5ckpt.reading.safetensors import read_headers
+from t5ckpt.storage import foreign_errors, open_storage, split_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,31 +119,55 @@ def _write_all(file: int, data: Any, offset: int) -> None:
 
 
 class TensorReader:
-    """A mapped file; ``tensors`` holds views of it, by name."""
+    """Mapped tensors, by name: those of a file, or of all files of an index or a directory.
+
+    Attributes:
+      tensors: views of the files.
+      metadata: of all files.
+      files: their paths.
+    """
 
     def __init__(self, path: str):
-        """Maps a file.
+        """Maps the files.
 
         Raises:
-          CorruptCheckpointError: the header is malformed, or does not match the file.
-          StorageError: the file cannot be opened.
+          CheckpointNotFoundError: there is no such file, or the directory has no model.
+          FormatError: see ``reading/safetensors.read_headers``.
+          StorageError: a file cannot be opened.
         """
-        self.path = path
-        with foreign_errors(path), open_source(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise CorruptCheckpointError(f'{path} has {size} bytes, too few for a safetensors file. Copy it again.')
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._mapped = mapped
-        header = parse_header(mapped[8 : 8 + header_bytes(mapped[:8], size, path)], size, path)
-        self.metadata = header.metadata
-        self.tensors = {
-            tensor.name: np.ndarray(tensor.shape, tensor.dtype, mapped, tensor.offset) for tensor in header.tensors
-        }
+        parent, name = split_path(path)
+        storage, directory = open_storage(parent), ''
+        # A file may have any name: a blob in a cache of Hugging Face has none that ends in .safetensors.
+        is_model = storage.is_file(name)
+        if not is_model:
+            located = locate(path, tensors=True)
+            storage, directory, name = located.storage, located.directory, located.manifest
+            is_model = is_tensor_file(name)
+        root = storage.local_path(directory)
+        if root is None or not is_model or is_npz(name):
+            raise UnsupportedFormatError(
+                f'{path} is not a safetensors file on a local disk, nor a directory with model.safetensors. Check the path.'
+            )
+        headers, _ = read_headers(storage, directory, name, follow_links=True)
+        self.files = [os.path.join(root, file) for file in headers]
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, np.ndarray] = {}
+        self._mapped: list[mmap.mmap] = []
+        for file, (header, size) in zip(self.files, headers.values(), strict=True):
+            with foreign_errors(file), open_source(file) as opened:
+                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(mapped) != size:
+                raise CheckpointNotFoundError(f'{file} was replaced while it was being read. Import it again.')
+            self._mapped.append(mapped)
+            self.metadata |= header.metadata
+            self.tensors |= {
+                tensor.name: np.ndarray(tensor.shape, tensor.dtype, mapped, tensor.offset) for tensor in header.tensors
+            }
 
     def forget(self) -> None:
         """Releases the pages that were read, which would count as memory of this process. Views stay valid."""
-        self._mapped.madvise(mmap.MADV_DONTNEED)
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def lazy_copy(

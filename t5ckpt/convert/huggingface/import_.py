@@ -19,7 +19,8 @@ from t5ckpt.convert.huggingface.model import check_tensors, model_of_tensors
 from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import path_of
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from t5ckpt.format.safetensors import WHOLE_NAMES
 from t5ckpt.lazy import LazyArray
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import LeafTable
@@ -28,24 +29,6 @@ _EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
 _DOUBLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 # A tensor in files from before transformers 2, which transformers ignores, too.
 _IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Directory:
-    """The tensors of a model by name, and the readers by file."""
-
-    tensors: Mapping[str, np.ndarray]
-    readers: Mapping[str, TensorReader]
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The metadata of the first file."""
-        return next((reader.metadata for reader in self.readers.values()), {})
-
-    def forget(self) -> None:
-        """Releases the pages that were read."""
-        for reader in self.readers.values():
-            reader.forget()
 
 
 @checks_kinds
@@ -81,7 +64,7 @@ def import_hf(
     check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, root)
     table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors, model_files.forget) for pair in pairs}
     table['state', 'step'] = np.int32(step)
-    source = {'format': 'huggingface', 'files': [stamp(os.path.join(root, name)) for name in model_files.readers]}
+    source = {'format': 'huggingface', 'files': [stamp(name) for name in model_files.files]}
     url = write_import(table, step, checkpoints_dir, options, source)
     total = sum(tensor.nbytes for tensor in tensors.values())
     mapped = {pair.leaf: pair.tensors for pair in pairs}
@@ -89,51 +72,38 @@ def import_hf(
     return ExportReport(url, kind, (), total, mapped, dropped, time.monotonic() - started, options.dry_run)
 
 
-def _open(root: str) -> _Directory:
+def _open(root: str) -> TensorReader:
     with foreign_errors(root):
         names = sorted(os.listdir(root))
-    if 'model.safetensors' in names:
-        reader = TensorReader(os.path.join(root, 'model.safetensors'))
-        return _Directory(reader.tensors, {'model.safetensors': reader})
-    if 'model.safetensors.index.json' not in names:
-        pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack'))]
-        cure = (
-            f'{", ".join(pickled[:3])} may be pickled and is not read: load the model with transformers and call '
-            'save_pretrained, which writes safetensors.'
-            if pickled
-            else f'There are {", ".join(names[:10]) or "no files"}.'
-        )
-        raise CheckpointNotFoundError(f'{root}: no model.safetensors and no model.safetensors.index.json. {cure}')
-    return _open_shards(root)
+    whole = next((name for name in WHOLE_NAMES if name in names), None)
+    if whole is not None:
+        return TensorReader(os.path.join(root, whole))
+    pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack'))]
+    cure = (
+        f'{", ".join(pickled[:3])} may be pickled and is not read: load the model with transformers and call '
+        'save_pretrained, which writes safetensors.'
+        if pickled
+        else f'There are {", ".join(names[:10]) or "no files"}.'
+    )
+    raise CheckpointNotFoundError(f'{root}: no model.safetensors and no model.safetensors.index.json. {cure}')
 
 
-def _open_shards(root: str) -> _Directory:
-    index = read_config(os.path.join(root, 'model.safetensors.index.json'))
-    weight_map = index.get('weight_map')
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise FormatError(f'{root}/model.safetensors.index.json has no "weight_map" of names.')
-    files = sorted(set(weight_map.values()))
-    if any(os.path.basename(name) != name or name in ('', '.', '..') for name in files):
-        raise UnsupportedFormatError(f'{root}/model.safetensors.index.json names files outside its directory.')
-    readers = {name: TensorReader(os.path.join(root, name)) for name in files}
-    absent = [f'{name} in {file}' for name, file in weight_map.items() if name not in readers[file].tensors]
-    if absent:
-        raise CorruptCheckpointError(
-            f'{root}: the index names tensors that the files lack: {", ".join(absent[:10])}. Copy the files again.'
-        )
-    return _Directory({name: readers[file].tensors[name] for name, file in weight_map.items()}, readers)
+def _with_aliases(found: TensorReader) -> dict[str, np.ndarray]:
+    """The tensors, also under the names that ``safetensors.torch.save_model`` recorded: of equal tensors it writes one."""
+    aliases = {name: found.tensors[kept] for name, kept in found.metadata.items() if kept in found.tensors}
+    return aliases | found.tensors
 
 
-def _without_doubles(found: _Directory, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def _without_doubles(found: TensorReader, config: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """The tensors without copies of the embedding, and the names of these copies.
 
     Raises:
       UnsupportedFormatError: a tower has a different embedding, or T5X cannot compute the logits in the same way.
     """
-    kept = {name: tensor for name, tensor in found.tensors.items() if name not in _IGNORED}
-    if _EMBEDDING not in kept and _DOUBLES[0] in kept:
-        kept[_EMBEDDING] = kept[_DOUBLES[0]]
-    shared = kept.get(_EMBEDDING)
+    kept = {name: tensor for name, tensor in _with_aliases(found).items() if name not in _IGNORED}
+    shared = next((kept[name] for name in (_EMBEDDING, *_DOUBLES) if name in kept), None)
+    if shared is not None:
+        kept[_EMBEDDING] = shared
     for name in _DOUBLES:
         if name in kept and not _same_bits(kept.pop(name), shared, found.forget):
             raise UnsupportedFormatError(

@@ -118,6 +118,10 @@ def _export(
             raise UnsupportedLeafError(
                 f'{name!r:.120}: names in an npz file cannot contain a NUL character. Rename the leaf.'
             )
+        elif name.endswith('.npy') and name.removesuffix('.npy') in specs:
+            raise UnsupportedLeafError(
+                f'{name}: numpy.load would read {name.removesuffix(".npy")} for this name. Rename the leaf.'
+            )
         elif spec.name == name and extended_dtype(name.rpartition('::')[2], spec.dtype) is not None:
             raise UnsupportedLeafError(
                 f'{name}: in an npz file, the end of this name would be read as the dtype of the array. Rename the leaf.'

@@ -8,6 +8,7 @@ npz has no bfloat16, float8 and int4. t5ckpt writes such an array as its bits, w
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -73,8 +74,14 @@ def npz_arrays(archive: zipfile.ZipFile, where: str) -> list[NpzArray]:
 
     Raises:
       CorruptCheckpointError: a header does not decode, or does not match the size of its file.
-      UnsupportedFormatError: an array of Python objects or records, or a compression method that NumPy does not use.
+      UnsupportedFormatError: an array of Python objects or records, a compression method that NumPy does not use, or two
+        arrays of one name.
     """
+    twice = [member for member, count in collections.Counter(archive.namelist()).items() if count > 1]
+    if twice:
+        raise UnsupportedFormatError(
+            f'{where} has several arrays of the name {twice[0]}. Save it again with one of them.'
+        )
     return [_array(archive, member, f'{where}: {member}') for member in archive.namelist()]
 
 

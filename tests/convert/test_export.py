@@ -300,6 +300,26 @@ def test_a_damaged_npz_is_an_error_of_ours_or_read_right(tmp_path: pathlib.Path,
         assert t5ckpt.all_steps(tmp_path / 'run') == []
 
 
+def test_names_of_npz_that_numpy_confuses(tmp_path: pathlib.Path):
+    state = {'x': np.ones(3), 'x.npy': np.zeros(3), 'y.npy': np.arange(3)}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    with pytest.raises(UnsupportedLeafError, match=r'x\.npy: numpy\.load would read x '):
+        t5ckpt.export_npz(tmp_path / 'run', tmp_path / 'a.npz')
+    assert not (tmp_path / 'a.npz').exists()
+    t5ckpt.export_npz(tmp_path / 'run', tmp_path / 'a.npz', t5ckpt.ExportOptions(select=r'.*\.npy'))
+    loaded = np.load(tmp_path / 'a.npz')
+    assert {name: loaded[name].tolist() for name in loaded.files} == {'x.npy': [0, 0, 0], 'y.npy': [0, 1, 2]}
+
+
+def test_two_arrays_of_npz_with_one_name(tmp_path: pathlib.Path):
+    path = tmp_path / 'a.npz'
+    np.savez(path, w=np.ones(3), v=np.zeros(3))
+    path.write_bytes(path.read_bytes().replace(b'v.npy', b'w.npy'))
+    for read in (t5ckpt.open_checkpoint, lambda path: t5ckpt.import_npz(path, tmp_path / 'run')):
+        with pytest.raises(UnsupportedFormatError, match=r'a\.npz has several arrays of the name w\.npy'):
+            read(path)
+
+
 def test_what_is_not_there_or_not_to_be_had(tmp_path: pathlib.Path):
     for kind, import_it in IMPORTS.items():
         with pytest.raises(CheckpointNotFoundError):

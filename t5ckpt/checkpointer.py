@@ -195,6 +195,7 @@ class Checkpointer:
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), same)
         self._clock = clock
         self._is_read_only = read_only
+        self._has_source = metric_source is not None
         self._notices = Notices()
         self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted))
         save_options = SaveOptions(cast, compression_for(compression, self._tiers.local), chunk_bytes, inline_bytes)
@@ -434,7 +435,8 @@ class Checkpointer:
             )
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
-                warn_of_missing_metrics(self._notices, self._retention.missing_metrics(request.step, call.metrics))
+                missing = self._retention.missing_metrics(request.step, call.metrics)
+                warn_of_missing_metrics(self._notices, missing, has_source=self._has_source)
             if not call.transforms:
                 self._template_check.check(state, table, request.step, warns=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
@@ -729,14 +731,17 @@ class Checkpointer:
           mode: 'max' or 'min'; None takes the policy's.
 
         Returns:
-          The step, or None if there is no step, no step has any metric, or all values are NaN.
+          The step, or None if there is no step, no step has any metric, or all values are NaN. With ``read_only`` and a metric
+          source, also if no step has this metric yet.
 
         Raises:
           ValueError: no policy, or more than one, determines the metric or the mode; or the steps have only other metrics.
         """
         self.wait_until_finished()
         self._schedule.is_used = True
-        return best_step_of(self._tiers.facts, self._monitored, metric, mode)
+        # A reader, such as an evaluator, does not provide the metric; the source may return it later.
+        awaited = [name for name, _ in self._monitored] if self._is_read_only and self._has_source else ()
+        return best_step_of(self._tiers.facts, self._monitored, metric, mode, awaited)
 
     def delete(self, step: int) -> None:
         """Deletes one step: hides it in one atomic operation, and then removes it. All processes of the job call it.

@@ -21,11 +21,23 @@ def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[
 
 
 def best_step_of(
-    facts: RunFacts, monitored: Sequence[tuple[str, str]], metric: str | None, mode: str | None
+    facts: RunFacts,
+    monitored: Sequence[tuple[str, str]],
+    metric: str | None,
+    mode: str | None,
+    awaited: Collection[str] = (),
 ) -> int | None:
-    """The best step of a run, see ``Checkpointer.best_step``; ``monitored`` are the (metric, mode) of its policies."""
+    """The best step of a run, see ``Checkpointer.best_step``.
+
+    Args:
+      facts: of the run.
+      monitored: (metric, mode) of its policies.
+      metric: the caller's, or None.
+      mode: the caller's, or None.
+      awaited: metrics that no step needs to have yet.
+    """
     name, best = _monitored(monitored, metric, mode, facts)
-    return best_of(_infos_with(facts, name), name, best)
+    return best_of(_infos_with(facts, name, awaited), name, best)
 
 
 def _monitored(
@@ -62,15 +74,15 @@ def _monitored(
     return pairs[0]
 
 
-def _infos_with(facts: RunFacts, metric: str) -> list[StepInfo]:
+def _infos_with(facts: RunFacts, metric: str, awaited: Collection[str] = ()) -> list[StepInfo]:
     """The facts of the steps.
 
     Raises:
-      ValueError: the steps have metrics, but not this one.
+      ValueError: the steps have metrics, but not this one, and it is not awaited.
     """
     infos = facts.infos_in_any_layout({metric, *facts.policy.metric_names})
     missing = missing_from_all(infos, metric)
-    if missing is not None and any(info.metrics for info in infos):
+    if missing is not None and metric not in awaited and any(info.metrics for info in infos):
         raise ValueError(f'best_step: {missing} Pass one of these.')
     return infos
 
@@ -83,11 +95,14 @@ def candidates(monitored: Sequence[tuple[str, str]], metric: str | None, mode: s
     return [(name, best) for name in names for best in modes]
 
 
-def warn_of_missing_metrics(notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]]) -> None:
+def warn_of_missing_metrics(
+    notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]], *, has_source: bool
+) -> None:
     """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
+    source = 'metric_source has not returned it for any step so far. ' if has_source else ''
     for name, (step, held) in missing.items():
         text = (
             f'step {step} has no metric {name!r}, which the keep policy compares; it has: {", ".join(held) or "none"}. '
-            f'Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
+            f'{source}Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
         )
         notices.warn(('keep_policy', name), MissingMetricWarning(text))

@@ -137,6 +137,22 @@ def test_best_step_and_metrics(tmp_path):
         assert ck.best_step('loss', 'min') is None, 'no step has any metric'
 
 
+@pytest.mark.parametrize('read_only', [True, False])
+def test_a_reader_waits_for_the_metric_of_its_source(tmp_path, read_only):
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(), step=1, metrics={'loss': 1.0})
+    options = {'keep_policy': KeepBest(1, 'eval/acc'), 'metric_source': t5ckpt.TensorBoardMetrics(tmp_path)}
+    with Checkpointer(state(), checkpoints_dir=tmp_path, read_only=read_only, **options) as ck:
+        if read_only:
+            assert ck.best_step() is None
+        else:
+            with pytest.raises(ValueError, match="no step has the metric 'eval/acc'; there are: loss"):
+                ck.best_step()
+        # A name that no policy compares is not awaited.
+        with pytest.raises(ValueError, match="no step has the metric 'los'"):
+            ck.best_step('los', 'min')
+
+
 def test_should_save_changes_nothing(tmp_path):
     clock = FakeClock()
     policy = (SaveEvery(4) | SaveEverySeconds(60)) & SaveOnImprovement('loss', 'min')

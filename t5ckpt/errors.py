@@ -178,7 +178,7 @@ class UnsafeSpecError(FormatError):
 
 
 class UnsupportedLeafError(T5CkptError, TypeError, ValueError):
-    """A leaf of the state that cannot be written without changing it."""
+    """A leaf that cannot be written without changing it, or whose finite values a cast would lose."""
 
 
 class DatasetStateError(T5CkptError, RuntimeError):

@@ -18,6 +18,7 @@ from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.leaf_reads import StoredRead
@@ -118,7 +119,7 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, tree_fa
     ]
     if reader.is_cached:
         # One after another, since many threads fetch each.
-        values = {read.path: reader.read(read.leaf, read.name).astype(read.dtype, copy=False) for read in reads}
+        values = {read.path: cast_values(reader.read(read.leaf, read.name), read.dtype, read.name) for read in reads}
     else:
         # In another thread, because an event loop may be running in the caller's.
         with Pool(1) as executor:
@@ -136,4 +137,4 @@ def _inline(path: Path, leaf: Any, cast: Cast | None, tree_facts: TreeFacts) -> 
         return python(np.asarray(leaf)[()])
     dtype = cast_dtype(path, leaf.dtype, cast)
     # A copy, because the decoded array is a read-only view of the manifest's bytes.
-    return leaf.astype(dtype, copy=True) if isinstance(leaf, np.ndarray) else leaf.astype(dtype)
+    return cast_values(leaf, dtype, leaf_name(path)).copy()

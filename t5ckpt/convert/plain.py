@@ -29,10 +29,11 @@ from t5ckpt.convert.export_options import (
     stamp,
 )
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
-from t5ckpt.convert.source_arrays import Source, boxes_of, cast, open_sources
+from t5ckpt.convert.source_arrays import Source, boxes_of, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.dtypes import cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.casts import cast_dtype, check_cast
 from t5ckpt.progress import Meter
@@ -141,7 +142,7 @@ def _read_rows(source: Source, spec: TensorSpec, options: ExportOptions, meter: 
     """Yields the array along its first axis; an array without dimensions at once."""
     for box in boxes_of(source, 0, options.piece_bytes):
         values = source.read(box.slices)
-        yield box[0][0] if box else 0, cast(source.name, values, spec.dtype)
+        yield box[0][0] if box else 0, cast(values, spec.dtype, source.name)
         meter.add(values.size * spec.dtype.itemsize)
 
 

@@ -14,10 +14,9 @@ from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import UnmatchedPattern, UnsupportedLeafError
+from t5ckpt.errors import UnmatchedPattern
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import kind
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.contents import decode_contents
 from t5ckpt.reading.identity import Identity
@@ -115,20 +114,3 @@ def boxes_of(source: Source, axis: int, box_bytes: int) -> Iterator[Box]:
     step = rows // chunk * chunk or (chunk if chunk <= 8 * rows else rows)
     for start in range(0, size, step):
         yield Box([*whole[:axis], (start, min(size, start + step)), *whole[axis + 1 :]])
-
-
-def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Casts floating values to another floating dtype; returns other values as they are.
-
-    Raises:
-      UnsupportedLeafError: a finite value would become infinite.
-    """
-    if values.dtype == dtype or kind(values.dtype) != 'float':
-        return values
-    with np.errstate(over='ignore'):
-        result = values.astype(dtype)
-    if np.isinf(result).sum() != np.isinf(values).sum():
-        raise UnsupportedLeafError(
-            f'{name} has finite values that would become infinite as {dtype.name}. Choose another dtype.'
-        )
-    return result

@@ -30,6 +30,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
     UnsupportedLeafError,
 )
+from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
 from t5ckpt.format.sidecar import Sidecar
@@ -169,10 +170,7 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
     if isinstance(leaf, KeyData):
         return _keys(path, leaf)
     dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
-    if isinstance(leaf, LazyArray):
-        return leaf.astype(dtype)
-    values = np.asarray(leaf).astype(dtype)
-    return LazyThreadPoolArray(values.shape, dtype, lambda: values)
+    return LazyThreadPoolArray(leaf.shape, dtype, lambda: cast_values(np.asarray(leaf), dtype, leaf_name(path)))
 
 
 def _keys(path: Path, leaf: KeyData) -> Any:

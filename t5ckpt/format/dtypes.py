@@ -4,14 +4,19 @@ Stored arrays cannot hold four of JAX's dtypes: TensorStore's zarr v2 driver (0.
 float8_e4m3, and T5X refuses uint16 on load, because in version 2 it meant bfloat16. Such leaves are stored in a dtype that holds
 them exactly, and the sidecar records the original dtype. Integers are stored by value, so that T5X reads the right numbers;
 float8_e4m3 is stored by its bits, which preserves NaN payloads.
+
+Casts of floating leaves are in :func:`cast`, so that none loses a finite value in silence.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from t5ckpt.errors import UnsupportedLeafError
 
 _EXTENDED = (
     'bfloat16',
@@ -51,6 +56,8 @@ _BY_NAME: dict[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)
 }
 
+# Casts to these saturate.
+_WITHOUT_NAN = ('float4_e2m1fn', 'float6_e2m3fn', 'float6_e3m2fn')
 _BY_VALUE = {'uint2': 'uint8', 'uint4': 'uint8', 'uint16': 'uint32'}
 _BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': 'uint8'}
 
@@ -120,6 +127,54 @@ def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if name_of(dtype) in _BY_VALUE:
         return array.astype(dtype)
     return array.view(dtype)
+
+
+@functools.cache
+def may_overflow(dtype: np.dtype, wanted: np.dtype) -> bool:
+    """Whether one floating dtype has finite values beyond the range of another; False for other kinds, which no cast narrows."""
+    if kind(dtype) != 'float' or kind(wanted) != 'float':
+        return False
+    held, limits = ml_dtypes.finfo(dtype), ml_dtypes.finfo(wanted)
+    return not (float(limits.min) <= float(held.min) and float(held.max) <= float(limits.max))
+
+
+def cast(values: Any, dtype: np.dtype, name: str) -> Any:
+    """Casts the values of a leaf, a numpy array or a jax.Array.
+
+    Raises:
+      UnsupportedLeafError: the dtype has no number near a finite value, which would become infinite, NaN or the largest number.
+    """
+    if values.dtype == dtype or not may_overflow(values.dtype, dtype):
+        return values if values.dtype == dtype else values.astype(dtype)
+    limits = ml_dtypes.finfo(dtype)
+    low, high = float(limits.min), float(limits.max)
+    is_host = isinstance(values, np.ndarray)
+    # Half as expensive as the cast. For narrow dtypes NumPy's loops take longer than the cast.
+    if is_host and values.dtype.itemsize > 2 and values.size and low <= values.min() and values.max() <= high:
+        return values.astype(dtype)
+    with np.errstate(over='ignore', invalid='ignore'):
+        result = values.astype(dtype)
+        lost = _lost(values, result, low, high, is_host)
+    if bool(lost.any()):
+        example = f', such as {values[lost].flat[0]}' if is_host else ''
+        raise UnsupportedLeafError(
+            f'{name} has finite values{example}, that {dtype.name} cannot hold: its range is {low:g} to {high:g}. Choose another '
+            'dtype, such as bfloat16.'
+        )
+    return result
+
+
+def _lost(values: Any, result: Any, low: float, high: float, is_host: bool) -> Any:
+    """Where finite values are lost. Dtypes without NaN have the largest number instead, and any number instead of NaN."""
+    numbers: Any = np
+    if not is_host:
+        import jax
+
+        numbers = jax.numpy
+    if name_of(result.dtype) in _WITHOUT_NAN:
+        return ~((values >= low) & (values <= high))
+    lost = ~numbers.isfinite(result)
+    return lost & numbers.isfinite(values)
 
 
 def zarr_typestr(dtype: np.dtype) -> str:

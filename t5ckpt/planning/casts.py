@@ -1,7 +1,7 @@
 """Chooses the dtype that each leaf is cast to: in a save (``save_dtype``), a restore (``restore_dtype``), and a conversion.
 
-:func:`cast_dtype` decides for one leaf. ``planning/save_plan.py`` and ``planning/restore_plan.py`` record its answer, and the
-values are cast where they are in memory:
+:func:`cast_dtype` decides for one leaf. ``planning/save_plan.py`` and ``planning/restore_plan.py`` record its answer, and
+``format/dtypes.cast`` casts the values where they are in memory:
 
 - in a save, in ``save/staged_leaf.py``;
 - in a restore, in ``reading/local/chunk_reader.py`` while local chunks are read, otherwise in ``restore/read_arrays.py``, and in

@@ -27,7 +27,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -233,10 +233,18 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
     wanted = np.dtype(leaf.dtype) if dtype is None else dtype
     if not isinstance(leaf, StoredLeaf):
         value = np.asarray(leaf)
-        return LazyThreadPoolArray(value.shape, wanted, value.copy, lambda index: value[index].copy())
+        return LazyThreadPoolArray(
+            value.shape,
+            wanted,
+            lambda: cast(value, wanted, name).copy(),
+            lambda index: cast(value[index], wanted, name).copy(),
+        )
     # Read in the calling thread, because pools and event loops do not work while the interpreter exits.
     return LazyThreadPoolArray(
-        leaf.shape, wanted, lambda: reader.read(leaf, name), lambda index: reader.read(leaf, name, index)
+        leaf.shape,
+        wanted,
+        lambda: cast(reader.read(leaf, name), wanted, name),
+        lambda index: cast(reader.read(leaf, name, index), wanted, name),
     )
 
 

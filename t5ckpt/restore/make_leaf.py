@@ -18,6 +18,7 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.dtypes import cast
 from t5ckpt.planning.leaf_reads import InlineRead
 from t5ckpt.planning.resizing import resized
 from t5ckpt.reading.aligned_memory import aligned_empty
@@ -112,9 +113,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
         # JAX does not put an array of one process on devices of several.
         if len({sharding.is_fully_addressable for sharding in shardings}) == 1:
             return _moved(read, shardings[1])
-    value = np.asarray(read.value)
-    if value.dtype != read.dtype:
-        value = value.astype(read.dtype)
+    value = cast(np.asarray(read.value), read.dtype, read.name)
     if read.resizes:
         value = resized(value, read.template.shape)
     if value.shape != read.template.shape:
@@ -136,7 +135,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
 def _moved(read: InlineRead, sharding: Any) -> Any:
     import jax
 
-    array = read.value if read.value.dtype == read.dtype else read.value.astype(read.dtype)
+    array = cast(read.value, read.dtype, read.name)
     if sharding != array.sharding or (read.template.sharding is not None and not array.committed):
         array = jax.device_put(array, sharding)
     return jax.random.wrap_key_data(array, impl=read.template.impl) if read.template.kind == 'key' else array

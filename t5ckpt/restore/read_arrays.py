@@ -25,7 +25,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.resizing import clipped, resized
@@ -198,7 +198,7 @@ class _RestoreScheduler:
         item = self._reading[0]
         item.filling.wait()
         read = item.read
-        hosts = {box: _converted(buffer, read.leaf.dtype, read.dtype) for box, buffer in item.buffers.items()}
+        hosts = {box: _converted(buffer, read) for box, buffer in item.buffers.items()}
         if read.resizes:
             hosts = _padded(read, hosts)
         leaf = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
@@ -251,8 +251,5 @@ def _buffer(box: Box, dtype: np.dtype) -> np.ndarray:
     return aligned_empty(box.shape, dtype)
 
 
-def _converted(buffer: np.ndarray, dtype: np.dtype, wanted: np.dtype) -> np.ndarray:
-    if buffer.dtype == wanted:
-        return buffer
-    values = from_stored(buffer, dtype)
-    return values if values.dtype == wanted else values.astype(wanted)
+def _converted(buffer: np.ndarray, read: StoredRead) -> np.ndarray:
+    return buffer if buffer.dtype == read.dtype else cast(from_stored(buffer, read.leaf.dtype), read.dtype, read.name)

@@ -13,6 +13,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import SaveFailedError, StepMismatchWarning
 from t5ckpt.format.array_spec import StoredArray, spec_of
+from t5ckpt.format.dtypes import cast
 from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
@@ -75,8 +76,8 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     elif is_jax_array(value):
         value = whole_value(value)
     array = np.asarray(value)
-    if write.dtype is not None and array.dtype != write.dtype:
-        array = array.astype(write.dtype)
+    if write.dtype is not None:
+        array = cast(array, write.dtype, write.name)
     was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
     return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.format.dtypes import to_stored
+from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 
@@ -36,7 +36,9 @@ class StagedLeaf(abc.ABC):
 
     def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
         """The values of one chunk as stored on disk, which never change: C order, little endian, in the stored dtype."""
-        return to_stored(np.asarray(self.values(chunk)).astype(write.dtype, order='C', copy=not self.is_copy))
+        values = np.asarray(self.values(chunk))
+        result = cast(values, write.dtype, write.name)
+        return to_stored(result.astype(write.dtype, order='C', copy=result is values and not self.is_copy))
 
 
 class DeviceLeaf(StagedLeaf):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
+from support.bits import bits
 from support.partitioner import Partitioner, T5XState
 
 import t5ckpt
@@ -750,3 +751,61 @@ def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_
     template['params']['output'] = template['params'].pop('out')
     with pytest.raises(t5ckpt.errors.TreeMismatchError, match='If names have changed, too'):
         t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path).restore()
+
+
+# --- casts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'lost'),
+    [
+        ('bfloat16', 3.4e38),
+        ('float16', 70000.0),
+        ('float8_e5m2', 70000.0),
+        ('float8_e4m3', 500.0),
+        ('float8_e4m3fn', 500.0),
+        ('float8_e4m3b11fnuz', -40.0),
+        ('float8_e8m0fnu', -1.0),
+        ('float8_e8m0fnu', 0.0),
+        ('float4_e2m1fn', 7.0),
+        ('float6_e3m2fn', float('nan')),
+    ],
+)
+@pytest.mark.parametrize('inline_bytes', [0, 16 * 1024])
+def test_no_cast_loses_a_finite_value_in_silence(tmp_path, dtype, lost, inline_bytes):
+    run = tmp_path / 'run'
+    good, bad = np.array([1, 2, 0.5, 4], np.float32), np.array([1, 2, lost, 4], np.float32)
+    state = {'params': {'w': bad, 'v': good}}
+    save(run, state, inline_bytes=inline_bytes)
+    save(run, {'params': {'v': good}}, 2)
+    on_device = {'params': {'w': jnp.asarray(bad), 'v': jnp.asarray(good)}}
+    abstract = {'params': {name: jax.ShapeDtypeStruct((4,), jnp.float32) for name in 'vw'}}
+    lazily = t5ckpt.load_t5x_checkpoint(run, 1, restore_dtype=dtype, lazy_parameters=True)
+    paths = {
+        'save_dtype': lambda: save(tmp_path / 'saved', state, inline_bytes=inline_bytes, save_dtype=dtype),
+        'save_dtype of a jax.Array': lambda: save(
+            tmp_path / 'saved', on_device, inline_bytes=inline_bytes, save_dtype=dtype
+        ),
+        'export_weights': lambda: t5ckpt.export_weights(state, tmp_path / 'weights', dtype=dtype, step=1),
+        'cp': lambda: t5ckpt.rewrite_checkpoint(
+            run / 'checkpoint_1', tmp_path / 'copy', options=t5ckpt.ConvertOptions(save_dtype=dtype)
+        ),
+        'restore_dtype': lambda: restore(run, state, options={'restore_dtype': dtype}, step=1),
+        'restore_dtype to devices': lambda: restore(run, abstract, options={'restore_dtype': dtype}, step=1),
+        'lazy': lambda: np.asarray(
+            restore(run, state, options={'restore_dtype': dtype}, step=1, lazy_parameters=True)['params']['w']
+        ),
+        'load': lambda: t5ckpt.load_t5x_checkpoint(run, 1, restore_dtype=dtype),
+        'load lazily': lambda: np.asarray(lazily['params']['w']),
+        'npz': lambda: t5ckpt.export_npz(run, tmp_path / 'x.npz', t5ckpt.ExportOptions(step=1, dtype=dtype)),
+    }
+    if dtype.startswith('float6'):
+        del paths['restore_dtype to devices']  # JAX has no such arrays
+    for name, refused in paths.items():
+        with pytest.raises(UnsupportedLeafError, match=f'params/w.* that {dtype} cannot hold') as caught:
+            pytest.fail(f'{name}: {refused()}')
+        assert 'params/v' not in str(caught.value)
+    assert not list((tmp_path / 'saved').glob('checkpoint_*'))
+    assert bits(restore(run, {'params': {'v': good}}, options={'restore_dtype': dtype}, step=2)['params']['v']) == bits(
+        good.astype(dtype)
+    )

@@ -34,8 +34,9 @@ from t5ckpt.convert.huggingface.config import (
 )
 from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
 from t5ckpt.convert.huggingface.names import Pair, pairs_of
-from t5ckpt.convert.source_arrays import Sources, boxes_of, cast, open_sources
+from t5ckpt.convert.source_arrays import Sources, boxes_of, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
+from t5ckpt.format.dtypes import cast
 from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
 from t5ckpt.storage.durable import write_synced
@@ -215,7 +216,7 @@ def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], m
     for pair in plan.pairs:
         source, axis, dtype = sources.arrays[pair.leaf], pair.row_axis, plan.dtypes[pair.leaf]
         for box in boxes_of(source, axis, piece_bytes):
-            values = cast(pair.leaf, source.read(box.slices), dtype)
+            values = cast(source.read(box.slices), dtype, pair.leaf)
             row = box[axis][0] * pair.rows_per_index
             for name, rows in zip(pair.tensors, pair.to_tensors(values), strict=True):
                 for copy in (name, *(plan.copies if name == _EMBEDDING else ())):
@@ -223,5 +224,5 @@ def _write(sources: Sources, plan: _Plan, writers: Mapping[str, TensorWriter], m
             if plan.second_norm and pair.tensors == (_FINAL_NORM,):
                 # Computed in double precision, so that it is rounded only once.
                 larger = values.astype(np.float64) * math.sqrt(plan.config['d_model'])
-                writers[_NORM_5].write(_FINAL_NORM, row, larger.astype(dtype))
+                writers[_NORM_5].write(_FINAL_NORM, row, cast(larger, dtype, pair.leaf))
             meter.add(values.nbytes)

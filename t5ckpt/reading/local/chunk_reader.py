@@ -33,7 +33,7 @@ from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
 from t5ckpt.format.codecs import decode
-from t5ckpt.format.dtypes import from_stored
+from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits, can_scatter, runs_in
@@ -178,7 +178,7 @@ class ChunkReader(abc.ABC):
         for region, overlap in block.overlaps:
             source, into = values[(..., *overlap.relative_to(box).slices)], region.view_of(overlap)
             if self._converts_from is not None:
-                np.copyto(into, source, casting='unsafe')
+                into[...] = cast(source, into.dtype, self._name)
             else:
                 np.copyto(into.view(word), source.view(word))
 

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import listing
@@ -29,16 +29,13 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
-    FormatError,
     NotADirectoryStorageError,
     RemoteError,
     TreeMismatchError,
     UnreadLayoutWarning,
-    UnsupportedFormatError,
     with_cures,
 )
 from t5ckpt.format.array_spec import is_spec
-from t5ckpt.format.names import step_dir
 from t5ckpt.planning.leaf_match import check_new_state
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.steps import find_checkpoint
@@ -163,7 +160,7 @@ def restore_or_init(
     Args:
       checkpointer: of the run.
       init_fn: makes a new state; called only if a leaf of it is needed.
-      fallback: 'older' reports a checkpoint that cannot be read and restores the next older one; None raises the error.
+      fallback: 'older' reports a damaged checkpoint and restores the next older one; None raises the error.
       initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. Each of
         several provides the leaves that those before it lack.
       strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
@@ -171,13 +168,13 @@ def restore_or_init(
 
     Raises:
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
-      UnsupportedFormatError: another program wrote the latest checkpoint, and t5ckpt does not read it.
+      UnsupportedFormatError: t5ckpt does not read the format of the latest checkpoint, or of an array in it.
       TreeMismatchError: checkpoint and template differ.
     """
     check_word('fallback', fallback, ('older', None))
     sources = _sources(initial_checkpoint)
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
-    failed: dict[int, str] = {}
+    failed: list[int] = []
     for step in reversed(steps):
         error: Exception | None = None
         try:
@@ -193,10 +190,10 @@ def restore_or_init(
                 'renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed, shared=True)
             )
             return state
-        kind: str = checkpointer.agree('the fallback of restore_or_init', _kind(error, checkpointer, step), _verdict)
-        if fallback is None or kind == 'other':
+        is_damaged = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
+        if fallback is None or not is_damaged:
             raise error
-        failed[step] = kind
+        failed.append(step)
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
         # Raises if an older step could not be inspected: it may be complete.
@@ -204,7 +201,7 @@ def restore_or_init(
         copies = [checkpointer.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
         urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(
-            f'{" and ".join(dict.fromkeys(urls))}: none of the steps {sorted(failed)} can be restored; the log has the errors. '
+            f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Repair one, or move them away to start a new run.'
         )
     _warn_of_unread(checkpointer)
@@ -235,17 +232,13 @@ def _warn_of_unread(checkpointer: Checkpointer) -> None:
         warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so a new run starts, but {text}'))
 
 
-def _kind(error: Exception, checkpointer: Checkpointer, step: int) -> str:
+def _kind(error: Exception) -> str:
     """Classifies the error of a failed restore, in one process."""
-    # A step in a layout that t5ckpt does not read is not damaged. An older step would lose the training after it.
-    if isinstance(error, UnsupportedFormatError) and step in _steps_of_others(checkpointer.storage):
-        return 'other'
     # A file in place of the directory of an array is damage, too.
     if isinstance(error, (CorruptCheckpointError, NotADirectoryStorageError)):
         return 'corrupt'
-    if isinstance(error, RemoteError):
-        return 'remote'
-    return 'format' if isinstance(error, FormatError) else 'other'
+    # All others, such as an unsupported format, are not damage. An older step would lose the training after it.
+    return 'remote' if isinstance(error, RemoteError) else 'other'
 
 
 def _steps_of_others(storage: Storage) -> dict[int, str]:
@@ -253,20 +246,19 @@ def _steps_of_others(storage: Storage) -> dict[int, str]:
     return {each.step: each.name for each in listing(storage).steps if not each.is_t5x}
 
 
-def _verdict(kinds: Sequence[str]) -> str:
-    """Merges the classes of all processes; a remote error repeats the error of another process."""
-    known = set(kinds) - {'remote'}
-    return 'other' if not known or 'other' in known else 'corrupt' if 'corrupt' in known else 'format'
+def _verdict(kinds: Sequence[str]) -> bool:
+    """Whether the step is damaged for all processes; a remote error repeats the error of another process."""
+    return set(kinds) - {'remote'} == {'corrupt'}
 
 
-def _rename_damaged(checkpointer: Checkpointer, failed: Mapping[int, str], *, shared: bool) -> None:
-    """Renames damaged steps, except those that are kept or that another program or a newer version wrote."""
+def _rename_damaged(checkpointer: Checkpointer, failed: Sequence[int], *, shared: bool) -> None:
+    """Renames damaged steps, except those that are kept or that another program wrote."""
     copies = {step: checkpointer.damaged_copies(step, shared=shared) for step in failed}
     others = _steps_of_others(checkpointer.storage) if any(copies.values()) else {}
     for step, storages in copies.items():
         for storage in storages:
-            if step in others or failed[step] != 'corrupt':
-                _log.warning(stays_text(storage, others.get(step, step_dir(step))))
+            if step in others:
+                _log.warning(stays_text(storage, others[step]))
             else:
                 try_to_rename_damaged(storage, step, time.time)
 

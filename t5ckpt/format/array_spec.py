@@ -17,7 +17,6 @@ import numpy as np
 
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype
@@ -181,7 +180,7 @@ def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
     Raises:
       UnsafeSpecError: another driver, a nested spec, an absolute path or one with ``..``.
       CorruptCheckpointError: fields missing or of the wrong type.
-      UnsupportedFormatError: a transform that is not the identity.
+      UnsupportedFormatError: a transform that is not the identity, or an unknown dtype.
     """
     if isinstance(spec, SpecDict) and spec.array is not None:
         return spec.array
@@ -238,7 +237,8 @@ def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: s
     good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
     codec = metadata.get('compressor')
     good = good and (codec is None or (isinstance(codec, Mapping) and all(map(_is_plain_item, codec.items()))))
-    good = good and metadata.get('filters') in (None, [], ())
+    filters: Any = metadata.get('filters') or ()
+    good = good and isinstance(filters, (list, tuple)) and all(isinstance(codec, Mapping) for codec in filters)
     good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
     if not good:
         raise CorruptCheckpointError(
@@ -287,12 +287,13 @@ def _spec_dtype(dtype_name: Any, typestr: Any, name: str) -> np.dtype:
         try:
             return dtype_from_name(dtype_name)
         except KeyError:
-            raise CorruptCheckpointError(f'{name}: spec has unknown dtype {dtype_name!r:.60}.') from None
+            raise UnsupportedFormatError(
+                f'{name}: spec has the dtype {dtype_name!r:.60}, which t5ckpt does not know.'
+            ) from None
     dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
     if dtype is None:
-        raise CorruptCheckpointError(
-            f'{name}: the dtype in the spec ({dtype_name!r:.40}) and in its metadata or .zarray ({typestr!r:.40}) is unknown. '
-            f'{CURE_OF_DAMAGE}'
+        raise UnsupportedFormatError(
+            f'{name}: its spec has no dtype, and its metadata or .zarray {typestr!r:.40}, which t5ckpt does not know.'
         )
     return dtype
 

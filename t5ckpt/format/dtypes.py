@@ -165,7 +165,7 @@ def cast(values: Any, dtype: np.dtype, name: str) -> Any:
 
 
 def _lost(values: Any, result: Any, low: float, high: float, is_host: bool) -> Any:
-    """Where finite values are lost. Dtypes without NaN have the largest number instead, and any number instead of NaN."""
+    """A mask of the finite values that are lost. Dtypes without NaN have the largest number instead, and any number instead of NaN."""
     numbers: Any = np
     if not is_host:
         import jax

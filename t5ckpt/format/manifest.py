@@ -317,12 +317,13 @@ def array_header(shape: Any, name: Any, nbytes: int) -> tuple[tuple[int, ...], n
 
     Raises:
       CorruptCheckpointError: they are malformed, or do not match the number of bytes.
+      UnsupportedFormatError: the dtype is unknown.
     """
     name = name.decode('ascii', 'replace') if isinstance(name, bytes) else str(name)
     try:
         dtype = dtype_from_name(name)
     except KeyError:
-        raise CorruptCheckpointError(f'an array has the unknown dtype {name!r}') from None
+        raise UnsupportedFormatError(f'an array has the dtype {name!r:.60}, which t5ckpt does not know') from None
     if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise CorruptCheckpointError(f'an array has the shape {shape!r:.80}, expected a list of sizes')
     if math.prod(shape) * dtype.itemsize != nbytes:

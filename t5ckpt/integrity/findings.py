@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, size_text
@@ -57,10 +57,14 @@ class Findings:
         """Adds a file that cannot be read or decoded.
 
         Raises:
+          UnsupportedFormatError: t5ckpt does not read the file's format.
           StorageError: an object store failed or refused the request, so the state of the file is unknown. On a disk, the
             error may come from a bad sector, and the other files are still verified.
         """
         if isinstance(error, StorageError) and not self._files.storage.is_file_system:
+            raise error
+        if isinstance(error, UnsupportedFormatError):
+            # It says nothing about the bytes.
             raise error
         match error:
             case UnsafeSpecError():

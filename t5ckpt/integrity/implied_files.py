@@ -21,7 +21,7 @@ from t5ckpt.format.orbax import is_database_file
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
-from t5ckpt.reading.open_array import TensorStoreArrays, is_filled
+from t5ckpt.reading.open_array import TensorStoreArrays
 from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.storage import Storage
 
@@ -92,7 +92,7 @@ class ImpliedFiles:
             text = 'only t5ckpt can open the array without it'
             array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
         implied = array.grid
-        if is_filled(stored.array, array.store):
+        if self._arrays.is_filled(stored.array, array.store):
             grid_shape = array.grid.grid_shape
             indices = map(array.grid.index, present)
             implied = [index for index in indices if index is not None and all(map(operator.lt, index, grid_shape))]
@@ -146,7 +146,7 @@ class ImpliedFiles:
 
     def _open(self, name: str, stored: StoredLeaf) -> ArrayFiles:
         store = self._arrays.open(stored.array, name)
-        metadata = store.spec().to_json()['metadata']
+        metadata = self._arrays.metadata(stored.array, store)
         file_bytes = None
         if is_uncompressed(stored.array):
             plain = uncompressed_chunks(json.dumps(metadata).encode(), stored.array)

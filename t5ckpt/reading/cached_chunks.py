@@ -29,7 +29,7 @@ from t5ckpt.reading.checkpoint_files import in_threads
 from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.open_array import is_filled
 from t5ckpt.reading.size_limits import check_chunk, check_memory
-from t5ckpt.storage import foreign_errors
+from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 
 _THREADS = 16
@@ -64,8 +64,11 @@ class CachedChunks:
         except CheckpointNotFoundError:
             return None
         where = f'{name} ({self._storage.url(join(self._base, leaf.array.location))})'
-        with foreign_errors(where):
+        try:
             array = _InMemory(leaf.array, zarray, self._memory)
+        except TENSORSTORE_ERRORS:
+            # It is read without the cache, or the error is raised there.
+            return None
         if array.has_fill:
             return None
         shape = tuple(len(range(part.start, part.stop, part.step or 1)) for part in slices)

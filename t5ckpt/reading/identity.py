@@ -11,7 +11,7 @@ from typing import Any
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.names import is_sidecar
 from t5ckpt.format.safetensors import is_tensor_file
 
@@ -59,7 +59,7 @@ class Identity:
             yield
         except ChangedMeanwhileError:
             raise
-        except (CorruptCheckpointError, CheckpointNotFoundError, StorageError) as error:
+        except (FormatError, CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno != errno.ESTALE:
                 raise
             self.check(doing, error)

@@ -4,7 +4,8 @@
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 An absent chunk is the fill value of its array, by the rule of zarr. It is an error if the array has none, as those that t5ckpt
-and T5X write, or if its writer stores every chunk. A missing ``.zarray`` is replaced by the manifest's metadata.
+and T5X write, or if its writer stores every chunk. A missing ``.zarray`` is replaced by the manifest's metadata. numcodecs decodes
+chunks of filters and codecs that TensorStore lacks (``format/zarray.other_zarray``).
 
 An array that is a range of bytes of an object, as in a tensor file, is read as ranges. Boxes that cover at least half of their
 bounding region are read as that region, each byte once; other boxes are read one by one. Within a region, rows with few bytes
@@ -32,10 +33,13 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
+from t5ckpt.format.codecs import decoded
 from t5ckpt.format.dtypes import zarr_typestr
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.orbax import OCDBT_MANIFEST
+from t5ckpt.format.zarray import ZARRAY, OtherZarray, other_zarray
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.basic_index import relative_to_box
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -65,6 +69,8 @@ class TensorStoreArrays:
         self._checks = checks
         self._storage = files.storage
         self._directory = files.directory
+        # The ``.zarray`` of each array that numcodecs decodes, by location.
+        self.decoded: dict[str, Mapping[str, Any]] = {}
 
     def url(self, array: StoredArray) -> str:
         """The location of an array, for messages."""
@@ -106,14 +112,16 @@ class TensorStoreArrays:
             return ts.open(self._spec(array), open=True, context=self._storage.context())
 
     def _finish_open(self, array: StoredArray, future: Any, name: str) -> Any:
+        where = f'{name} ({self.url(array)})'
         try:
             store = self._storage.wait(future)
-        except TENSORSTORE_ERRORS as error:
-            if 'NOT_FOUND' not in str(error) or not array.layout.has_chunk_files or 'chunks' not in array.metadata:
-                with self.errors(array, f'{name} ({self.url(array)})'):
+        except TENSORSTORE_ERRORS:
+            with self.errors(array, where):
+                store = self._reopened(array, name)
+                if store is None:
                     raise
-            store = self._open_without_metadata(array, name)
-        where = f'{name} ({self.url(array)})'
+            self._check_sizes(array, store, where)
+            return store
         self._check_sizes(array, store, where)
         if not is_filled(array, store):
             return store
@@ -121,12 +129,66 @@ class TensorStoreArrays:
             spec = self._spec(array) | {'fill_missing_data_reads': True}
             return self._storage.wait(ts.open(spec, open=True, context=self._storage.context()))
 
+    def _reopened(self, array: StoredArray, name: str) -> Any:
+        """Opens an array whose ``.zarray`` is missing, or refused by TensorStore; returns None if that is damaged."""
+        if array.layout is not ArrayLayout.ZARR:
+            return None
+        file = f'{array.location}/{ZARRAY}'
+        read = self._files.read_if_there(file)
+        if read is None:
+            return self._open_with(array, dict(array.metadata), name) if 'chunks' in array.metadata else None
+        if self._checks is not None:
+            # A damaged file is not one of an unknown format.
+            self._checks.compare(file, name, entry_of(read[0]))
+        other = other_zarray(read[0], array, f'{name} ({self.url(array)})')
+        if other is None:
+            return None
+        return (
+            self._open_with(array, other.metadata, name) if other.codecs is None else self._decoding(array, other, name)
+        )
+
+    def _decoding(self, array: StoredArray, zarray: OtherZarray, name: str) -> Any:
+        """A TensorStore of an array that numcodecs decodes, chunk by chunk."""
+        chunks = tuple(zarray.metadata['chunks'])
+        grid = ChunkGrid.from_metadata(zarray.metadata, array.shape, chunks)
+        self.decoded[array.location] = zarray.metadata
+
+        def read(domain: Any, out: np.ndarray, _: Any) -> None:
+            box = Box(zip(domain.origin, domain.exclusive_max, strict=True))
+            key = f'{array.location}/{grid.key(grid.index_of(box))}'
+            found, where = self._files.read_if_there(key), f'{name} ({self.url(array)}): {key}'
+            if found is None:
+                if not self.is_filled(array, None):
+                    raise CorruptCheckpointError(f'{where} is missing. {CURE_OF_DAMAGE}')
+                # JSON has texts for NaN and infinities.
+                fill = zarray.metadata['fill_value']
+                out[...] = float(fill) if isinstance(fill, str) else fill
+                return
+            try:
+                values = np.frombuffer(decoded(found[0], zarray.codecs or ()), zarray.value_dtype)
+                whole = values.reshape(chunks, order=zarray.metadata['order'])
+            except ValueError as error:
+                raise CorruptCheckpointError(f'{where} cannot be decoded: {error}. {CURE_OF_DAMAGE}') from error
+            out[...] = whole[box.relative_to(grid.full_box(grid.index_of(box))).slices]
+
+        layout = ts.ChunkLayout(chunk_shape=chunks)
+        return ts.virtual_chunked(read, dtype=ts.dtype(array.dtype.name), shape=array.shape, chunk_layout=layout)
+
+    def is_filled(self, array: StoredArray, store: Any) -> bool:
+        """As :func:`is_filled`, also for an array that numcodecs decodes."""
+        zarray = self.decoded.get(array.location)
+        return is_filled(array, store) if zarray is None else zarray['fill_value'] is not None and not array.stores_all
+
+    def metadata(self, array: StoredArray, store: Any) -> Mapping[str, Any]:
+        """The metadata of zarr of an opened array."""
+        return self.decoded.get(array.location) or store.spec().to_json()['metadata']
+
     def _check_sizes(self, array: StoredArray, store: Any, where: str) -> None:
         """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
-        chunk = store.chunk_layout.read_chunk.shape or ()
-        # The chunks of an empty array are empty, too.
-        chunks = ChunkGrid(array.shape, tuple(size or 1 for size in chunk)).num_chunks
-        chunk_bytes = math.prod(chunk) * array.dtype.itemsize
+        # A shard of zarr3 is one file of many chunks. The chunks of an empty array are empty, too.
+        shard = store.chunk_layout.write_chunk.shape or ()
+        chunks = ChunkGrid(array.shape, tuple(size or 1 for size in shard)).num_chunks
+        chunk_bytes = math.prod(store.chunk_layout.read_chunk.shape or ()) * array.dtype.itemsize
         if array.layout.is_in_database:
             # A database keeps all values in a few files.
             check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(array.root)), where)
@@ -154,12 +216,13 @@ class TensorStoreArrays:
             'recheck_cached_metadata': False,
         }
 
-    def _open_without_metadata(self, array: StoredArray, name: str) -> Any:
-        metadata = {key: value for key, value in array.metadata.items() if value is not None or key == 'compressor'}
+    def _open_with(self, array: StoredArray, fields: Mapping[str, Any], name: str) -> Any:
+        metadata = {key: value for key, value in fields.items() if value is not None or key == 'compressor'}
         metadata |= {'shape': list(array.shape), 'zarr_format': 2}
         metadata.setdefault('dtype', zarr_typestr(array.dtype))
-        spec = self._spec(array) | {'metadata': metadata}
-        with foreign_errors(f'{name} ({self.url(array)}, without .zarray)'):
+        filled = metadata.get('fill_value') is not None and not array.stores_all
+        spec = self._spec(array) | {'metadata': metadata, 'fill_missing_data_reads': filled}
+        with foreign_errors(f'{name} ({self.url(array)}, not by its .zarray)'):
             return self._storage.wait(ts.open(spec, open=True, assume_metadata=True, context=self._storage.context()))
 
 
@@ -226,6 +289,8 @@ class _StoreRead:
     def __init__(self, storage: Storage, view: Any, out: np.ndarray):
         """Starts to read a TensorStore into a numpy array of its shape and dtype."""
         self._storage = storage
+        # Only the Python object keeps the function alive that reads a chunk (:meth:`TensorStoreArrays._decoding`).
+        self._view = view
         self._future = ts.array(out).write(view[ts.d[:].translate_to[0]] if view.rank else view)
 
     def result(self) -> None:

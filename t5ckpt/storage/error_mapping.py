@@ -15,15 +15,22 @@ from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatError,
     InvalidPathError,
     NoSpaceError,
     NotADirectoryStorageError,
     StorageError,
     T5CkptError,
+    UnsupportedFormatError,
 )
 
 _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND', 'OUT_OF_RANGE'}
 
+
+# What TensorStore says of metadata that it does not know, when it opens an array.
+_UNSUPPORTED = re.compile(
+    r'Error opening .*(is not registered|not supported|[Uu]nsupported|does not match dtype in schema)'
+)
 
 # The errors of TensorStore's futures: NotImplementedError for UNIMPLEMENTED, such as an HTTP 501.
 TENSORSTORE_ERRORS = (ValueError, NotImplementedError)
@@ -146,11 +153,7 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
     if 'not a directory' in lowered or 'is a directory' in lowered:
         return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move this file away.')
-    if not writing and _means_damage(text):
-        return CorruptCheckpointError(
-            f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
-        )
-    return StorageError(errno.EIO, f'{where}: {text}')
+    return (None if writing else _error_of_bytes(text, where)) or StorageError(errno.EIO, f'{where}: {text}')
 
 
 def _cure_of_refusal(text: str, action: str) -> str:
@@ -161,13 +164,18 @@ def _cure_of_refusal(text: str, action: str) -> str:
     return _REFUSED.format(action=action) if _HTTP_CODE.search(text) else _DENIED
 
 
-def _means_damage(text: str) -> bool:
+def _error_of_bytes(text: str, where: str) -> FormatError | None:
+    """The error of a read if the bytes are damaged or of an unsupported format; None if the storage failed."""
+    if _UNSUPPORTED.search(text):
+        return UnsupportedFormatError(f'{where}: {text}. It is not damaged: read it with the program that wrote it.')
     status = _HTTP_CODE.search(text)
-    if status is not None and status[1] not in _OF_THE_KEY:
-        return False
     # An invalid argument has no code; here it always means that the metadata contradicts the request.
     code = re.match(r'([A-Z_]+): ', text)
-    return code is None or code.group(1) in _DAMAGED
+    if (status is not None and status[1] not in _OF_THE_KEY) or (code is not None and code[1] not in _DAMAGED):
+        return None
+    return CorruptCheckpointError(
+        f'{where}: {text}. A part of the checkpoint is missing or damaged; restore an older step, or copy it again.'
+    )
 
 
 def map_bucket_error(error: Exception, where: str, action: str = 'reading') -> T5CkptError:

@@ -476,7 +476,7 @@ def test_truncated_manifests(saved, keep):
         (lambda s: s.update(driver='json'), errors.UnsafeSpecError, 'json'),
         (lambda s: s['metadata'].update(shape=[-1, 4]), errors.CorruptCheckpointError, 'shape'),
         (lambda s: s['metadata'].pop('shape'), errors.CorruptCheckpointError, 'shape'),
-        (lambda s: s.update(dtype='float7'), errors.CorruptCheckpointError, 'float7'),
+        (lambda s: s.update(dtype='float7'), errors.UnsupportedFormatError, 'float7'),
         (lambda s: s['kvstore'].pop('path'), errors.CorruptCheckpointError, 'path'),
     ],
 )

@@ -4,6 +4,8 @@
     orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager,
             with its ``step_prefix`` and its padding; on Google's storage with ``commit_success.txt``
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
+    zarr    ``step-<step>`` of Levanter: a tree of zarr arrays, complete with its ``metadata.json``; by its path also any
+            other directory tree of zarr arrays
     t5x-padded  as t5x, with leading zeros in the number; T5X lists such steps but does not write them
 
 Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced or repaired; those in
@@ -15,9 +17,11 @@ TensorStore.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import errno
+import json
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -37,6 +41,7 @@ from t5ckpt.format.manifest import is_whole
 from t5ckpt.format.names import (
     MANIFEST,
     SIDECAR,
+    STEP_PREFIX,
     is_sidecar,
     parse_padded_step,
     parse_prefixed_step,
@@ -46,9 +51,13 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, PLACEHOLDER, STEP_METADATA, TREE_METADATA
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
-T5X, ORBAX, FLAX, PADDED = 't5x', 'orbax', 'flax', 't5x-padded'
+T5X, ORBAX, FLAX, PADDED, ZARR = 't5x', 'orbax', 'flax', 't5x-padded', 'zarr'
+LEVANTER = 'metadata.json'
+_ARRAY_METADATA = ('.zarray', 'zarr.json')
+# Directories that are listed in search of an array.
+_SEARCHED = 20
 # Larger manifests count as complete without being read, because a listing must not read gigabytes.
 _WALKED_BYTES = 64 * 2**20
 # The usual names of the item that holds the tree.
@@ -64,7 +73,7 @@ class ListedStep:
     Attributes:
       step: its number.
       name: of its directory, or of its file in Flax's layout, in the run's directory.
-      layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``.
+      layout: ``'t5x'``, ``'orbax'``, ``'flax'``, ``'zarr'`` or ``'t5x-padded'``.
       manifest: the file to decode, in :attr:`directory`; '' in Orbax's newer layout, which has none.
     """
 
@@ -157,6 +166,46 @@ def is_orbax(storage: Storage, directory: str) -> bool:
     return any(storage.are_files(orbax_marks(directory)))
 
 
+def is_levanter(storage: Storage, directory: str) -> bool:
+    """Whether a directory is a complete step of Levanter, which writes the file last."""
+    key = join(directory, LEVANTER)
+    if storage.known_size(key) is None:
+        return False
+    try:
+        facts = json.loads(storage.read_range(key, 0, 2**16))
+    except (CheckpointNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(facts, dict) and {'step', 'timestamp'} <= facts.keys()
+
+
+def is_zarr_tree(storage: Storage, name: str) -> bool:
+    """Whether the root of a storage, a directory with this name, has an array of zarr below it and nothing of another layout."""
+    if name.startswith(STEP_PREFIX):
+        # It lacks its manifest.
+        return False
+    waiting = ['']
+    for _ in range(_SEARCHED):
+        if not waiting:
+            return False
+        directory = waiting.pop()
+        entries = storage.entries(directory)
+        if any(_is_of_other_layout(entry) for entry in entries):
+            return False
+        if directory and any(entry.name in _ARRAY_METADATA for entry in entries):
+            if storage.is_file(join(directory, '.zarray')):
+                return True
+            with contextlib.suppress(ValueError):
+                if b'"array"' in storage.read_range(join(directory, 'zarr.json'), 0, 2**16):
+                    return True
+        waiting += [join(directory, entry.name) for entry in reversed(entries) if entry.is_dir]
+    return False
+
+
+def _is_of_other_layout(entry: Entry) -> bool:
+    is_step = parse_prefixed_step(entry.name) is not None and not entry.name.isdecimal()
+    return is_step or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_sidecar(entry.name)
+
+
 def has_placeholder(manifest: bytes) -> bool:
     """Whether a complete manifest is in Orbax's older layout, in which a text replaces each array."""
     return PLACEHOLDER.encode() in manifest
@@ -195,6 +244,8 @@ def _inspect_prefixed(storage: Storage, name: str) -> ListedStep | None:
     manifest = None if parse_padded_step(name) is None else _map_file(storage, join(name, MANIFEST))
     if manifest is not None and not has_placeholder(manifest):
         return ListedStep(number, name, PADDED)
+    if is_levanter(storage, name):
+        return ListedStep(number, name, ZARR, manifest='')
     return ListedStep(number, name, ORBAX, manifest='') if _is_prefixed(storage, name) else None
 
 

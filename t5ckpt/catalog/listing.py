@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_orbax, sidecar_name
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_levanter, is_orbax, sidecar_name
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.catalog.step_index import IndexCatalog
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -116,7 +116,11 @@ def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = No
             parent_storage = storage if above == here else open_storage(above, storage_options)
             # TensorFlow's directories have a file with the name of the manifest, too.
             is_named = parse_step_name(name) is not None
-            if (is_named and parent_storage.is_file(MANIFEST)) or is_orbax(parent_storage, ''):
+            if (
+                (is_named and parent_storage.is_file(MANIFEST))
+                or is_orbax(parent_storage, '')
+                or is_levanter(parent_storage, '')
+            ):
                 return above, step
         above = parent
     return None

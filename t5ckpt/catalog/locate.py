@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, is_orbax
+from t5ckpt.catalog.layouts import ListedStep, is_orbax, is_zarr_tree
 from t5ckpt.catalog.listing import catalog_of, inspect_step, listing, newest, step_around, step_of
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
@@ -47,6 +47,8 @@ _MARKS = (
         r'pytorch_model.*\.bin|.*\.pth?',
         'a PyTorch file, which needs pickle and is not read: load it with PyTorch and save safetensors',
     ),
+    (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
+    (r'\.zarray', 'one array of zarr; the directory above it opens as a tree'),
     (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
 # The same for the directory of a step: the files that it contains, a description, and how to read it.
@@ -77,6 +79,12 @@ _FILES = (
         'an index of Flax weights',
         "convert it (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
     ),
+    (
+        '.eqx',
+        'a file of Equinox, in which leaves have no names',
+        'load it with equinox.tree_deserialise_leaves, as the init_fn of restore_or_init (docs/migration.md)',
+    ),
+    ('.zip', 'a zip archive', 'unpack it, and pass the directory'),
     (
         ('.bin', '.pt', '.pth'),
         'a PyTorch file, which needs pickle and is not read',
@@ -209,9 +217,9 @@ def locate(
     except CheckpointNotFoundError:
         # Checked last, because each check is a request on a bucket, and the path of a run is not the path of an export in it.
         file = model_file(storage) if tensors and step is None else None
-        if file is None:
+        if file is None and (step is not None or _run_of_others(storage) or not is_zarr_tree(storage, name)):
             raise
-        return Located(outer, name, file, None)
+        return Located(outer, name, file or '', None if file else parse_prefixed_step(name))
 
 
 def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
@@ -301,6 +309,15 @@ def foreign_layout(storage: Storage) -> str | None:
 
     Compares only names: those in the directory, and those in the latest directory that is named like a step.
     """
+    run = _run_of_others(storage)
+    if run is not None:
+        return run
+    names = [entry.name for entry in storage.entries()]
+    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+
+
+def _run_of_others(storage: Storage) -> str | None:
+    """Describes the run of a trainer whose steps t5ckpt does not read; None if it is not one."""
     entries = storage.entries()
     steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
     if steps:
@@ -311,8 +328,7 @@ def foreign_layout(storage: Storage) -> str | None:
                 shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
                 more = 'the last are ' if len(steps) > 5 else ''
                 return f'{what}, with {counted(len(steps), "step")}: {more}{shown}. {cure}; {storage.url(join(latest))} is one'
-    names = [entry.name for entry in entries]
-    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+    return None
 
 
 def model_file(storage: Storage) -> str | None:

@@ -58,7 +58,7 @@ _SHOWN = 8
 def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **arguments: Any) -> None:
     """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
 
-    FORMAT is tf, orbax, flax, jax or seqax. The structure is taken from the checkpoint, so no model is needed. Arrays are
+    FORMAT is tf, orbax, flax, jax, seqax or zarr. The structure is taken from the checkpoint, so no model is needed. Arrays are
     read in chunks, so memory does not depend on the size of the checkpoint. To resume an interrupted conversion, run the
     same command again.
 

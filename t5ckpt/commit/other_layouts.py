@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
+from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ZARR, ListedStep
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.removal import check_known, few, foreign_files, keys_below, move_aside, rename_aside
@@ -87,6 +87,8 @@ def _saved_facts(storage: Storage, listed_step: ListedStep) -> Sidecar:
 
 def reason_to_stay(storage: Storage, listed_step: ListedStep) -> str | None:
     """The reason not to delete a step in another layout; None if the writer of the layout wrote all its files."""
+    if listed_step.layout == ZARR:
+        return 'only Levanter deletes its steps'
     try:
         unknown = unknown_to_its_writer(storage, listed_step.name, listed_step.layout)
         _saved_facts(storage, listed_step)

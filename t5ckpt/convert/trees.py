@@ -44,7 +44,7 @@ from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')
 
-TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax')
+TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax', 'zarr')
 _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
 _JAX_TREE = 'pytreedef.json'
 _JAX_ARRAYS = 'array_store'
@@ -71,10 +71,11 @@ def convert_tree(
     """Converts a checkpoint of another JAX program to T5X's format.
 
     Args:
-      kind: 'orbax', 'flax', 'jax' or 'seqax'.
+      kind: 'orbax', 'flax', 'jax', 'seqax' or 'zarr'.
       source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints``, ``to_bytes``
         or EasyLM, a directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory of
         ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
+        zarr: a run or a step of Levanter, or any directory tree of zarr arrays.
       directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
       options: see :class:`ConvertOptions`.
 
@@ -266,4 +267,5 @@ _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {
     'orbax': _open_orbax,
     'flax': _open_flax,
     'jax': _open_jax,
+    'zarr': _open_orbax,
 }

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ListedStep
+from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
 from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage
 from t5ckpt.commit.step_facts import known_sidecar
@@ -26,7 +26,7 @@ from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
 TO_ORBAX = 'to-orbax'
-_LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), TO_ORBAX: (T5X, PADDED)}
+_LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), 'zarr': (ZARR,), TO_ORBAX: (T5X, PADDED)}
 _CURE = 'Convert to another directory, or replace such steps (overwrite=True).'
 RUN_FORMATS = tuple(_LAYOUTS)
 """The formats that :func:`convert_run` takes."""

@@ -158,14 +158,14 @@ def cast(values: Any, dtype: np.dtype, name: str) -> Any:
     if bool(lost.any()):
         example = f', such as {values[lost].flat[0]}' if is_host else ''
         raise UnsupportedLeafError(
-            f'{name} has finite values{example}, that {dtype.name} cannot hold: its range is {low:g} to {high:g}. Choose another '
+            f'{name} has values{example}, that {dtype.name} cannot hold: its range is {low:g} to {high:g}. Choose another '
             'dtype, such as bfloat16.'
         )
     return result
 
 
 def _lost(values: Any, result: Any, low: float, high: float, is_host: bool) -> Any:
-    """A mask of the finite values that are lost. Dtypes without NaN have the largest number instead, and any number instead of NaN."""
+    """A mask of the values that are lost: finite ones, and for dtypes without NaN all outside their range."""
     numbers: Any = np
     if not is_host:
         import jax

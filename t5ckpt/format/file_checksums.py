@@ -18,7 +18,7 @@ from typing import Any
 
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
 from t5ckpt.format.chunk_grid import ChunkGrid
@@ -63,7 +63,8 @@ class FileChecksums(Mapping[str, FileEntry]):
         """Decodes the file of one process.
 
         Raises:
-          CorruptCheckpointError: not JSON, another algorithm, or a name that leads outside the checkpoint.
+          CorruptCheckpointError: not JSON, or a name that leads outside the checkpoint.
+          UnsupportedFormatError: another algorithm.
         """
         try:
             contents = json.loads(data)
@@ -73,8 +74,8 @@ class FileChecksums(Mapping[str, FileEntry]):
                 f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
             ) from error
         if algorithm != ALGORITHM:
-            raise CorruptCheckpointError(
-                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version reads {ALGORITHM}. {CURE_OF_DAMAGE}'
+            raise UnsupportedFormatError(
+                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
             )
         return cls.from_json(files, where)
 

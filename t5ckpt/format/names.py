@@ -59,7 +59,7 @@ _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
 _READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.(?:[0-9a-f]{16}s([0-9]{1,12})|[0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
-_PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*_([0-9]{1,18})')
+_PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*[_\-]([0-9]{1,18})')
 _MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})(\.[0-9a-z]{1,32})?')
 _WRITE_LEASE = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9a-z]{1,32}))?')
 # A chunk in its array's directory; '/' may be the separator.
@@ -237,9 +237,9 @@ def parse_padded_step(name: str) -> int | None:
 
 
 def parse_prefixed_step(name: str) -> int | None:
-    """The step in the names of :func:`parse_step_name` or in ``<prefix>_<step>``, Orbax's ``step_prefix``; else None.
+    """The step in the names of :func:`parse_step_name`, in ``<prefix>_<step>`` or ``<prefix>-<step>``; else None.
 
-    Other directories may have such names; callers check that Orbax wrote the directory.
+    Other directories may have such names; callers check that Orbax or Levanter wrote the directory.
     """
     match = _PREFIXED.fullmatch(name)
     return parse_step_name(name) if match is None else int(match.group(1))

@@ -27,7 +27,7 @@ from typing import Any
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import finite_json
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
@@ -171,6 +171,7 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
 
     Raises:
       CorruptCheckpointError: the checksum does not match, or ``tree`` has the wrong type.
+      UnsupportedFormatError: a newer version of t5ckpt wrote it, in a format that does not decode.
     """
     head = _HEAD.match(data)
     if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
@@ -186,6 +187,10 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
         tree_facts = TreeFacts(**by_path, stored=stored)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        newer = newer_format(data)
+        if newer is not None:
+            text = f'{where} has format {newer}, and this version of t5ckpt reads {FORMAT}. Upgrade it.'
+            raise UnsupportedFormatError(text) from error
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
         ) from error

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.layouts import is_levanter
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
@@ -39,6 +40,7 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
 from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.reading.safetensors import decode_tensors
+from t5ckpt.reading.zarr_tree import read_zarr_tree
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import KeyData, as_key_data
@@ -119,7 +121,8 @@ def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True)
 def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Contents:
     files = CheckpointFiles.of(located)
     if raw.manifest is None:
-        orbax = read_orbax(files, logs_items=logs_items)
+        of_levanter = is_levanter(located.storage, located.directory)
+        orbax = (None if of_levanter else read_orbax(files, logs_items=logs_items)) or read_zarr_tree(files)
         return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)

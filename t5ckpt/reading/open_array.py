@@ -4,8 +4,8 @@
 
 The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found.
 An absent chunk is the fill value of its array, by the rule of zarr. It is an error if the array has none, as those that t5ckpt
-and T5X write, or if its writer stores every chunk. A missing ``.zarray`` is replaced by the manifest's metadata. numcodecs decodes
-chunks of filters and codecs that TensorStore lacks (``format/zarray.other_zarray``).
+and T5X write, or if its writer stores every chunk. A missing ``.zarray`` is replaced by the manifest's metadata.
+numcodecs decodes chunks of filters and codecs that TensorStore lacks (``format/zarray.other_zarray``).
 
 An array that is a range of bytes of an object, as in a tensor file, is read as ranges. Boxes that cover at least half of their
 bounding region are read as that region, each byte once; other boxes are read one by one. Within a region, rows with few bytes
@@ -32,7 +32,7 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.codecs import decoded
@@ -143,9 +143,15 @@ class TensorStoreArrays:
         other = other_zarray(read[0], array, f'{name} ({self.url(array)})')
         if other is None:
             return None
-        return (
-            self._open_with(array, other.metadata, name) if other.codecs is None else self._decoding(array, other, name)
-        )
+        if other.codecs is not None:
+            return self._decoding(array, other, name)
+        try:
+            return self._open_with(array, other.metadata, name)
+        except CorruptCheckpointError as error:
+            # The file is JSON, of the right shape and of known codecs, so it has a value of another program.
+            raise UnsupportedFormatError(
+                f'{name} ({self.url(array)}): {error.__cause__}. It is not damaged.'
+            ) from error
 
     def _decoding(self, array: StoredArray, zarray: OtherZarray, name: str) -> Any:
         """A TensorStore of an array that numcodecs decodes, chunk by chunk."""

@@ -84,13 +84,14 @@ class OrbaxContents:
     left_out: tuple[str, ...] = ()
 
 
-def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
+def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | None:
     """Reads the tree of an Orbax directory, without reading arrays; with ``logs_items`` logs the items that are not read.
 
-    Raises:
-      UnsupportedFormatError: the layout is unknown; the message describes it.
+    Returns None for a directory without a tree of Orbax.
     """
     trees = _trees(files.storage, files.directory)
+    if not trees:
+        return None
     left_out = () if trees == [''] else _items(files.storage, files.directory, trees)
     if logs_items:
         _log_items(files.storage, files.directory, left_out)
@@ -141,14 +142,12 @@ def _trees(storage: Storage, directory: str) -> list[str]:
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
     if not trees:
-        where = storage.url(directory)
         handlers = _handlers(storage, directory)
         lost = [item for item in {'', *items, *handlers} if _is_tree(storage, directory, item, handlers)]
         if lost:
             raise CorruptCheckpointError(
                 f'{storage.url(join(directory, min(lost), TREE_METADATA))} is missing. {CURE_OF_DAMAGE}'
             )
-        raise UnsupportedFormatError(f'{where} is an Orbax checkpoint without a tree; it has {some_of(items, 8)}.')
     return trees
 
 
@@ -306,6 +305,8 @@ def array_leaves(
             raise CorruptCheckpointError(f'{storage.url(join(base, lost))} is missing. {CURE_OF_DAMAGE}')
         location = f'{item}//{name}' if ocdbt else join(item, name)
         array = _array(bytes(result.value), location, layout, f'{where}: {name}')
+        if array is None:
+            continue
         spec = SpecDict(driver=layout.driver, dtype=array.dtype.name, kvstore={}, metadata={'shape': list(array.shape)})
         spec.array = dataclasses.replace(array, stores_all=stores_all)
         leaves[path] = spec
@@ -318,15 +319,17 @@ def _safe(name: str) -> str:
     return name
 
 
-def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray:
+def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray | None:
     try:
         metadata = json.loads(data)
+        if metadata.get('node_type') == 'group':
+            return None
         claimed = metadata['shape']
         name = str(metadata['data_type'] if layout.driver == 'zarr3' else metadata['dtype'])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
     dtype = dtype_from_typestr(name)
     if dtype is None:
-        raise CorruptCheckpointError(f'{where}: array of unknown dtype {name!r:.40}.')
+        raise UnsupportedFormatError(f'{where}: array of the dtype {name!r:.40}, which t5ckpt does not know.')
     return StoredArray(location, shape, dtype, layout=layout)

@@ -1,0 +1,87 @@
+"""Reads a directory tree of zarr arrays, v2 or v3, without a manifest: Levanter's steps, and groups that zarr-python wrote.
+
+The path of an array below the directory is the name of its leaf. The arrays may be in an OCDBT database, as in newer steps of
+Levanter. Groups and their attributes are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import tensorstore as ts
+
+from t5ckpt.catalog.layouts import LEVANTER
+from t5ckpt.core.keys import join
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.orbax import OCDBT_MANIFEST
+from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.orbax import OrbaxContents, array_leaves
+from t5ckpt.storage import foreign_errors
+from t5ckpt.tree.leaf_table import MAX_DEPTH, unflatten
+
+_CHUNK = re.compile(r'(?:c/)?[0-9]+(?:[./][0-9]+)*')
+
+
+def read_zarr_tree(files: CheckpointFiles) -> OrbaxContents:
+    """Reads the metadata of all arrays; no array is read.
+
+    Raises:
+      UnsupportedFormatError: there is no array below the directory, or one array is inside another.
+      CorruptCheckpointError: there are chunks of an array without its metadata, so that a leaf would be left out.
+    """
+    where = files.storage.url(files.directory)
+    keys = _keys(files, where)
+    by_file = {file: {key.removesuffix(f'/{file}') for key in keys if key.endswith(f'/{file}')} for file in _METADATA}
+    # A group of v3 has the same file as an array.
+    groups = {name[: end.start()] for name in by_file['zarr.json'] for end in re.finditer('/', name)}
+    leaves = {
+        path: leaf
+        for file, zarr3 in _METADATA.items()
+        for path, leaf in array_leaves(
+            files, '', {tuple(name.split('/')): name for name in sorted(by_file[file] - groups)}, zarr3=zarr3
+        ).items()
+    }
+    inner = next((path for path in leaves if any(path[:length] in leaves for length in range(1, len(path)))), None)
+    if inner is not None or not leaves or max(map(len, leaves)) > MAX_DEPTH:
+        held = some_of([entry.name for entry in files.storage.entries(files.directory)], 8)
+        found = (
+            f'has no tree of Orbax and no array of zarr, but {held}'
+            if inner is None
+            else f'has the array {inner} in another'
+        )
+        raise UnsupportedFormatError(f'{where} {found}. It is not a checkpoint that t5ckpt reads.')
+    names = {'/'.join(path) for path in leaves}
+    for key in keys:
+        parents = [key[: end.start()] for end in re.finditer('/', key)]
+        if names.isdisjoint(parents) and any(_CHUNK.fullmatch(key[len(parent) + 1 :]) for parent in parents):
+            raise CorruptCheckpointError(
+                f'{where}: {key} is a chunk of an array without .zarray or zarr.json. Copy it again.'
+            )
+    return OrbaxContents(Manifest(3, unflatten(leaves)), _facts(files))
+
+
+_METADATA = {'.zarray': False, 'zarr.json': True}
+
+
+def _keys(files: CheckpointFiles, where: str) -> list[str]:
+    storage, directory = files.storage, files.directory
+    if not storage.is_file(join(directory, OCDBT_MANIFEST)):
+        return [key.removeprefix(f'{directory}/') if directory else key for key, _ in storage.walk(directory)]
+    files.check('', where)
+    with foreign_errors(where):
+        spec = {'driver': 'ocdbt', 'base': storage.array_kvstore(directory)}
+        store = ts.KvStore.open(spec, context=storage.context()).result()
+        return [key.decode() for key in store.list().result()]
+
+
+def _facts(files: CheckpointFiles) -> Sidecar:
+    """The contents of Levanter's ``metadata.json``, as custom metadata."""
+    try:
+        facts = json.loads(files.read(LEVANTER, 2**20))
+    except (CheckpointNotFoundError, CorruptCheckpointError, ValueError, RecursionError):
+        return Sidecar(format=0)
+    return Sidecar(format=0, custom_metadata=facts if isinstance(facts, dict) else {})

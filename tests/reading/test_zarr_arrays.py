@@ -1,0 +1,328 @@
+"""Arrays and trees of other writers of zarr: each is read to the bit, or refused as unsupported, which is not damage."""
+
+import itertools
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import ml_dtypes
+import numcodecs
+import numpy as np
+import pytest
+import tensorstore as ts
+from flax import serialization
+from jax.experimental.array_serialization import serialization as jax_serialization
+from support.bits import assert_same
+
+import t5ckpt
+from t5ckpt import Checkpointer
+from t5ckpt.convert import convert_checkpoint
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+W = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+
+
+def write_array(directory: pathlib.Path, values: np.ndarray, codecs: Any = (), chunks: Any = (4, 3), **fields: Any):
+    """A zarr v2 array, encoded by numcodecs with filters and, last, a compressor; ``fields`` replace those of ``.zarray``."""
+    directory.mkdir(parents=True)
+    order = 'F' if fields.get('order') == 'F' else 'C'
+    metadata = {
+        'zarr_format': 2,
+        'shape': values.shape,
+        'chunks': chunks,
+        'dtype': values.dtype.str,
+        'fill_value': None,
+    }
+    *filters, compressor = [codec.get_config() for codec in codecs] or [None]
+    metadata |= {'filters': filters or None, 'compressor': compressor, 'order': 'C'} | fields
+    (directory / '.zarray').write_text(json.dumps({key: value for key, value in metadata.items() if value is not ...}))
+    for index in itertools.product(
+        *(range(-(-size // chunk)) for size, chunk in zip(values.shape, chunks, strict=True))
+    ):
+        whole = np.zeros(chunks, values.dtype)
+        part = values[tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, chunks, strict=True))]
+        whole[tuple(map(slice, part.shape))] = part
+        data: Any = np.frombuffer(whole.tobytes(order), np.uint8 if whole.dtype.kind == 'V' else whole.dtype)
+        for codec in codecs:
+            data = codec.encode(data)
+        (directory / '.'.join(map(str, index))).write_bytes(bytes(memoryview(data).cast('B')))
+
+
+def write_step(
+    run: pathlib.Path, values: np.ndarray, *args: Any, in_manifest: Any = None, step: int = 2, **fields: Any
+):
+    """A step as T5X writes it, whose array another program has rewritten."""
+    directory = run / f'checkpoint_{step}'
+    write_array(directory / 'target.w', values, *args, **fields)
+    metadata = json.loads((directory / 'target.w' / '.zarray').read_text())
+    spec = {
+        'driver': 'zarr',
+        'dtype': in_manifest or values.dtype.name,
+        'kvstore': {'driver': 'file', 'path': 'target.w'},
+    }
+    spec['metadata'] = {key: metadata[key] for key in ('shape', 'chunks', 'compressor')}
+    state = {'target': {'w': spec}, 'state': {'step': np.int32(step)}}
+    (directory / 'checkpoint').write_bytes(serialization.msgpack_serialize({'version': 3, 'optimizer': state}))
+
+
+def reads(run: pathlib.Path, values: np.ndarray) -> dict[str, Any]:
+    template = {'target': {'w': np.zeros(values.shape, values.dtype)}, 'state': {'step': np.int32(0)}}
+    abstract = template | {'target': {'w': jax.ShapeDtypeStruct(values.shape, values.dtype)}}
+    return {
+        'view': lambda: t5ckpt.open_checkpoint(run)['target/w'][...],
+        'load': lambda: t5ckpt.load_t5x_checkpoint(run)['target']['w'],
+        'restore': lambda: Checkpointer(template, checkpoints_dir=run).restore()['target']['w'],
+        'to devices': lambda: Checkpointer(abstract, checkpoints_dir=run).restore()['target']['w'],
+        'mapped': lambda: Checkpointer(template, checkpoints_dir=run, mmap=True).restore()['target']['w'],
+    }
+
+
+BF16, F8, I4 = (np.dtype(getattr(ml_dtypes, name)) for name in ('bfloat16', 'float8_e4m3fn', 'int4'))
+READ: dict[str, tuple[np.ndarray, Any, dict[str, Any]]] = {
+    'lz4': (W, [numcodecs.LZ4()], {}),
+    'lzma': (W, [numcodecs.LZMA()], {}),
+    'zstd with a checksum': (W, [numcodecs.Zstd(3, checksum=True)], {}),
+    'shuffle': (W, [numcodecs.Shuffle(4), numcodecs.Zlib(1)], {}),
+    'delta': (W.astype(np.int32), [numcodecs.Delta('<i4'), numcodecs.Zstd(1)], {}),
+    'shuffle alone, order F': (W, [numcodecs.Shuffle(4), numcodecs.LZ4()], {'order': 'F'}),
+    'lz4, big-endian': (W.astype('>f4'), [numcodecs.LZ4()], {}),
+    'lz4 of bfloat16': (W.astype(BF16), [numcodecs.LZ4()], {'dtype': '<V2'}),
+    'no order': (W, (), {'order': ...}),
+    'no filters': (W, (), {'filters': ...}),
+    'bfloat16 as <V2': (W.astype(BF16), (), {'dtype': '<V2'}),
+    'bfloat16 as |V2': (W.astype(BF16), (), {'dtype': '|V2', 'fill_value': 'AAA='}),
+    'float8 as |V1': (W.astype(F8), (), {'dtype': '|V1'}),
+    'int4 as |V1': (W.astype(I4), (), {'dtype': '|V1'}),
+    'a name for <f4': (W, (), {'dtype': 'float32'}),
+}
+
+
+@pytest.mark.parametrize('name', READ)
+def test_what_another_writer_encodes_is_read(tmp_path, name):
+    values, codecs, fields = READ[name]
+    wanted = values.astype(values.dtype.newbyteorder('='))
+    write_step(tmp_path, values, codecs, in_manifest=wanted.dtype.name, **{'zarr_format': 2, **fields})
+    for how, read in reads(tmp_path, wanted).items():
+        assert_same(read(), wanted, how)
+    assert_same(t5ckpt.open_checkpoint(tmp_path)['target/w'][1:5, 2], wanted[1:5, 2])
+    assert t5ckpt.verify(tmp_path, full=True).ok
+    url = f'memory://zarr-arrays-{name}'
+    t5ckpt.copy_checkpoint(tmp_path, url)
+    assert_same(t5ckpt.open_checkpoint(url)['target/w'][...], wanted)
+
+
+UNSUPPORTED: dict[str, tuple[np.ndarray, str, dict[str, Any], str]] = {
+    'a codec': (W, 'float32', {'compressor': {'id': 'vlen-utf8'}}, "the codec 'vlen-utf8'"),
+    'a separator': (W, 'float32', {'dimension_separator': '|'}, 'dimension_separator'),
+    'pickle': (W, 'float32', {'filters': [{'id': 'pickle', 'protocol': 5}]}, "the codec 'pickle'"),
+    'a dtype': (W, 'float32', {'dtype': '<M8[ns]'}, "'<M8\\[ns\\]'"),
+    'objects': (W, 'float32', {'dtype': '|O'}, "'|O'"),
+    'fields': (W, 'float32', {'dtype': [['a', '<f4'], ['b', '<i4']]}, "'a', '<f4'"),
+    'text': (W, 'float32', {'dtype': '<U2'}, "'<U2'"),
+    'another dtype': (W.astype(np.float16), 'bfloat16', {}, "'<f2', and the manifest bfloat16"),
+    'an unknown dtype in the manifest': (W, 'float128', {}, "'float128'"),
+}
+
+
+@pytest.mark.parametrize('name', UNSUPPORTED)
+def test_unsupported_is_not_damaged(tmp_path, name, caplog):
+    values, dtype, fields, found = UNSUPPORTED[name]
+    template = {'target': {'w': W}, 'state': {'step': np.int32(1)}}
+    with Checkpointer(template, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(template, step=1)
+    write_step(tmp_path, values, in_manifest=dtype, **fields)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    every = reads(tmp_path, W) | {'verify': lambda: t5ckpt.verify(tmp_path)}
+    every['restore_or_init'] = lambda: t5ckpt.restore_or_init(
+        Checkpointer(template, checkpoints_dir=tmp_path), lambda: pytest.fail('a new run')
+    )
+    for read in every.values():
+        with pytest.raises(UnsupportedFormatError, match=found) as caught:
+            read()
+        assert 'copy' not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert 'looking for an older one' not in caplog.text
+
+
+def test_a_damaged_zarray_is_damage_although_it_names_an_unknown_codec(tmp_path):
+    template = {'w': np.zeros((64, 128), np.float32)}
+    with Checkpointer(template, checkpoints_dir=tmp_path, inline_bytes=0, compression='zstd') as checkpointer:
+        checkpointer.save(template, step=1)
+        checkpointer.save(template, step=2)
+        file = tmp_path / 'checkpoint_2' / 'w' / '.zarray'
+        file.write_bytes(file.read_bytes().replace(b'zstd', b'zsud'))
+        with pytest.raises(CorruptCheckpointError, match=r'w: w/\.zarray'):
+            checkpointer.restore(2)
+        assert t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run')) is not None
+        assert checkpointer.restored_step == 1
+    assert list(tmp_path.glob('*damaged*'))
+
+
+@pytest.mark.parametrize('codecs', [[numcodecs.LZ4()], [numcodecs.Shuffle(4), numcodecs.Zlib(1)], [numcodecs.LZMA()]])
+def test_a_damaged_chunk_of_numcodecs_is_damage(tmp_path, codecs):
+    write_step(tmp_path, W, codecs)
+    chunk = tmp_path / 'checkpoint_2' / 'target.w' / '0.0'
+    for data in (b'', chunk.read_bytes()[:-3], b'\xff' * 40, None):
+        chunk.unlink() if data is None else chunk.write_bytes(data)
+        for read in reads(tmp_path, W).values():
+            with pytest.raises(CorruptCheckpointError, match=r'target/w.*0\.0'):
+                read()
+        assert [damage.leaf for damage in t5ckpt.verify(tmp_path, full=True).damages] == ['target/w']
+    shutil.rmtree(chunk.parent)
+    with pytest.raises(CorruptCheckpointError):
+        t5ckpt.open_checkpoint(tmp_path)['target/w'][...]
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+TREE = {
+    'model/embed/weight': np.arange(128 * 64, dtype=np.float32).reshape(128, 64),
+    'model/blocks/0/w': np.ones((64, 64), BF16),
+    'optimizer_state/0/mu/w': np.full((64, 64), 0.5, np.float32),
+    'training_key': np.asarray([0, 7], np.uint32),
+    'step': np.int32(10),
+}
+
+
+def levanter_step(directory: pathlib.Path, *, ocdbt: bool = False):
+    """A step as Levanter writes it: JAX's serialization of each leaf, then ``metadata.json``."""
+    manager = jax_serialization.GlobalAsyncCheckpointManager()
+    paths = [str(directory / name) for name in TREE]
+    specs = [jax_serialization.get_tensorstore_spec(path, ocdbt=ocdbt) for path in paths]
+    if ocdbt:
+        for spec, name in zip(specs, TREE, strict=True):
+            spec['kvstore'] = {'driver': 'ocdbt', 'base': f'file://{directory}/', 'path': f'{name}/'}
+    facts = {'step': 10, 'timestamp': '2026-01-01T00:00:00', 'is_temporary': False}
+    directory.mkdir(parents=True)
+    manager.serialize(
+        [*map(jax.numpy.asarray, TREE.values())],
+        specs,
+        on_commit_callback=lambda: (directory / 'metadata.json').write_text(json.dumps(facts)),
+    )
+    manager.wait_until_finished()
+
+
+def nested(values: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in values.items():
+        *above, last = name.split('/')
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
+@pytest.mark.parametrize('ocdbt', [False, True])
+def test_steps_of_levanter_open_restore_and_convert(tmp_path, ocdbt):
+    run, step = tmp_path / 'lev', tmp_path / 'lev' / 'step-10'
+    levanter_step(step, ocdbt=ocdbt)
+    (run / 'step-20' / 'model').mkdir(parents=True)
+    assert t5ckpt.latest_step(run) == 10
+    for path in (run, step):
+        view = t5ckpt.open_checkpoint(path)
+        assert sorted(view) == sorted(TREE)
+        for name, values in TREE.items():
+            assert_same(view[name][...], np.asarray(values), name)
+        assert t5ckpt.verify(path, full=True).ok
+    template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype), nested(TREE))
+    with Checkpointer(template, checkpoints_dir=run) as checkpointer:
+        state = t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run'))
+        assert_same(state['model']['blocks']['0']['w'], TREE['model/blocks/0/w'])
+        assert checkpointer.restored_step == 10
+        later = jax.tree.map(jax.numpy.zeros_like, state) | {'step': jax.numpy.int32(30)}
+        checkpointer.save(later, step=30)
+    assert t5ckpt.latest_step(run) == 30
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='is step 10 of a run'):
+        Checkpointer(template, checkpoints_dir=step)
+    convert_checkpoint('zarr', step, tmp_path / 'out')
+    assert t5ckpt.verify(tmp_path / 'out', step=10, full=True).ok
+    for name, values in TREE.items():
+        assert_same(t5ckpt.open_checkpoint(tmp_path / 'out', step=10)[name][...], np.asarray(values), name)
+
+
+def test_every_step_of_levanter_converts(tmp_path):
+    levanter_step(tmp_path / 'lev' / 'step-10')
+    shutil.copytree(tmp_path / 'lev' / 'step-10', tmp_path / 'lev' / 'step-20')
+    done = t5ckpt.convert_run('zarr', tmp_path / 'lev', tmp_path / 'out')
+    assert [conversion.step for conversion in done.converted] == [10, 20]
+
+
+V3: dict[str, Any] = {
+    'gzip': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'gzip', 'configuration': {'level': 3}}],
+    'big-endian, crc32c': [{'name': 'bytes', 'configuration': {'endian': 'big'}}, {'name': 'crc32c'}],
+    'transposed': [
+        {'name': 'transpose', 'configuration': {'order': [1, 0]}},
+        {'name': 'bytes', 'configuration': {'endian': 'little'}},
+    ],
+    'in/shards': [
+        {
+            'name': 'sharding_indexed',
+            'configuration': {
+                'chunk_shape': [1, 1],
+                'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}],
+                'index_codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}],
+            },
+        }
+    ],
+}
+
+
+def test_groups_of_zarr_open_and_convert(tmp_path):
+    """Version 2 and 3 in one tree, with groups, and more chunks in a shard than a directory may have files."""
+    values = np.arange(1, 130 * 130 + 1, dtype=np.float32).reshape(130, 130)
+    root = tmp_path / 'group'
+    group = json.dumps({'zarr_format': 3, 'node_type': 'group', 'attributes': {}})
+    for name, codecs in V3.items():
+        metadata = {'shape': values.shape, 'data_type': 'float32', 'codecs': codecs}
+        metadata['chunk_grid'] = {'name': 'regular', 'configuration': {'chunk_shape': values.shape}}
+        spec = {'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': f'{root / name}/'}, 'metadata': metadata}
+        ts.open(spec, create=True).result().write(values).result()
+    for directory in (root, root / 'in', root / 'empty'):
+        directory.mkdir(exist_ok=True)
+        (directory / 'zarr.json').write_text(group)
+    write_array(root / 'v2' / 'w', values, [numcodecs.Shuffle(4), numcodecs.LZ4()], chunks=(100, 60))
+    (root / 'v2' / '.zgroup').write_text('{"zarr_format": 2}')
+    view = t5ckpt.open_checkpoint(root)
+    assert sorted(view) == sorted([*V3, 'v2/w'])
+    for name in view:
+        assert_same(view[name][...], values, name)
+        assert_same(view[name][3:120, 7], values[3:120, 7], name)
+    assert t5ckpt.verify(root, full=True).ok
+    convert_checkpoint('zarr', root, tmp_path / 'out', t5ckpt.ConvertOptions(step=3))
+    assert_same(t5ckpt.open_checkpoint(tmp_path / 'out')['v2/w'][...], values)
+    template = {'v2': {'w': np.zeros_like(values)}}
+    with Checkpointer(template) as checkpointer:
+        assert_same(checkpointer.restore(path=root, strict='contains')['v2']['w'], values)
+
+
+def test_a_tree_is_read_whole_or_not_at_all(tmp_path):
+    root = tmp_path / 'group'
+    write_array(root / 'a', W)
+    write_array(root / 'b', W)
+    (root / 'b' / '.zarray').unlink()
+    with pytest.raises(CorruptCheckpointError, match=r'b/.* is a chunk of an array without \.zarray'):
+        t5ckpt.open_checkpoint(root)
+
+
+def test_what_another_program_has_not_finished_is_no_tree(tmp_path):
+    """A step of T5X without its manifest, a run of such steps, a step of Levanter without metadata.json, a parent of runs."""
+    for name in ('checkpoint_7', 'checkpoint_7.tmp-123', 'run/checkpoint_7', 'lev/step-10/model'):
+        write_array(tmp_path / name / 'target.w', W)
+    for name in ('checkpoint_7', 'checkpoint_7.tmp-123', 'run', 'lev', '.'):
+        with pytest.raises(t5ckpt.errors.CheckpointNotFoundError):
+            t5ckpt.open_checkpoint(tmp_path / name)
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='one array of zarr'):
+        t5ckpt.open_checkpoint(tmp_path / 'lev' / 'step-10' / 'model' / 'target.w')
+
+
+def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
+    for name, found in {'model.eqx': r'Equinox.*tree_deserialise_leaves.*init_fn', 'tree.zip': 'unpack it'}.items():
+        (tmp_path / name).write_bytes(b'PK')
+        with pytest.raises(UnsupportedFormatError, match=found):
+            t5ckpt.open_checkpoint(tmp_path / name)
+    (tmp_path / 'tree.zip').unlink()
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='files of Equinox'):
+        t5ckpt.open_checkpoint(tmp_path)

@@ -343,7 +343,13 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
     model, runs = model_file(storage), runs_below(storage)
     cure = 'Check the path.'
     if model is not None:
-        cure = f'Give the path of the file: {storage.url(model)}'
+        # The caller reads no models; those that do have found it.
+        foreign = foreign_file(model)
+        cure = (
+            f'Give the path of the file: {storage.url(model)}'
+            if foreign is None
+            else f'{storage.url(model)} is {foreign}.'
+        )
     elif runs:
         cure = f'Give the path of one: {storage.url(runs[0])}'
     contents = f'it contains {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)

@@ -28,6 +28,7 @@ from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.template import leaf_templates
 from t5ckpt.tree.train_state import StateView, flatten_state
+from t5ckpt.tree.transfers import explicit_transfers
 
 _log = logging.getLogger('t5ckpt')
 
@@ -136,11 +137,11 @@ def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any]
     reader = reader_of(contents, request.reading)
     if request.call.donate:
         _free(view.table, [read.value for read in (*plan.inline, *plan.fallback)])
-    with contents.identity.reading():
+    with contents.identity.reading(), explicit_transfers():
         values, final_shardings, nbytes = (
             lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
         )
-    values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
+        values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
     data = '' if request.call.leaves_iterator else _move_iterator(request, reader, contents.located)
     summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
     only = request.call.only

@@ -23,6 +23,7 @@ from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
 from t5ckpt.policies import KeepAll, KeepPolicy
 from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
+from t5ckpt.tree.transfers import explicit_transfers
 
 LOCAL_KEEP = 2
 """The default of ``local_keep``."""
@@ -153,7 +154,8 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         check_kind('the name of a metric', name, str, "'loss'")
         try:
-            numbers[name] = _number(value)
+            with explicit_transfers():
+                numbers[name] = _number(value)
         except RuntimeError as error:
             # JAX's error has no name.
             raise ValueError(f'metrics: {name!r} cannot be read: {error}') from error

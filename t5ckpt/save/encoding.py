@@ -40,6 +40,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.transfers import explicit_transfers
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024
@@ -128,7 +129,8 @@ class CodecSelection:
         """
         codecs = dict(self.agreed or {})
         for location, (sample, dtype) in samples.items():
-            values = to_stored(np.asarray(sample).astype(dtype))
+            with explicit_transfers():
+                values = to_stored(np.asarray(sample).astype(dtype))
             codecs[location] = self.choose(values, last_codec(location))
         if samples:
             # Also for the next save if this one fails: a leaf is sampled once.

@@ -23,6 +23,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
 from t5ckpt.save.staged_leaf import CallerLeaf, DeviceLeaf, HostLeaf, StagedLeaf, is_on_cpu, whole_value
 from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.transfers import explicit_transfers
 
 
 class _Method(enum.Enum):
@@ -211,7 +212,8 @@ def _device_copies(arrays: Sequence[Any]) -> Sequence[Any]:
     shardings = [
         array.sharding if is_on_cpu(array) else array.sharding.with_memory_kind('pinned_host') for array in arrays
     ]
-    copies = jax.device_put(list(arrays), shardings, may_alias=False)
+    with explicit_transfers():
+        copies = jax.device_put(list(arrays), shardings, may_alias=False)
     jax.block_until_ready([copy for copy, is_ready in zip(copies, waits, strict=True) if is_ready])
     return copies
 

@@ -15,6 +15,7 @@ from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+from t5ckpt.tree.transfers import explicit_transfers
 
 
 class StagedLeaf(abc.ABC):
@@ -52,7 +53,7 @@ class DeviceLeaf(StagedLeaf):
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
         index = _shard_of(chunk)
-        self._shards[index] = np.asarray(self._shards[index])
+        self._shards[index] = on_host(self._shards[index])
         return self._shards[index][chunk.box_in_shard.slices]
 
     def release(self) -> None:
@@ -68,7 +69,8 @@ class CallerLeaf(StagedLeaf):
 
     def values(self, chunk: ChunkWrite) -> np.ndarray:
         shard, slices = self._array.addressable_shards[_shard_of(chunk)].data, chunk.box_in_shard.slices
-        return np.asarray(shard)[slices] if is_on_cpu(shard) else np.asarray(shard[slices])
+        with explicit_transfers():
+            return np.asarray(shard)[slices] if is_on_cpu(shard) else np.asarray(shard[slices])
 
     def release(self) -> None:
         self._array = None
@@ -118,6 +120,12 @@ def is_on_cpu(leaf: Any) -> bool:
     return next(iter(leaf.sharding.device_set)).platform == 'cpu'
 
 
+def on_host(array: Any) -> np.ndarray:
+    """The values of a jax.Array; on the CPU, a view of its memory for most dtypes."""
+    with explicit_transfers():
+        return np.asarray(array)
+
+
 def whole_value(leaf: Any) -> np.ndarray:
     """The values of an inline jax.Array. One of size 0 may have no shard of its shape."""
     if leaf.size == 0:
@@ -126,14 +134,14 @@ def whole_value(leaf: Any) -> np.ndarray:
         if is_on_cpu(leaf):
             # numpy.asarray(leaf) of a replicated array on the CPU is a view of its memory, in a third of the time of the
             # branch below. JAX caches the result only if it is a copy.
-            values = np.asarray(leaf)
+            values = on_host(leaf)
             if not values.flags.owndata:
                 return values
-        return np.asarray(leaf.addressable_data(0))
+        return on_host(leaf.addressable_data(0))
     # Not numpy.asarray(leaf): JAX caches its result, but memory that the array shares with its source may change.
     values = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.addressable_shards:
-        values[shard.index] = shard.data
+        values[shard.index] = on_host(shard.data)
     return values
 
 

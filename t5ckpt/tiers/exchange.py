@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from t5ckpt.format.file_checksums import FileEntry
+from t5ckpt.tree.transfers import explicit_transfers
 
 # Of the sender: its rows on the host and on the device; of all processes: the sum on both, and a buffer of the collective.
 _BYTES_OF_ROWS, _COPIES_OF_ROWS = 256 * 2**20, 5
@@ -151,7 +152,8 @@ class _Rows:
         self._nothing = self._global(np.zeros(self._own_shape, _WORD))
 
     def _global(self, own: np.ndarray) -> Any:
-        return self._make(self._sharding, own, self._shape)
+        with explicit_transfers():
+            return self._make(self._sharding, own, self._shape)
 
     def sum(self, slot: int | None, row: np.ndarray | None) -> np.ndarray:
         """The rows of all senders by slot, as uint8; ``row`` is that of this process in ``slot``, None if it sends nothing."""
@@ -160,7 +162,8 @@ class _Rows:
             own = np.zeros(self._own_shape, _WORD)
             own[0, slot] = row.view(_WORD)
             rows = self._global(own)
-        return np.asarray(self._sum(rows).addressable_data(0)).view(np.uint8)
+        with explicit_transfers():
+            return np.asarray(self._sum(rows).addressable_data(0)).view(np.uint8)
 
 
 class _Stream:

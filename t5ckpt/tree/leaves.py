@@ -21,6 +21,7 @@ from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import MAX_RANK, MAX_SAVED_DEPTH, Empty, LeafTable
+from t5ckpt.tree.transfers import explicit_transfers
 
 # Libraries whose arrays have more than values, and the conversion that an error suggests.
 _OTHERS = {
@@ -398,7 +399,8 @@ def _valued(path: Path, leaf: Any) -> Any:
     name, kind = leaf_name(path), type(leaf).__qualname__
     try:
         if _is_ref(leaf):
-            return leaf[...]
+            with explicit_transfers():
+                return leaf[...]
         values = np.asarray(leaf) if hasattr(type(leaf), '__array__') else None
     except Exception as error:
         raise UnsupportedLeafError(

@@ -20,6 +20,7 @@ from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import check_has_values
+from t5ckpt.tree.transfers import explicit_transfers
 
 MAX_STEP = 10**18
 # Deeper than a state that can be saved, and shallower than the stack of Python.
@@ -245,7 +246,8 @@ def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
         if not value.addressable_shards:
             raise ValueError('the step is an array on other processes only: pass step= to save.')
         value = value.addressable_data(0)
-    number = np.asarray(value)
+    with explicit_transfers():
+        number = np.asarray(value)
     if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:
         raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {shown(value)}.')
     return int(number)

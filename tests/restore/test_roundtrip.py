@@ -264,6 +264,57 @@ def test_nnx_state_updates_a_module(run_dir):
     assert_same(other.kernel[...], module.kernel[...])
 
 
+GUARDED = {
+    'float': lambda rows: jax.device_put(jnp.ones((128, 64)), rows),
+    'small': lambda rows: jax.device_put(jnp.ones(8), rows),
+    'one device': lambda _: jnp.ones((128, 64)),
+    'weak': lambda _: jnp.asarray(1.0),
+    'int4': lambda rows: jax.device_put(jnp.ones((128, 64), jnp.int4), rows),
+    'int4 one device': lambda _: jnp.ones((256, 128), jnp.int4),
+    'int4 small': lambda _: jnp.ones(3, jnp.int4),
+    'keys': lambda rows: jax.device_put(jax.random.split(jax.random.key(0), 8), rows),
+    'numpy': lambda _: np.ones((128, 64)),
+    'python': lambda _: 1.5,
+    'count': lambda _: jnp.int32(3),
+    'mutable': lambda _: jax.new_ref(jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize('is_global', [False, True])
+def test_a_guard_against_implicit_transfers_does_not_stop_a_save_or_a_restore(run_dir, is_global):
+    mesh = jax.make_mesh((8,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+    state = {name: make(NamedSharding(mesh, PartitionSpec('d'))) for name, make in GUARDED.items()}
+    state['numbers'] = {1: 2}
+    template = {name: leaf[...] if name == 'mutable' else leaf for name, leaf in state.items()}
+    loss, step, before = jnp.float32(1), jnp.int32(1), jax.config.jax_transfer_guard
+    with contextlib.ExitStack() as stack:
+        if is_global:
+            # The threads of a save have it, too.
+            stack.callback(jax.config.update, 'jax_transfer_guard', before)
+            jax.config.update('jax_transfer_guard', 'disallow')
+        else:
+            stack.enter_context(jax.transfer_guard('disallow'))
+        for codec, mmap in (('auto', False), (None, True)):
+            with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), compression=codec, mmap=mmap) as ck:
+                ck.save(state, metrics={'loss': loss}, step=step, overwrite=True)
+                ck.save_async(state, step=2, overwrite=True).result()
+                for number in (1, 2):
+                    restored = ck.restore(step=number)
+                more = {**template, 'new': state['float'], 'moved': state['float']}
+            given = {'new': np.ones((128, 64), np.float32), 'moved': template['one device']}
+            t5ckpt.Checkpointer(more, checkpoints_dir=str(run_dir)).restore(fallback_state=given)
+    assert jax.tree.map(lambda leaf: getattr(leaf, 'dtype', None), restored) == jax.tree.map(
+        lambda leaf: getattr(leaf, 'dtype', None), template
+    )
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir)) as ck, jax.transfer_guard('disallow_explicit'):
+        with pytest.raises(
+            errors.T5CkptError, match=r"jax\.transfer_guard\('disallow_explicit'\) forbids a transfer of this"
+        ):
+            ck.restore()
+        with jax.transfer_guard('disallow'):
+            ck.restore()
+
+
 def test_random_keys_go_on_as_they_would(run_dir):
     key = jax.random.key(3, impl='rbg')
     template = {'key': jax.random.key(0, impl='rbg')}

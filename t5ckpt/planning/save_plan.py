@@ -38,11 +38,12 @@ from t5ckpt.format.sidecar import TreeFacts
 from t5ckpt.planning.casts import Cast, dtypes_after_cast
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
-from t5ckpt.tree.leaves import LeafToSave, is_jax_array
+from t5ckpt.tree.leaves import LeafToSave, is_jax_array, processes_of
 
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})
 _MAX_DIFF_LINES = 40
+_ALL_OF_PROCESS = ', all of process '
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +163,9 @@ def plan_save(
       t5x_inlines: by path, whether T5X writes the leaf into the manifest, where that is known.
 
     Raises:
-      UnsupportedLeafError: arrays are local to this process, in a job of several.
       UnmatchedPattern: the cast selects no leaf.
     """
     assignment = WriteAssignment() if assignment is None else assignment
-    if assignment.count > 1:
-        _refuse_local(given, assignment.count)
     dtypes = dtypes_after_cast(given, options.cast)
     # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
     leaves = sorted(given, key=operator.attrgetter('path')) if assignment.count > 1 else given
@@ -246,21 +244,6 @@ def _directories(arrays: Sequence[_Array]) -> dict[Path, str]:
     return {path: by_name[name] for path, name in names.items()}
 
 
-def _refuse_local(leaves: Sequence[LeafToSave], count: int) -> None:
-    """Rejects host-local arrays in a job of several processes, since each process has different values of them."""
-    local = [leaf for leaf in leaves if is_jax_array(leaf.value) and leaf.value.is_fully_addressable]
-    if local:
-        names = [f'{leaf.name} {leaf.shape} on {leaf.value.sharding}' for leaf in local[:20]]
-        names += [f'and {len(local) - 20} more'] if len(local) > 20 else []
-        head = f'these arrays are local to this process, and each of the {count} processes has its own:'
-        cure = (
-            'Make them global: create them in a jitted function with out_shardings over the mesh of all '
-            'processes, or with jax.make_array_from_process_local_data; values that are the same everywhere may also be '
-            'given as numpy arrays or numbers, which are taken from process 0.'
-        )
-        raise UnsupportedLeafError(lines(lines(head, *names, between='\n  '), cure))
-
-
 def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
     leaf, on_disk = array.leaf, stored_dtype(array.dtype)
     chunk_shape, chunks, boxes_of_others = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
@@ -304,7 +287,7 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
     else:
         # Many leaves share few shardings, and formatting one is slow.
         if id(sharding) not in shardings:
-            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
+            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}{_process_text(sharding)}'
         memory = shardings[id(sharding)]
     shape = tuple(getattr(value, 'shape', ()))
     chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
@@ -320,6 +303,12 @@ def _devices_text(sharding: Any) -> str:
     return f'devices {digest(str(sorted(ids) if mesh is None else ids).encode())}'
 
 
+def _process_text(sharding: Any) -> str:
+    """The process that holds the whole array, such as a stage of a pipeline; '' if several hold it."""
+    processes = processes_of(sharding)
+    return f'{_ALL_OF_PROCESS}{next(iter(processes))}' if len(processes) == 1 else ''
+
+
 def difference(first: str, other: str, process: int) -> DisagreementError:
     """The error for a process whose plan differs from process 0's."""
     changes = difflib.unified_diff(
@@ -329,6 +318,12 @@ def difference(first: str, other: str, process: int) -> DisagreementError:
     more = [f'... and {len(shown) - _MAX_DIFF_LINES} more lines'] if len(shown) > _MAX_DIFF_LINES else []
     head = 'the processes were asked to save different things; nothing was written:'
     listed = lines(head, *shown[:_MAX_DIFF_LINES], *more, between='\n  ')
-    return DisagreementError(
-        lines(listed, 'Every process has to save the same tree, to the same directory, as the same step.')
-    )
+    cures = ['Every process has to save the same tree, to the same directory, as the same step.']
+    if any(f'{_ALL_OF_PROCESS}{process}' in line for line in shown):
+        cures.append(
+            f'Arrays on devices of process {process} only are its own, and other processes have others. Make them global: create '
+            'them in a jitted function with out_shardings over the mesh of all processes, or with '
+            'jax.make_array_from_process_local_data. Values that are the same everywhere may also be NumPy arrays or numbers, '
+            'which are taken from process 0.'
+        )
+    return DisagreementError(lines(listed, *cures))

@@ -131,11 +131,9 @@ def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
 
 
 def _warn_if_local(plan: RestorePlan) -> None:
-    """Warns of leaves that each process of a job restores separately, since their sharding does not cover all processes."""
-    reads = [read for read in (*plan.stored, *plan.inline) if read.template.device]
-    local = [
-        read.name for read in reads if read.template.sharding is None or read.template.sharding.is_fully_addressable
-    ]
+    """Warns of leaves that each process of a job restores separately, since the template names no devices for them."""
+    reads = (*plan.stored, *plan.inline)
+    local = [read.name for read in reads if read.template.device and read.template.sharding is None]
     if local:
         warn_caller(
             UnshardedTemplateWarning(

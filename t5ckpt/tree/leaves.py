@@ -160,6 +160,12 @@ def unreduced_axes(sharding: Any) -> str:
     return ', '.join(sorted(map(str, getattr(getattr(sharding, 'spec', None), 'unreduced', ()))))
 
 
+@functools.lru_cache(256)
+def processes_of(sharding: Any) -> frozenset[int]:
+    """The processes of a job that hold a part of an array."""
+    return frozenset(device.process_index for device in sharding.device_set)
+
+
 def leaf_devices(leaf: Any) -> int:
     """The number of devices of a leaf; 1 for a leaf that is not a jax.Array."""
     # A tracer has no such attribute.
@@ -322,9 +328,11 @@ class LeafToSave(NamedTuple):
 
     @property
     def is_whole_per_process(self) -> bool:
-        """Whether a process that holds a part of the value holds all of it."""
+        """Whether a process that holds a part of the value holds all of it; the same in all processes."""
         value = self.value
-        return getattr(value, 'is_fully_addressable', True) or getattr(value, 'is_fully_replicated', False)
+        if getattr(value, 'is_fully_addressable', True) or value.is_fully_replicated:
+            return True
+        return len(processes_of(value.sharding)) == 1
 
 
 def leaves_to_save(table: LeafTable, is_storable: Callable[[np.dtype], bool]) -> list[LeafToSave]:

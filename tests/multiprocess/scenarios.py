@@ -227,6 +227,12 @@ def save_odd(directory):
         'sub_replicated': (full('b', (999, 1021), 'float32'), away),
         'sub_small': (full('c', (5,), 'float32'), away),
         'sub_scalar': (full('d', (), 'float32'), away),
+        # Stages of a pipeline, each on devices of one process.
+        'stage_0': (full('f', (512, 64), 'float32'), NamedSharding(some_devices(0, 2).mesh, PartitionSpec('x'))),
+        'stage_1': (full('g', (512, 64), 'float32'), some_devices(2, 2)),
+        'stage_0_small': (full('h', (4,), 'float32'), NamedSharding(some_devices(0, 2).mesh, PartitionSpec('x'))),
+        'stage_3_small': (full('i', (4,), 'float32'), NamedSharding(some_devices(6, 2).mesh, PartitionSpec('x'))),
+        'stage_3_scalar': (full('j', (), 'float32'), jax.sharding.SingleDeviceSharding(jax.devices()[7])),
         'empty': (np.zeros((0, 8), np.float32), NamedSharding(mesh(), PartitionSpec(None, 'model'))),
         'uint4': (np.arange(4096).reshape(64, 64).astype(jnp.uint4), NamedSharding(mesh(), PartitionSpec('model'))),
         'float8': (full('e', (64, 64), 'float8_e4m3'), NamedSharding(mesh(), PartitionSpec('model'))),

@@ -191,8 +191,10 @@ class Checkpointer:
         self._retention = Retention(
             self._storage, policy, clock, datasets, metric_source, prune_others=prune_other_layouts
         )
-        same = {'local_dir': local_dir is not None}
-        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), same)
+        flags = {'follow_links': follow_links, 'read_only': read_only, 'share_replicated': share_replicated}
+        alike = {name: bool(value) for name, value in (flags | {'strict_save': strict_save}).items()}
+        alike |= {'local_dir': None if local_dir is None else 'a directory', 'verify': verify}
+        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), alike)
         self._clock = clock
         self._is_read_only = read_only
         self._has_source = metric_source is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from t5ckpt.distributed.opening import Opening
 from t5ckpt.distributed.processes import Processes, jax_processes
@@ -22,7 +23,7 @@ class Coordinator:
         storage: Storage,
         processes: Processes | None,
         timeout_seconds: float,
-        options: Mapping[str, bool] | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         """Asks for nothing.
 
@@ -30,7 +31,7 @@ class Coordinator:
           storage: of the run.
           processes: those of the job; None takes those of ``jax.distributed``.
           timeout_seconds: of a barrier.
-          options: whether the checkpointer has some options, by name, which all processes must pass; see :class:`Opening`.
+          options: those that all processes must pass alike, by name, of JSON's types; see :class:`Opening`.
         """
         self._storage = storage
         self._processes = processes

@@ -21,14 +21,14 @@ class Opening:
 
     Attributes:
       prefix: of the keys.
-      options: whether this process has each option.
+      options: the values of this process by name, of JSON's types.
       is_over: whether this process has voted.
       is_compared: whether this process has put its options, or compared them with those of the leader.
       has_failed: whether the options differ, so that all processes have failed, in different phases.
     """
 
     prefix: str
-    options: dict[str, bool]
+    options: dict[str, Any]
     is_over: bool = False
     is_compared: bool = False
     has_failed: bool = False
@@ -42,18 +42,17 @@ class Opening:
         """The votes without the options.
 
         Raises:
-          DisagreementError: some processes have an option and others do not.
+          DisagreementError: some processes have an option of another value.
         """
-        for name in self.options:
-            has, lacks = (
-                [str(index) for index, vote in enumerate(votes) if vote['options'][name] is is_given]
-                for is_given in (True, False)
-            )
-            if has and lacks:
+        for name, value in self.options.items():
+            by_value: dict[Any, list[str]] = {value: []}
+            for index, vote in enumerate(votes):
+                by_value.setdefault(vote['options'][name], []).append(str(index))
+            if len(by_value) > 1:
                 self.has_failed = True
+                texts = [f'{each} in {_some_processes(indices)}' for each, indices in by_value.items()]
                 raise DisagreementError(
-                    f'{name} is passed in {_some_processes(has)}, and not in {_some_processes(lacks)}. Pass {name} in all '
-                    'processes of the job, or in none.'
+                    f'{name} is {", and ".join(texts)}. Every process of the job has to pass it alike.'
                 )
         return [vote['vote'] for vote in votes]
 

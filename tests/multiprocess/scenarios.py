@@ -114,6 +114,14 @@ def restore(directory, shape=(2, 4), swap=False, options=None):
         return [read, jax_processes().barriers - barriers]
 
 
+def save_with(directory, options):
+    save(directory, step=2, options=options)
+
+
+def restore_with(directory, options):
+    restore(directory, options=options)
+
+
 def many_saves(directory, keep):
     with checkpointer(directory, keep=keep) as ck:
         for step in range(4):

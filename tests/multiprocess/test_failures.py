@@ -127,6 +127,19 @@ def test_restoring_different_steps(four, tmp_path):
     assert all('step 1 of' in text and 'step 0 of' not in text for _, text in errors)
 
 
+@pytest.mark.parametrize(
+    ('name', 'values'),
+    [('verify', ('quick', 'full')), ('share_replicated', (True, False)), ('follow_links', (False, True))],
+)
+@pytest.mark.parametrize('action', ['save', 'restore'])
+def test_an_option_that_differs_is_named_with_both_values(four, tmp_path, action, name, values):
+    four.run('save', tmp_path)
+    each = [{name: values[index > 1]} for index in range(4)]
+    for kind, text in four.errors(f'{action}_with', tmp_path, each=each):
+        assert kind == 'DisagreementError'
+        assert f'{name} is {values[0]} in processes 0, 1, and {values[1]} in processes 2, 3. Every process' in text
+
+
 def test_only_a_passed_deadline_is_a_time_out(four, tmp_path):
     for index, (raised, votes) in enumerate(four.run('coordination_errors', tmp_path)):
         (again, text, code), *late = raised

@@ -20,4 +20,6 @@ def test_a_local_directory_in_one_process_alone(two, tmp_path, action, given):
     for kind, text in errors:
         assert kind == 'DisagreementError', text
         assert 'DisagreementError' not in text
-        assert f'local_dir is passed in process {given}, and not in process {1 - given}' in text
+        texts = ['None in process', 'None in process']
+        texts[given] = 'a directory in process'
+        assert f'local_dir is {texts[0]} 0, and {texts[1]} 1' in text

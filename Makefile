@@ -134,7 +134,8 @@ $(VERSIONS:%=$(VENV)/%): $(VENV)/%: constraints/%.txt | $(BIN)/python
 # Not in CI, where a release of another project would stop a change of ours. The newest libraries need the newest Python, and
 # transformers the torch of $(VENV), so it has a directory of its own there, too.
 NEWEST := .venv-newest
-NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+NEWEST_PYTHON ?= $(shell for p in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13.*/bin/python python3.12 $(PYTHON); do \
+	$$p -c '' 2>/dev/null && echo $$p && break; done)
 EXCHANGE := catalog convert datasets format/test_real_readers.py reading/test_golden.py reading/test_orbax.py \
 	reading/test_npz.py restore/test_restore_safetensors.py tree
 newest: $(VENV)/installed-test

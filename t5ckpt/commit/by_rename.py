@@ -18,7 +18,15 @@ from t5ckpt.catalog.run_catalog import Index
 from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant_on_disk
-from t5ckpt.commit.removal import check_known, check_removable, is_pinned, move_aside, remove_checkpoint, rename_aside
+from t5ckpt.commit.removal import (
+    check_known,
+    check_removable,
+    hide_directory,
+    is_pinned,
+    move_aside,
+    remove_checkpoint,
+    rename_aside,
+)
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
@@ -192,13 +200,29 @@ class RenameTransaction(Transaction):
 
 
 def hide_by_rename(
-    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    *,
+    even_pinned: bool = False,
+    even_waiting: bool = False,
+    lease: WriteLease | None = None,
+    has_replacements: bool = True,
 ) -> Hidden | None:
     """Makes a step invisible, in one atomic operation, under the write lease of the step.
 
     A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
     set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``. A step that waits
     for its upload is kept, except with ``even_waiting``.
+
+    Args:
+      storage: the run.
+      step: to hide.
+      clock: returns unix seconds.
+      even_pinned: hide a pinned step.
+      even_waiting: hide a step that waits for its upload.
+      lease: the write lease of the step, if the caller has acquired it; this function releases it.
+      has_replacements: whether killed replacements of the step may exist.
 
     Returns:
       The argument of ``remove_hidden``; None if the step has a read lease, is pinned, or waits for its upload.
@@ -209,16 +233,19 @@ def hide_by_rename(
       AccessDeniedError: it belongs to another user; it is unchanged.
       StorageError: another process is writing it, or it could not be made invisible; it is unchanged.
     """
-    check_known(storage, step_dir(step))
-    check_removable(storage, step_dir(step))
-    lease = acquire_to_hide(storage, step, clock)
     try:
+        check_known(storage, step_dir(step))
+        check_removable(storage, step_dir(step))
+        lease = lease or acquire_to_hide(storage, step, clock)
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             return None
         if not even_waiting and step in waiting_steps(storage):
             return None
-        _drop_replacements(storage, step, clock)
-        doomed = rename_aside(storage, step_dir(step), step, 'deleted', clock())
+        if has_replacements:
+            _drop_replacements(storage, step, clock)
+        doomed = hide_directory(storage, step, clock)
+        if doomed is None:
+            return Hidden('', step)
         if even_pinned or not is_pinned(storage, doomed):
             return Hidden(doomed, step)
         try:
@@ -229,7 +256,8 @@ def hide_by_rename(
             raise
         return None
     finally:
-        lease.release()
+        if lease is not None:
+            lease.release()
 
 
 def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:

@@ -12,19 +12,24 @@ from collections.abc import Collection, Mapping, Sequence
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.commit.bucket_deletion import Hidden
+from t5ckpt.commit.by_rename import hide_by_rename
 from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
 from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
 from t5ckpt.commit.removal import is_pinned, kept_by
+from t5ckpt.commit.step_lease import leases_to_hide
 from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.names import parse_leftover, step_dir
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
 
+# The leases of a batch are not renewed.
+_BATCH = 1000
 _log = logging.getLogger('t5ckpt')
 
 
@@ -44,6 +49,8 @@ class Pruning:
         self._stay_log = stay_log
         self._strategy = strategy_of(storage)
         self._hidden: list[Hidden] = []
+        self._leases: dict[int, WriteLease] = {}
+        self._replaced = set[int]()
 
     def hide_steps(
         self, plan: Sequence[Decision], others: Mapping[int, ListedStep], confirmed: Collection[int] | None
@@ -55,13 +62,28 @@ class Pruning:
           others: those of the steps that are in another layout.
           confirmed: the steps that may go; None allows all of them. Of the others, nothing is logged.
         """
-        for decision in plan:
-            if confirmed is not None and decision.step not in confirmed:
-                continue
+        asked = [each for each in plan if confirmed is None or each.step in confirmed]
+        for decision in asked:
             if decision.keep:
                 self._stay_log.log(decision)
-            elif not self._hide_logged(decision, others.get(decision.step)):
+        doomed = [decision for decision in asked if not decision.keep]
+        for start in range(0, len(doomed), _BATCH):
+            if not self._hide_batch(doomed[start : start + _BATCH], others):
                 break
+
+    def _hide_batch(self, doomed: Sequence[Decision], others: Mapping[int, ListedStep]) -> bool:
+        """Hides some steps; on a file system with one listing of the leases, not one for each. See :meth:`_hide_logged`."""
+        try:
+            if self._strategy.can_rename and doomed[1:]:
+                own = [decision.step for decision in doomed if decision.step not in others]
+                self._leases = leases_to_hide(self._storage, own, self._clock)
+                names = map(parse_leftover, (entry.name for entry in self._storage.entries()))
+                self._replaced = {each.step for each in names if each is not None and each.state == 'replaced'}
+            return all(self._hide_logged(decision, others.get(decision.step)) for decision in doomed)
+        finally:
+            for lease in self._leases.values():
+                lease.leave()
+            self._leases = {}
 
     def _hide_logged(self, decision: Decision, other: ListedStep | None) -> bool:
         """Hides a step, unless it is kept. A failure is logged.
@@ -99,6 +121,10 @@ class Pruning:
         """Hides a step; returns None if it is kept."""
         if other is not None:
             return hide_other(self._storage, other, self._clock)
+        lease = self._leases.pop(step, None)
+        if lease is not None:
+            is_replaced = step in self._replaced
+            return hide_by_rename(self._storage, step, self._clock, lease=lease, has_replacements=is_replaced)
         self._steps.check_sidecar(step)
         return self._strategy.hide(self._storage, step, self._clock)
 

@@ -168,7 +168,12 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     if not foreign:
         storage.delete_tree(name)
         return
-    aside = move_aside(storage, name, step, unix, foreign)
+    try:
+        aside = move_aside(storage, name, step, unix, foreign)
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        aside = name
     if any(map(is_sidecar, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
@@ -284,6 +289,24 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
             else:
                 return target
         unix += 1
+
+
+def hide_directory(storage: Storage, step: int, clock: Clock, state: str = 'deleted') -> str | None:
+    """Renames the directory of a step; in a lower layer of an overlay file system, which cannot rename it, removes it.
+
+    The deletion of the manifest, which is the first, then hides the step, as in a bucket.
+
+    Returns:
+      The new name; None if the directory was removed.
+    """
+    try:
+        return rename_aside(storage, step_dir(step), step, state, clock())
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    storage.delete_file(join(step_dir(step), MANIFEST))
+    remove_checkpoint(storage, step_dir(step), step, clock())
+    return None
 
 
 def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:

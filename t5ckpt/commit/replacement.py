@@ -14,7 +14,7 @@ import logging
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.lease_owner import REPLACE
-from t5ckpt.commit.removal import check_known, is_pinned, kept_error, remove_checkpoint, rename_aside
+from t5ckpt.commit.removal import check_known, hide_directory, is_pinned, kept_error, remove_checkpoint, rename_aside
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -84,7 +84,10 @@ def put_in_place(
                 _exchange_back(storage, directory, final, error)
                 raise
             return directory if keeps_old else _rename_for_deletion(storage, step, directory, clock())
-        old = rename_aside(storage, final, step, 'replaced' if is_whole else 'deleted', clock())
+        old = hide_directory(storage, step, clock, 'replaced' if is_whole else 'deleted')
+        if old is None:
+            publish_step(storage, directory, step)
+            return None
         try:
             check_pin(old)
             publish_step(storage, directory, step)
@@ -177,9 +180,14 @@ def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
 def put_back(storage: Storage, leftover: Leftover) -> bool:
     """Restores the name of a replaced checkpoint if the step is missing; the caller holds the lock of its directory."""
     final, manifest = step_dir(leftover.step), join(leftover.name, MANIFEST)
-    if storage.kind(final) is not None or not storage.is_file(manifest):
+    if storage.is_file(join(final, MANIFEST)) or not storage.is_file(manifest):
         return False
     if not is_whole_manifest(storage.read(manifest)):
+        return False
+    if storage.kind(final) == 'dir':
+        # Its writer died while it removed the old one, or before it replaced a broken one.
+        remove_checkpoint(storage, final, leftover.step, leftover.unix)
+    elif storage.kind(final) is not None:
         return False
     storage.publish(leftover.name, final)
     _log.warning('t5ckpt: brought back %s, which a writer that died was about to replace', storage.url(final))

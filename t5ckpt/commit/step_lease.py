@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.run_catalog import Index, Leases
 from t5ckpt.commit.lease_files import live_steps, write_leases_of
 from t5ckpt.commit.lease_owner import COLLECT, DELETE, REPLACE, SAVE, UNKNOWN, Owner, read_owner
 from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
@@ -125,6 +125,30 @@ def acquire_to_hide(storage: Storage, step: int, clock: Clock) -> WriteLease:
         raise StorageError(errno.EBUSY, str(error)) from error
 
 
+def leases_to_hide(storage: Storage, steps: Iterable[int], clock: Clock) -> dict[int, WriteLease]:
+    """Acquires the write leases of many steps of a file system with one listing; those of others are left out.
+
+    The leases are not renewed, so the caller ends them within minutes. The locks of the directories, which are for garbage
+    collection, would need a file descriptor each.
+    """
+    leases: dict[int, WriteLease] = {}
+    try:
+        for step in steps:
+            key = functools.partial(catalog_of(storage).write_lease_key, step)
+            leases[step] = WriteLease(storage, key, clock, _NoLock(), action=DELETE)
+        listed = catalog_of(storage).leases()
+        for step, lease in [*leases.items()]:
+            try:
+                _await_alone(storage, step, lease, clock, TAKE_OVER_SECONDS, listed)
+            except BeingWrittenError:
+                leases.pop(step).leave()
+    except BaseException:
+        for lease in leases.values():
+            lease.leave()
+        raise
+    return leases
+
+
 def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after: float) -> WriteLease:
     # For garbage collection. The leases alone exclude others, also where the directory does not exist.
     lock = storage.try_lock(step_dir(step)) or _NoLock()
@@ -143,11 +167,16 @@ def _acquire(storage: Storage, step: int, clock: Clock, action: str, stale_after
     return lease
 
 
-def _await_alone(storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float) -> None:
-    """Waits until no other lease of the step is live, removes dead ones, and records the read leases."""
+def _await_alone(
+    storage: Storage, step: int, lease: WriteLease, clock: Clock, stale_after: float, first: Leases | None = None
+) -> None:
+    """Waits until no other lease of the step is live, removes dead ones, and records the read leases.
+
+    ``first`` are the leases as they were listed after that of this process was written.
+    """
     now = lease_clock(storage, clock)
     for has_time in attempts(_GIVE_UP_SECONDS):
-        listed = catalog_of(storage).leases()
+        listed, first = first or catalog_of(storage).leases(), None
         if all(other.key != lease.key for other in listed.of_writers):
             # This process was stopped for longer than a lease lasts.
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')

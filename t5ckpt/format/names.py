@@ -35,6 +35,8 @@ from collections.abc import Collection, Iterable
 from t5ckpt.core.text import numbered
 
 MANIFEST = 'checkpoint'
+DAMAGED_MANIFEST = 'checkpoint.damaged'
+"""The manifest of a damaged step whose directory cannot be renamed."""
 SIDECAR = 't5ckpt.json'
 COPIES = 'copies.json'
 PINNED = 'PINNED'
@@ -352,7 +354,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if top.startswith(TRAIN_DS_PREFIX) or is_file_checksums(key):
         return True
     if not slash:
-        return top in (MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_sidecar(top)
+        return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_sidecar(top)
     if generation_of(top):
         # All arrays are directly below it, and t5ckpt wrote all of its files.
         name = key.rpartition('/')[2]

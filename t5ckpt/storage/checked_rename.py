@@ -11,8 +11,9 @@ import errno
 import os
 
 _RENAME_EXCHANGE = 2
-# The kernel, the file system or the C library does not support the exchange.
-_ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+# The kernel, the file system or the C library does not support the exchange, or, as a lower
+# layer of an overlay, no rename.
+_ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV}
 
 
 def leads_to(path: str, info: os.stat_result) -> bool:

@@ -95,8 +95,11 @@ main()
         'numpy.dtypes',
         'ml_dtypes',
         'msgpack',
-    ]
-    + ['tensorstore', 'tensorstore._tensorstore', 'xxhash', 't5ckpt.integrity.verify'],
+        'tensorstore',
+        'tensorstore._tensorstore',
+        'xxhash',
+        't5ckpt.integrity.verify',
+    ],
 )
 def test_ctrl_c_during_an_import_ends_with_its_exit_code(tmp_path, module):
     run = save(tmp_path / 'run')

@@ -459,8 +459,11 @@ def test_the_users_rules_may_be_wrong(tmp_path):
         'repair out',
         'rm --yes',
         'pin',
-    ]
-    + ['unpin', 'convert orbax out', 'export npz out.npz', 'prune --keep-step'],
+        'unpin',
+        'convert orbax out',
+        'export npz out.npz',
+        'prune --keep-step',
+    ],
 )
 def test_a_negative_step_is_wrong_usage_in_every_verb(run, tmp_path, words, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,8 @@ import dataclasses
 import math
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -796,3 +798,122 @@ def test_a_step_that_another_process_deletes_while_a_save_looks_at_it(tmp_path, 
     if saved is not None:
         with Checkpointer(state(0), checkpoints_dir=inner) as ck:
             jax.tree.map(np.testing.assert_array_equal, ck.restore(1), state(2))
+
+
+# --- many steps, and file systems that cannot rename a step -----------------------------------------------------------
+
+_COUNTED = """
+import os, shutil, sys
+import numpy as np, t5ckpt
+run, count = sys.argv[1], int(sys.argv[2])
+state = {'a': np.arange(4.0)}
+with t5ckpt.Checkpointer(state, checkpoints_dir=run) as checkpointer:
+    checkpointer.save(state, step=0)
+for step in range(1, count):
+    shutil.copytree(f'{run}/checkpoint_0', f'{run}/checkpoint_{step}')
+scans = []
+sys.addaudithook(
+    lambda event, args: scans.append(args[0]) if event in ('os.listdir', 'os.scandir') and args[0] == run else None
+)
+with t5ckpt.Checkpointer(state, checkpoints_dir=run, keep=3) as checkpointer:
+    checkpointer.save(state, step=count)
+    assert checkpointer.all_steps() == [count - 2, count - 1, count]
+print(len(scans))
+"""
+
+
+def test_the_run_is_not_listed_for_each_step_that_a_lower_keep_deletes(tmp_path):
+    counts = [
+        int(
+            subprocess.check_output([sys.executable, '-c', _COUNTED, str(tmp_path / str(count)), str(count)], text=True)
+        )
+        for count in (10, 60)
+    ]
+    assert counts[0] == counts[1]
+    assert sorted(path.name for path in (tmp_path / '60').iterdir() if path.name.startswith(('.', 'checkpoint'))) == [
+        'checkpoint_58',
+        'checkpoint_59',
+        'checkpoint_60',
+    ]
+
+
+@pytest.fixture
+def lower(tmp_path):
+    """A run whose steps 1 and 2 are in the lower layer of an overlay file system, whose directories cannot be renamed."""
+    for name in ('lower', 'upper', 'work', 'merged'):
+        (tmp_path / name).mkdir()
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path / 'lower' / 'run', inline_bytes=0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(step), step=step)
+    (tmp_path / 'lower' / 'run' / 'checkpoint_3.tmp-1000').mkdir()
+    layers = ','.join(f'{name}dir={tmp_path / name}' for name in ('lower', 'upper', 'work'))
+    done = subprocess.run(
+        ['mount', '-t', 'overlay', 'overlay', '-o', layers, str(tmp_path / 'merged')], capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f'cannot mount an overlay file system: {done.stderr.decode()}')
+    run = tmp_path / 'merged' / 'run'
+    try:
+        with pytest.raises(OSError, match='cross-device'):
+            (run / 'checkpoint_1').rename(run / 'other')
+        yield run
+    finally:
+        subprocess.check_call(['umount', str(tmp_path / 'merged')])
+
+
+def _state(value):
+    return {'a': np.full(5000, value, np.float32), 'n': value}
+
+
+def _value(run, **options):
+    state = t5ckpt.load_t5x_checkpoint(run, **options)
+    assert len(set(np.asarray(state['a']).tolist())) == 1
+    return int(state['n'])
+
+
+def test_retention_and_delete_remove_steps_of_a_lower_layer(lower, caplog):
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower, keep=2) as checkpointer:
+        checkpointer.save(_state(3), step=3)
+        assert checkpointer.all_steps() == [2, 3]
+        checkpointer.delete(2)
+    assert t5ckpt.all_steps(lower) == [3]
+    assert sorted(path.name for path in lower.iterdir() if path.name.startswith('checkpoint_')) == ['checkpoint_3']
+    assert [record.getMessage() for record in caplog.records if record.levelname in ('WARNING', 'ERROR')] == []
+
+
+def test_files_of_others_stay_in_a_step_of_a_lower_layer_that_is_deleted(lower):
+    (lower / 'checkpoint_1' / 'notes.txt').write_text('mine')
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        checkpointer.delete(1)
+        assert checkpointer.all_steps() == [2]
+    assert [path.name for path in (lower / 'checkpoint_1').iterdir()] == ['notes.txt']
+
+
+def test_a_step_of_a_lower_layer_is_overwritten(lower):
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        checkpointer.save(_state(9), step=2, overwrite=True)
+    assert (_value(lower), t5ckpt.all_steps(lower)) == (9, [1, 2])
+    assert t5ckpt.verify(lower).ok
+
+
+def test_the_run_goes_on_after_a_damaged_step_of_a_lower_layer(lower):
+    chunk = lower / 'checkpoint_2' / 'a' / '0'
+    chunk.write_bytes(b'\xff' * 20000)
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        assert int(t5ckpt.restore_or_init(checkpointer, lambda: _state(0))['n']) == 1
+        assert checkpointer.all_steps() == [1]
+        # Its files stay, as those of a step that is renamed.
+        assert (lower / 'checkpoint_2' / 'checkpoint.damaged').exists()
+        assert checkpointer.save(_state(22), step=2) is not None
+    assert (_value(lower), t5ckpt.all_steps(lower)) == (22, [1, 2])
+
+
+def test_an_overwrite_that_dies_while_it_removes_the_old_step_is_completed(tmp_path):
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(step), step=step)
+    (tmp_path / 'checkpoint_2' / 'checkpoint').unlink()
+    (tmp_path / 'checkpoint_1').rename(tmp_path / 'checkpoint_2.replaced-1000')
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(_state(3), step=3)
+    assert (_value(tmp_path, step=2), t5ckpt.all_steps(tmp_path)) == (1, [2, 3])

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from t5ckpt.core.text import printable
 from t5ckpt.core.thread_pool import Pool
 
 __all__ = ['LazyArray', 'LazyAwaitableArray', 'LazyThreadPoolArray', 'run_coroutine']
@@ -49,6 +50,7 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
       get_fn: returns the values, or an awaitable of them in LazyAwaitableArray.
       slice_fn: takes a NumPy basic index and returns these values in the dtype on disk; without it, a slice reads the whole
         array.
+      name: of the leaf, for the repr.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
         dtype: Any,
         get_fn: Callable[[], Any],
         slice_fn: Callable[[Any], np.ndarray] | None = None,
+        name: str = '',
     ):
         self._shape = tuple(int(size) for size in shape)
         self._dtype = np.dtype(dtype)
         self._get_fn = get_fn
         self._slice_fn = slice_fn
+        self._name = name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,7 +111,8 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
         return value in np.asarray(self)
 
     def __repr__(self) -> str:
-        return f'{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})'
+        name = f'{printable(self._name)!r}, ' if self._name else ''
+        return f'{type(self).__name__}({name}shape={self._shape}, dtype={self._dtype.name})'
 
     def __copy__(self) -> LazyArray:
         return self

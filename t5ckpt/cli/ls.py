@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -14,14 +15,18 @@ from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, prin
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, naming_record, record_in, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
-from t5ckpt.core.text import human_age, human_bytes, some_of
+from t5ckpt.core.text import counted, human_age, human_bytes, some_of
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
-from t5ckpt.inspection.kept import with_reasons
+from t5ckpt.inspection.kept import by_policy, with_reasons
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 
 if TYPE_CHECKING:
     from t5ckpt.tiers.local_dir import TierRecord
+
+
+# Other metrics than those of the keep policy that are listed without --metrics.
+_FEW = 3
 
 
 @click.command('ls', cls=Verb)
@@ -32,15 +37,19 @@ if TYPE_CHECKING:
     is_flag=True,
     help='Also list unfinished, broken and damaged steps.',
 )
+@click.option(
+    '--metrics', 'show_metrics', is_flag=True, help='Also list all metrics that the keep policy does not compare.'
+)
 @tier_option(both=True)
 @json_option
-def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
+def command(path: str, show_all: bool, show_metrics: bool, tier: str | None, as_json: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, and the reason to keep each.
 
     Complete steps are listed in the layouts of T5X, Orbax and Flax; if there are several layouts, a column names them. A
     step that cannot be read is listed with the reason. The size is that of the files that the save wrote. For a step
-    that another program wrote, size and time are those of its files. The last column has the reason by the keep policy
-    of the latest save. A local directory (local_dir=) is listed together with the run to which its steps are uploaded.
+    that another program wrote, size and time are those of its files. The reason is that of the keep policy of the latest
+    save. The metrics that it compares come first; more than three others are listed with --metrics, and in JSON. A local
+    directory (local_dir=) is listed together with the run to which its steps are uploaded.
 
     \b
     Examples:
@@ -67,7 +76,7 @@ def command(path: str, show_all: bool, tier: str | None, as_json: bool) -> int:
         print_json([{**fields_of(row.entry), 'tier': row.tier} for row in rows])
         return code
     if rows:
-        _print_rows(rows)
+        _print_rows(rows, show_metrics=show_metrics)
     else:
         print_line(
             f'no complete checkpoint in {" or ".join(open_storage(location).url() for location in paths.values())}',
@@ -121,30 +130,40 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
     return listed
 
 
-def _print_rows(rows: list[_Row]) -> None:
+def _print_rows(rows: list[_Row], *, show_metrics: bool) -> None:
     now = time.time()
     entries = [row.entry for row in rows]
-    names = sorted({name for entry in entries for name in entry.metrics})
+    compared, others = by_policy(entries)
+    if len(others) > _FEW and not show_metrics:
+        print_line(
+            f'not listed: {counted(len(others), "metric")} that no keep policy compares. Pass --metrics.', err=True
+        )
+        others = []
     has_tiers = any(row.tier is not None for row in rows)
     columns = [Column('step', right=True), *[Column('tier')] * has_tiers]
     columns += [Column('size', right=True), Column('age', right=True)]
-    columns += [Column(name, right=True) for name in names]
+    columns += [Column(name, right=True) for name in compared]
     has_layouts = any(entry.layout != 't5x' for entry in entries)
     columns += [Column('layout')] * has_layouts + [Column('state'), Column('kept because')]
-    print_table(columns, [_cells(row, names, now, has_layouts) for row in rows])
+    columns += [Column(name, right=True) for name in others]
+    print_table(columns, [[*_cells(row, compared, now, has_layouts), *_values(row, others)] for row in rows])
 
 
-def _cells(row: _Row, names: list[str], now: float, has_layouts: bool) -> list[str]:
+def _values(row: _Row, names: Sequence[str]) -> list[str]:
+    metrics = row.entry.metrics
+    return ['' if name not in metrics else f'{metrics[name]:.6g}' for name in names]
+
+
+def _cells(row: _Row, names: Sequence[str], now: float, has_layouts: bool) -> list[str]:
     tier, entry = row
     age = '' if entry.created is None else human_age(now - entry.created)
-    metrics = ['' if name not in entry.metrics else f'{entry.metrics[name]:.6g}' for name in names]
     layout = [entry.layout] * has_layouts
     return [
         str(entry.step),
         *([] if tier is None else [tier]),
         human_bytes(entry.nbytes),
         age,
-        *metrics,
+        *_values(row, names),
         *layout,
         entry.state,
         f'{entry.kept}; {entry.reason}' if entry.kept and entry.reason else entry.kept or entry.reason,

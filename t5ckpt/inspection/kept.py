@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.step_summaries import StepSummary
@@ -61,6 +62,14 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
         title = f'best {name}' if compared[1:] else 'best'
         kept |= {step: f'{title}; {reason}' for step, reason in kept.items() if step == best}
     return [dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) else entry for entry in found]
+
+
+def by_policy(entries: Sequence[StepSummary]) -> tuple[list[str], list[str]]:
+    """The metrics that the keep policy of the latest step compares, and the others, each in the order of their names."""
+    policies = [policy for entry in entries if (policy := policy_of(entry.policy)) is not None]
+    named = policies[-1].metric_names if policies else ()
+    names = sorted({name for entry in entries for name in entry.metrics})
+    return [name for name in names if name in named], [name for name in names if name not in named]
 
 
 def _has_policy(entry: StepSummary) -> bool:

@@ -68,7 +68,7 @@ class LeafInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """An inner node, with the sums over all leaves below it; ``name`` is the last key."""
+    """An inner node, with the sums over all leaves below it, of which None is none; ``name`` is the last key."""
 
     name: str
     path: Path
@@ -128,7 +128,7 @@ def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
         key: node[key] if isinstance(node[key], LeafInfo) else _group(key, (*path, key), node[key]) for key in keys
     }
     below = list(children.values())
-    leaves = sum(1 if isinstance(child, LeafInfo) else child.leaves for child in below)
+    leaves = sum(child.kind != 'none' if isinstance(child, LeafInfo) else child.leaves for child in below)
     return Group(name, path, children, leaves, sum(c.size for c in below), sum(c.nbytes for c in below))
 
 

@@ -281,7 +281,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         infos, created = self.infos(), self._contents.sidecar.created_unix
         details = [] if self.step is None else [f'step {self.step}']
         details += [
-            counted(len(infos), 'leaf', 'leaves'),
+            counted(sum(info.kind != 'none' for info in infos), 'leaf', 'leaves'),
             counted(sum(info.size for info in infos), 'value'),
             human_bytes(self.nbytes),
         ]

@@ -238,6 +238,7 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
             wanted,
             lambda: cast(value, wanted, name).copy(),
             lambda index: cast(value[index], wanted, name).copy(),
+            name,
         )
     # Read in the calling thread, because pools and event loops do not work while the interpreter exits.
     return LazyThreadPoolArray(
@@ -245,6 +246,7 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
         wanted,
         lambda: cast(reader.read(leaf, name), wanted, name),
         lambda index: cast(reader.read(leaf, name, index), wanted, name),
+        name,
     )
 
 

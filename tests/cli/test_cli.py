@@ -68,7 +68,7 @@ def test_ls_says_what_the_trainers_policy_says(tmp_path):
         for step, accuracy in [(100, 0.25), (150, 0.5), (180, 0.3), (190, 0.125)]:
             checkpointer.save(state, step=step, metrics={'eval/accuracy': accuracy, 'loss': 1 / step})
     lines = t5ckpt_cli('ls', tmp_path).splitlines()
-    assert lines[0].split()[:5] == ['step', 'size', 'age', 'eval/accuracy', 'loss']
+    assert lines[0].split() == ['step', 'size', 'age', 'eval/accuracy', 'state', 'kept', 'because', 'loss']
     rows = {line.split()[0]: line for line in lines[1:]}
     assert sorted(rows) == ['100', '150', '190']
     assert 'a multiple of 100' in rows['100']
@@ -78,6 +78,24 @@ def test_ls_says_what_the_trainers_policy_says(tmp_path):
     told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
     assert told[1]['kept'] == 'best; eval/accuracy 0.5, among the best 1 (max)'
     assert told[1]['metrics']['eval/accuracy'] == 0.5
+
+
+def test_ls_of_many_metrics_begins_with_that_of_the_policy_and_fits(tmp_path):
+    state = {'w': np.zeros(4, np.float32)}
+    metrics = {f'train/metric_{number}': number for number in range(25)}
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, keep_policy=t5ckpt.KeepBest(3, 'train/metric_7', 'min')
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state, step=step, metrics=metrics)
+    lines = t5ckpt_cli('ls', tmp_path).splitlines()
+    assert lines[0].split() == ['step', 'size', 'age', 'train/metric_7', 'state', 'kept', 'because']
+    assert max(map(len, lines)) < 100
+    everything = t5ckpt_cli('ls', tmp_path, '--metrics').splitlines()
+    assert everything[0].split()[:7] == lines[0].split()
+    assert len(everything[0].split()) == 7 + 24
+    told = json.loads(t5ckpt_cli('ls', tmp_path, '--json'))
+    assert told[0]['metrics'] == metrics
 
 
 @pytest.mark.parametrize('losses', [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [2.0, float('-inf'), 2.0], [float('nan')] * 3])

@@ -477,6 +477,9 @@ def test_without_the_library_the_error_names_it(tmp_path):
         ('target/decoder/norm/scale', 'target/decoder/norm', 'scale'),
         ('model/blocks/2/w', 'model/blocks/2', 'w'),
         ('step', '', 'step'),
+        ('model/linear/weight/0', 'model/linear', 'weight/0'),
+        ('model/layers_2/linear/weight/0', 'model/layers_2', 'linear/weight/0'),
+        ('model/weight/0/mu', 'model/weight/0', 'mu'),
     ],
 )
 def test_layers(name, layer, parameter):

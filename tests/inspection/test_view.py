@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.chromium import chromium, need_chromium
+from support.cli import t5ckpt_cli
 from support.programs import need
 
 import t5ckpt
@@ -335,7 +336,7 @@ def test_a_lazy_array_is_a_number_a_truth_and_equal_where_numpys_array_is(tmp_pa
             np.testing.assert_array_equal(other != lazy, values != plain)
         assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
     with pytest.raises(
-        ValueError, match=r'truth value of LazyThreadPoolArray\(shape=\(3,\), dtype=float64\) is ambiguous'
+        ValueError, match=r"truth value of LazyThreadPoolArray\('row', shape=\(3,\), dtype=float64\) is ambiguous"
     ):
         bool(view['row'])
     with pytest.raises(ValueError, match='without a copy'):
@@ -379,3 +380,20 @@ def test_the_work_of_a_listing_grows_with_the_steps_and_not_with_their_square(tm
 
     calls(10)
     assert calls(800) < 3 * calls(400)
+
+
+def test_a_leaf_shows_its_name_and_none_is_not_counted(tmp_path):
+    state = {'a': {'w': np.zeros((3, 2), np.float32), 'none': None}, 'n': 1, 'x/y\n': np.ones(2)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as checkpointer:
+        checkpointer.save(state, step=1)
+    view = t5ckpt.open_checkpoint(tmp_path)
+    assert repr(view['a/w']) == "LazyThreadPoolArray('a/w', shape=(3, 2), dtype=float32)"
+    assert repr(view['a']['w']) == repr(view['a/w'])
+    assert "'n'" in repr(view['n'])
+    assert '\n' not in repr(view['x\\/y\n'])
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path, lazy_parameters=True)
+    assert repr(loaded['a']['w']) == repr(view['a/w'])
+    assert '3 leaves' in repr(view)
+    assert '3 leaves' in view._repr_html_()
+    assert '1 leaf,' in repr(view['a'])
+    assert '3 leaves' in t5ckpt_cli('show', tmp_path)

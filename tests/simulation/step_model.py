@@ -4,8 +4,8 @@
     PYTHONPATH=tests python -m simulation.step_model --break RULE    # without a rule: shows what it is for
 
 One request to the store is one transition. An actor may die before any request, and a request may arrive once more later. Time
-passes in units. The owner of a marker acts while the marker is at most ``ACTS`` units old, and its requests arrive at most ``LATE``
-units later. Others collect after ``COLLECTED``. The rules:
+passes in units. The owner of a marker acts while the marker is at most ``ACTS`` units old, and its requests arrive at most
+``LATE`` units later. Others collect after ``COLLECTED``. The rules:
 
 - ``monotone``: a save is published at most once and unpublished at most once. Nothing is put back.
 - ``announce``: a marker that names the save precedes its first file, and the deletion or replacement of its manifest. A deleter

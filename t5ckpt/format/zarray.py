@@ -19,7 +19,7 @@ from t5ckpt.format.dtypes import dtype_from_typestr, name_of, zarr_typestr
 ZARRAY = '.zarray'
 # Of zarr v2; TensorStore 0.1.86 reads no filters, and of zstd no member ``checksum``.
 _IN_TENSORSTORE = ('blosc', 'bz2', 'gzip', 'zlib', 'zstd')
-_OTHER_TOOL = 'The step is not damaged: read the array with the program that wrote it, or with zarr.open_array.'
+_OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_array.'
 
 
 def zarray_of(array: StoredArray) -> dict[str, Any]:
@@ -88,6 +88,8 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         unknown = [codec.get('id') for codec in chosen if not is_in_numcodecs(codec)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    if fields.get('zarr_format') != 2:
+        return None
     if shape != array.shape or len(chunks) != len(shape) or not all(type(size) is int and size > 0 for size in chunks):
         raise CorruptCheckpointError(
             f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
@@ -104,7 +106,7 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
     if unknown or fields.get('order', 'C') not in ('C', 'F'):
         found = f'the codec {unknown[0]!r:.40}' if unknown else f'the order {fields["order"]!r:.40}'
         raise UnsupportedFormatError(f'{where}: .zarray has {found}, which is not read here. {_OTHER_TOOL}')
-    defaults = {'order': 'C', 'zarr_format': 2, 'dimension_separator': '.'}
+    defaults = {'order': 'C', 'dimension_separator': '.'}
     fill_value = fields.get('fill_value')
     if isinstance(fill_value, str) and fields['dtype'] != name:
         # By the specification, that of an opaque dtype is its bytes.

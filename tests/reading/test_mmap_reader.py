@@ -478,8 +478,10 @@ def test_metadata_that_contradicts_the_manifest(run_dir, change):
     step_dir = save(run_dir, {'w': W})
     path = step_dir / 'w' / '.zarray'
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    # Another dtype says nothing about the bytes.
+    error = errors.UnsupportedFormatError if 'dtype' in change else errors.CorruptCheckpointError
     for read in each_reader(run_dir):
-        with pytest.raises(errors.CorruptCheckpointError, match='w '):
+        with pytest.raises(error, match='w '):
             read()
 
 

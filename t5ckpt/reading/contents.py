@@ -131,7 +131,8 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
     try:
         manifest = decode_manifest(raw.manifest, located.url)
     except CorruptCheckpointError as error:
-        if located.manifest == MANIFEST or parse_step_dir(located.manifest) is not None:
+        name = located.manifest
+        if name == MANIFEST or name.endswith('.msgpack') or parse_step_dir(name) is not None:
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
         raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error

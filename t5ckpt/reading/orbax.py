@@ -39,6 +39,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.format.orbax import (
     ARRAY_METADATA,
     METRICS,
@@ -141,13 +142,13 @@ def _trees(storage: Storage, directory: str) -> list[str]:
             return [item]
     items = sorted(entry.name for entry in storage.entries(directory) if entry.is_dir)
     trees = [name for name in items if storage.is_file(join(directory, name, TREE_METADATA))]
-    if not trees:
-        handlers = _handlers(storage, directory)
-        lost = [item for item in {'', *items, *handlers} if _is_tree(storage, directory, item, handlers)]
-        if lost:
-            raise CorruptCheckpointError(
-                f'{storage.url(join(directory, min(lost), TREE_METADATA))} is missing. {CURE_OF_DAMAGE}'
-            )
+    # A user may have deleted one of several trees, but not only its metadata.
+    handlers = {} if trees else _handlers(storage, directory)
+    lost = [item for item in {'', *items, *handlers} - {*trees} if _is_tree(storage, directory, item, handlers)]
+    if lost:
+        raise CorruptCheckpointError(
+            f'{storage.url(join(directory, min(lost), TREE_METADATA))} is missing. {CURE_OF_DAMAGE}'
+        )
     return trees
 
 
@@ -167,7 +168,12 @@ def _recorded_handlers(storage: Storage, directory: str) -> dict[str, str]:
 
 
 def _is_tree(storage: Storage, directory: str, item: str, handlers: Mapping[str, str]) -> bool:
-    """Whether Orbax wrote a tree of arrays as an item, by the item's database or by the record of the step."""
+    """Whether Orbax wrote a tree of arrays as an item, by the item's database or by the record of the step.
+
+    Not a tree of the older layout, which has a manifest of msgpack and may have no metadata.
+    """
+    if storage.is_file(join(directory, item, MANIFEST)):
+        return False
     return handlers.get(item, '').endswith(_TREE_HANDLERS) or storage.is_file(join(directory, item, OCDBT_MANIFEST))
 
 
@@ -211,10 +217,10 @@ def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:
         metadata = json.loads(data)
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
+        unique(leaves)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
     strings = _strings(texts, join(item, STRINGS))
-    unique(leaves)
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.core.text import CURE_OF_DAMAGE
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
 # The limits on the levels of a tree that is read or saved, and on the dimensions of an array. A file above them is damaged.
 MAX_DEPTH = 250
@@ -94,13 +95,13 @@ def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """The map of a file of JSON or msgpack, for their decoders, which would keep the last of several entries with one key.
 
     Raises:
-      UnsupportedFormatError: two entries have one key.
+      CorruptCheckpointError: two entries have one key.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise UnsupportedFormatError(f'a map has the key {twice!r:.60} twice. Save it again with one of them.')
+        raise CorruptCheckpointError(f'a map has the key {twice!r:.60} twice. {CURE_OF_DAMAGE}')
     return fields
 
 

@@ -203,6 +203,11 @@ def test_a_bare_array_as_an_item(tmp_path):
     assert sorted(t5ckpt.open_checkpoint(tmp_path)) == ['ema', 'weights/w']
     assert np.array_equal(t5ckpt.open_checkpoint(tmp_path)['ema'].get(), BARE)
     assert np.array_equal(t5ckpt.Checkpointer(jnp.zeros_like(BARE)).restore(path=tmp_path / '5' / 'ema'), BARE)
+    (tmp_path / '5' / 'weights' / '_METADATA').unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match='5/weights/_METADATA is missing'):
+        t5ckpt.open_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path / '5' / 'weights')
+    assert list(t5ckpt.open_checkpoint(tmp_path)) == ['array']
 
 
 @pytest.mark.parametrize('options', [{}, {'use_ocdbt': False}, {'use_zarr3': True}])
@@ -287,6 +292,14 @@ def test_an_incomplete_copy(tmp_path, change, named):
     assert checkpointer.restored_step == 3
     assert np.array_equal(restored['w'], BARE)
     assert sorted(path.name for path in run.iterdir()) == ['3', '5']
+
+
+def test_an_item_of_the_older_layout_is_not_damaged(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(TREE))
+    (tmp_path / '3' / 'default' / '_METADATA').rename(tmp_path / '3' / 'default' / 'checkpoint')
+    with pytest.raises(errors.UnsupportedFormatError, match='has no tree of Orbax'):
+        t5ckpt.open_checkpoint(tmp_path)
 
 
 def test_an_array_that_is_gone(tmp_path):

@@ -433,13 +433,14 @@ ONES, ZEROS = (serialization.msgpack_serialize(np.full(2, value)) for value in (
 def test_two_leaves_of_msgpack_with_one_key(tmp_path, keys, says):
     inner = packed_map((keys[0], ONES), (keys[1], ZEROS))
     file = tmp_path / 'f.msgpack'
+    kind = errors.CorruptCheckpointError if keys[0] == keys[1] else errors.UnsupportedFormatError
     file.write_bytes(packed_map(('w', inner)))
     for read in (t5ckpt.open_checkpoint, lambda path: read_large(locate(path), str(path), 4)):
-        with pytest.raises(errors.UnsupportedFormatError, match=f'f.msgpack: {re.escape(says)}.*Save it again'):
+        with pytest.raises(kind, match=f'f.msgpack: {re.escape(says)}'):
             read(file)
     step = foreign(tmp_path, packed_map(('version', 3), ('optimizer', packed_map(('w', inner)))))
     for read in each_reader():
-        with pytest.raises(errors.UnsupportedFormatError, match=re.escape(says)):
+        with pytest.raises(kind, match=re.escape(says)):
             read(step)
 
 

@@ -32,6 +32,7 @@ from t5ckpt.core.protocols import (
     SaveStateTransformationFn,
     TrainState,
 )
+from t5ckpt.core.thread_pool import finished_before_exit
 from t5ckpt.core.unknown_arguments import OF_ATTRIBUTES, OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
 from t5ckpt.datasets import DatasetState, MapPositions
 from t5ckpt.distributed.coordinator import Coordinator
@@ -353,7 +354,8 @@ class Checkpointer:
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
-        return self._prepared(state, call, in_background=False).complete()
+        with finished_before_exit():
+            return self._prepared(state, call, in_background=False).complete()
 
     @explains_names(OF_SAVE)
     def save_async(
@@ -375,8 +377,9 @@ class Checkpointer:
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
-        pending = self._prepared(state, call, in_background=True)
-        pending.start()
+        with finished_before_exit():
+            pending = self._prepared(state, call, in_background=True)
+            pending.start()
         return pending
 
     @explains_names(OF_SAVE)
@@ -534,7 +537,8 @@ class Checkpointer:
             None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any
             other pytree. The log counts the leaves that are left out.
           donate: frees the arrays of the template before reading, so memory does not have to hold two states. They are freed
-            only if the checkpoint matches, but stay freed if a read fails.
+            only if the checkpoint matches, but stay freed if a read fails. On the CPU backend, the first step that donates the
+            restored state takes new memory for its result.
           restore_iterator: whether the position of the data iterator, if there is one, is restored, too.
           resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
             their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import IO, Any
 
+from t5ckpt.core.standard_descriptors import open_standard_descriptors
+
 
 class OutputError(Exception):
     """Standard output cannot be written: its disk is full, or it is closed."""
@@ -44,12 +46,7 @@ class _Errors(io.FileIO):
 
 def open_streams() -> None:
     """Opens the descriptors 0, 1 and 2 if they are closed, and sets streams in ``sys`` that report their errors."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The lowest free number is this one. Standard output is opened for reading, so that writes to it fail.
-            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    open_standard_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, encoding='utf-8', errors='replace', closefd=False)  # noqa: SIM115 - open until the end
     sys.stdout = _text(_Output(1, 'w', closefd=False), sys.stdout)

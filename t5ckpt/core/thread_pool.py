@@ -12,20 +12,75 @@ of a pool are daemons; the code that submits work waits for it.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import functools
 import math
+import os
 import queue
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
+from t5ckpt.errors import SaveFailedError
 
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
+
+
+_LAST_SECONDS = 5.0
+# What the interpreter waits for before it ends daemon threads: their end inside C++ would abort the process.
+_unfinished: set[InterruptSafeEvent] = set()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    atexit.register(_finish)
+    os.register_at_fork(after_in_child=_unfinished.clear)
+
+
+def _finish() -> None:
+    while left := list(_unfinished):
+        left[0].wait()
+
+
+def _pause_at_exit() -> bool:
+    """Whether the interpreter exits; waits then for the end of this daemon thread, but not forever, since it may be joined."""
+    if threading.main_thread().is_alive():
+        return False
+    time.sleep(_LAST_SECONDS)
+    return True
+
+
+@contextlib.contextmanager
+def finished_before_exit() -> Generator[None]:
+    """If this is a daemon thread, the interpreter waits for the block before it exits.
+
+    Raises:
+      SaveFailedError: the interpreter exits already.
+    """
+    if not threading.current_thread().daemon:
+        yield
+        return
+    _wait_at_exit()
+    ended = InterruptSafeEvent()
+    _unfinished.add(ended)
+    try:
+        if threading.main_thread().is_alive():
+            yield
+            return
+    finally:
+        _unfinished.discard(ended)
+        ended.set()
+        is_over = _pause_at_exit()
+    if is_over:
+        raise SaveFailedError(
+            'the interpreter exits, and ends daemon threads. Join the thread that saves before the program ends.'
+        )
 
 
 def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> InterruptSafeEvent | None:
@@ -33,6 +88,8 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> In
 
     Python 3.12 starts none in ``atexit``, and the machine may have reached its limit. Callers do the work themselves then.
     """
+    if not daemon:
+        _wait_at_exit()
     ended = InterruptSafeEvent()
     has_started: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -40,13 +97,17 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> In
         try:
             function()
         finally:
+            _unfinished.discard(ended)
             ended.set()
 
     def launch() -> None:
-        # In a thread without signal handlers. Python waits for a ``Thread`` before it exits, if it is not a daemon.
+        # In a thread without signal handlers. Python waits for a ``Thread`` that is not a daemon, unless it was started late.
+        if not daemon:
+            _unfinished.add(ended)
         try:
             threading.Thread(target=run, name=name, daemon=daemon).start()
         except RuntimeError:
+            _unfinished.discard(ended)
             has_started.put(False)
         else:
             has_started.put(True)

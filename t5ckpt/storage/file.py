@@ -19,11 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.core.keys import join
+from t5ckpt.core.standard_descriptors import open_standard_descriptors
 from t5ckpt.errors import StorageError
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.checked_rename import check_renamed
 from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
-from t5ckpt.storage.durable import exchange_durably, make_dir_durably, rename_durably, sync_dir, write_synced
+from t5ckpt.storage.durable import (
+    exchange_durably,
+    make_dir_durably,
+    rename_durably,
+    sync_dir,
+    write_synced,
+)
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.memory_limit import check_whole_read
@@ -103,6 +110,7 @@ class FileStorage(Storage):
         self._root = os.path.abspath(root)
         self._prefix = os.path.join(self._root, '')
         self._context: ts.Context | None = None
+        open_standard_descriptors()
 
     def _path(self, key: str) -> str:
         return self._prefix + key if key else self._root
@@ -248,6 +256,8 @@ class FileStorage(Storage):
                 yield below, entry.size
 
     def make_dir(self, key: str, exclusive: bool = False) -> bool:
+        # Before every save, since the program may have closed them.
+        open_standard_descriptors()
         with foreign_errors(self.url(key), writing=True):
             # The name of a step's directory becomes durable by a rename, that of the root does not.
             return make_dir_durably(self._path(key), exclusive=exclusive, syncs_name=not key)

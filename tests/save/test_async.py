@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -798,3 +799,38 @@ def test_restores_copies_and_checks_at_the_end_of_the_interpreter(tmp_path):
     )
     assert done.stderr == ''
     assert done.stdout == '2147450880.0 2147450880.0 12850.0 True\n'
+
+
+DAEMON = """
+    import sys, threading, time
+    import numpy as np
+    import t5ckpt
+
+    state, is_saved = {'a': np.arange(1e6)}, threading.Event()
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir='run', keep=2)
+    ck.save(state, step=0)
+
+    def loop():
+        for step in range(1, 1000):
+            getattr(ck, sys.argv[1])({'a': state['a'] + step}, step=step)
+            is_saved.set()
+
+    threading.Thread(target=loop, daemon=True).start()
+    is_saved.wait()
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+def test_a_save_in_a_daemon_thread_ends_before_the_interpreter(tmp_path, method):
+    """Python would end the thread inside C++, which aborts the process."""
+    for seconds in (0.0, 0.05):
+        done = subprocess.run(
+            [sys.executable, '-c', textwrap.dedent(DAEMON), method, str(seconds)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        report = t5ckpt.verify(tmp_path / 'run', full=True)
+        assert report.ok, str(report)
+        shutil.rmtree(tmp_path / 'run')

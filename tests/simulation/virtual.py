@@ -10,6 +10,7 @@ not affected. Call it once, first, in a process of its own.
 from __future__ import annotations
 
 import _thread
+import atexit
 import builtins
 import concurrent.futures
 import importlib
@@ -99,6 +100,7 @@ def _modules() -> dict[str, types.ModuleType]:
     os_members = {**posix.MEMBERS, 'getpid': _getpid}
     return {
         '_thread': facade('_thread', _thread, start_new_thread=primitives.start_new_thread),
+        'atexit': facade('atexit', atexit, register=lambda function: function),
         'concurrent': types.SimpleNamespace(futures=futures),  # type: ignore[dict-item]
         'concurrent.futures': futures,
         'ctypes': posix.CTYPES,

@@ -11,6 +11,7 @@ import pathlib
 import random
 import resource
 import signal
+import textwrap
 import threading
 import warnings
 import weakref
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import forked
 
 import t5ckpt
 from t5ckpt import errors
@@ -237,3 +239,44 @@ def test_a_forked_process_has_memory_of_its_own(tmp_path):
     assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
     os.close(ready)
     os.close(go)
+
+
+CLOSED = """
+    import ctypes, os, sys, threading, time
+    import numpy as np
+    import t5ckpt
+
+    ck = t5ckpt.Checkpointer({'x': np.zeros(9)}, checkpoints_dir='run', reuse_unchanged=False) if 'early' in sys.argv else None
+    for number in range(3):
+        os.close(number)
+    state = {str(number): np.full(100_000, number, np.float32) for number in range(20)}
+    libc, is_over = ctypes.CDLL(None), threading.Event()
+
+    def log():
+        while not is_over.is_set():
+            libc.write(1, b'a line', 6)
+            libc.write(2, b'a line', 6)
+
+    thread = threading.Thread(target=log)
+    thread.start()
+    try:
+        ck = ck or t5ckpt.Checkpointer(state, checkpoints_dir='run', reuse_unchanged=False)
+        for step in range(0, 6, 2):
+            ck.save(state, step=step)
+            ck.save_async(state, step=step + 1).result()
+    finally:
+        is_over.set()
+        thread.join()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize('when', ['early', 'late'])
+def test_no_file_gets_the_descriptors_of_closed_standard_streams(tmp_path, monkeypatch, when):
+    """Whatever C code writes to standard error would be in a chunk."""
+    monkeypatch.chdir(tmp_path)
+    code = 'import warnings; warnings.simplefilter("ignore")\n' + textwrap.dedent(CLOSED)
+    assert forked.run(code, when).returncode == 0
+    for step in range(6):
+        report = t5ckpt.verify('run', step=step, full=True)
+        assert report.ok, str(report)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StepMismatchWarning,
         T5CkptWarning,
         TemplateMismatchWarning,
-        UnreadLayoutWarning,
         UnshardedTemplateWarning,
     )
     from t5ckpt.export import export_weights
@@ -159,7 +158,6 @@ __all__ = [
     'T5CkptWarning',
     'TemplateMismatchWarning',
     'TensorBoardMetrics',
-    'UnreadLayoutWarning',
     'UnshardedTemplateWarning',
     'VerifyReport',
     'WarmStart',
@@ -213,7 +211,7 @@ _NAMES = {
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'errors': (
         'MetricModeWarning MissingMetricWarning NarrowedDtypeWarning NoEffectWarning ObsoleteArgumentWarning '
-        'StepMismatchWarning T5CkptWarning TemplateMismatchWarning UnreadLayoutWarning '
+        'StepMismatchWarning T5CkptWarning TemplateMismatchWarning '
         'UnshardedTemplateWarning'
     ),
     'export': 'export_weights',

@@ -61,7 +61,7 @@ from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missi
 from t5ckpt.save.encoding import CodecSelection, compression_for
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
-from t5ckpt.save.request import Reuse, SaveContext, SaveRequest
+from t5ckpt.save.request import LaterSteps, Reuse, SaveContext, SaveRequest
 from t5ckpt.save.schedule import LocalSignals, SaveSchedule
 from t5ckpt.save.stream_writer import StreamRequest
 from t5ckpt.save.template_check import TemplateCheck
@@ -212,13 +212,14 @@ class Checkpointer:
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._monitored = monitored_metrics(policy, save_policy)
+        self._later_steps = LaterSteps(self._tiers.local)
         self._template_check = TemplateCheck(self._axes, self._default_restore, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
         signals = LocalSignals(clock, preempted, lambda: self._pending is not None and not self._pending.done())
         self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
-        """The step of this run that ``restore_or_init`` restored."""
+        """The step of this run that the last restore restored; None after a restore from a ``path``."""
 
     if not TYPE_CHECKING:  # type checkers know the attributes
 
@@ -271,6 +272,11 @@ class Checkpointer:
     def storage(self) -> Storage:
         """The run's directory."""
         return self._storage
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether the position of a data iterator is saved and restored."""
+        return self._dataset is not None
 
     @property
     def template(self) -> Any:
@@ -436,10 +442,12 @@ class Checkpointer:
             self._tiers.begin_save()
             step, policy = step_to_save(state, table, call.step), self._retention.policy
             request = SaveRequest(
-                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here()
-            )
+                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here(),
+                restored_step=self.restored_step,
+            )  # fmt: skip
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
+                self._later_steps.note_save(request.step)
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing, has_source=self._has_source)
             if not call.transforms:
@@ -558,8 +566,7 @@ class Checkpointer:
         check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
         call = RestoreCall(
             step=step,
-            # T5X's programs pass the empty path instead of None.
-            path=None if path == '' else path,
+            path=path,
             transforms=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
@@ -587,7 +594,11 @@ class Checkpointer:
             reading=self._reading,
             notices=self._notices,
             continues=not self._is_read_only,
+            note_step=self._note_step,
         )
+
+    def _note_step(self, step: int | None) -> None:
+        self.restored_step = step
 
     def prefetch(self) -> None:
         """Starts to fetch the newest step in the background, for a later :meth:`restore`; needs no state.
@@ -606,6 +617,7 @@ class Checkpointer:
         *,
         strict: str | None = None,
         resize: Patterns | None = None,
+        restore_iterator: bool = False,
     ) -> dict[Path, Any]:
         """Restores some leaves of the state, by path, and reads no other leaf; for ``restore_or_init`` from several sources.
 
@@ -615,13 +627,14 @@ class Checkpointer:
           state_transformation_fns: as in :meth:`restore`.
           strict: as in :meth:`restore`.
           resize: as in :meth:`restore`.
+          restore_iterator: as in :meth:`restore`.
         """
         call = RestoreCall(
             path=path,
             transforms=state_transformation_fns,
             resize=Resize(resize),
             strict=strictness(strict, is_t5x=self._is_t5x),
-            leaves_iterator=True,
+            leaves_iterator=not restore_iterator,
             only=frozenset(leaves),
         )
         return self._restored(call)

@@ -39,7 +39,7 @@
 
 Every warning is a ``T5CkptWarning``, a UserWarning, and is given once per cause: MetricModeWarning, MissingMetricWarning,
 NarrowedDtypeWarning, NoEffectWarning, ObsoleteArgumentWarning (also DeprecationWarning), StepMismatchWarning,
-TemplateMismatchWarning, UnreadLayoutWarning and UnshardedTemplateWarning.
+TemplateMismatchWarning and UnshardedTemplateWarning.
 
 Each error is also the builtin that callers of T5X already catch. ``TreeMismatchError.problems`` holds the differences as data, so
 that a program does not have to parse the text.
@@ -96,7 +96,6 @@ __all__ = [
     'TreeMismatchError',
     'UnexpectedLeaves',
     'UnmatchedPattern',
-    'UnreadLayoutWarning',
     'UnsafeSpecError',
     'UnshardedTemplateWarning',
     'UnsupportedFormatError',
@@ -131,10 +130,6 @@ class T5CkptWarning(_Printable, UserWarning):
 
 class NoEffectWarning(T5CkptWarning):
     """An option has no effect in this call; the message gives the reason."""
-
-
-class UnreadLayoutWarning(T5CkptWarning):
-    """A new run starts in a directory with steps that t5ckpt does not read; the message names them."""
 
 
 class NarrowedDtypeWarning(T5CkptWarning):

@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import listing
-from t5ckpt.catalog.locate import unread_contents
+from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import stays_text, try_to_rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
-from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
@@ -32,14 +31,13 @@ from t5ckpt.errors import (
     NotADirectoryStorageError,
     RemoteError,
     TreeMismatchError,
-    UnreadLayoutWarning,
     with_cures,
 )
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.planning.leaf_match import check_new_state
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.steps import find_checkpoint
-from t5ckpt.storage.base import Storage
+from t5ckpt.storage import Storage, open_storage
 from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.train_state import flatten_state
@@ -84,7 +82,7 @@ class WarmStart:
     Patterns, text or compiled, are matched with the whole name of a leaf of the template, ``'params/dense/kernel'``.
 
     Attributes:
-      path: a run's directory, a step's directory or a manifest.
+      path: a run's directory, a step's directory or a manifest; a relative one is of the directory in which this is made.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       take: leaves that come from the checkpoint.
       leave: leaves that do not, although ``take`` matches them.
@@ -93,6 +91,8 @@ class WarmStart:
       missing: for leaves that ``take`` matches and the checkpoint lacks: 'error', or 'init' to take them from ``init_fn``.
       strict: as in ``Checkpointer.restore``, for the leaves that come from this source.
       resize: as in ``Checkpointer.restore``.
+      restore_iterator: whether the position of the data iterator is restored, too. None restores it from a single source
+        without ``take``, which continues its run.
     """
 
     path: str | os.PathLike[str]
@@ -103,8 +103,10 @@ class WarmStart:
     missing: str = 'error'
     strict: str | None = None
     resize: Patterns | None = None
+    restore_iterator: bool | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, 'path', open_storage(self.path).url())
         check_word('missing', self.missing, ('error', 'init'))
         given_step(self.step)
         Resize(self.resize)
@@ -161,8 +163,9 @@ def restore_or_init(
       checkpointer: of the run.
       init_fn: makes a new state; called only if a leaf of it is needed.
       fallback: 'older' reports a damaged checkpoint and restores the next older one; None raises the error.
-      initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. Each of
-        several provides the leaves that those before it lack.
+      initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. A path
+        restores everything, with the position of the data iterator. Each of several provides the leaves that those before it
+        lack, and the data starts at its beginning; ``WarmStart(restore_iterator=...)`` decides otherwise.
       strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
       donate: as in ``Checkpointer.restore``.
 
@@ -184,7 +187,6 @@ def restore_or_init(
         except Exception as caught:  # noqa: BLE001 - raised below, when the other processes know
             error = caught
         else:
-            checkpointer.restored_step = step
             _rename_damaged(checkpointer, failed, shared=False)
             checkpointer.agree(
                 'renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed, shared=True)
@@ -204,7 +206,8 @@ def restore_or_init(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Repair one, or move them away to start a new run.'
         )
-    _warn_of_unread(checkpointer)
+    checkpointer.agree('a new run', None, lambda _: refuse_other_contents(checkpointer.storage))
+    _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)
     if sources is None:
         return _new_state(init_fn)
     try:
@@ -222,14 +225,6 @@ def _sources(given: Any) -> list[WarmStart] | None:
     for path in (each for each in listed if not isinstance(each, WarmStart)):
         check_path('initial_checkpoint', path)
     return [each if isinstance(each, WarmStart) else WarmStart(each) for each in listed]
-
-
-def _warn_of_unread(checkpointer: Checkpointer) -> None:
-    """Warns if a new run starts in a directory with steps that t5ckpt does not read."""
-    text: str | None = checkpointer.agree('a new run', None, lambda _: unread_contents(checkpointer.storage))
-    if text is not None:
-        where = checkpointer.checkpoints_dir
-        warn_caller(UnreadLayoutWarning(f'{where} has no step that t5ckpt reads, so a new run starts, but {text}'))
 
 
 def _kind(error: Exception) -> str:
@@ -293,14 +288,19 @@ def _warm_start(
         given |= shares[-1].found
     asked = given.union(*(share.lacking for share in shares))
     from_init = [path for path in template if path not in asked]
-    # Another run's position in the data does not apply to this run, so no restore changes the iterator.
+    iterator_from = _iterator_source(sources)
     values: LeafTable = {}
     *earlier, last = shares
     for share in earlier:
         leaves = share.found | share.lacking
         warm = share.warm
         values |= checkpointer.restore_leaves(
-            warm.location, leaves, (share.transform,), strict=warm.strict, resize=warm.resize
+            warm.location,
+            leaves,
+            (share.transform,),
+            strict=warm.strict,
+            resize=warm.resize,
+            restore_iterator=warm is iterator_from,
         )
     initial: LeafTable = {}
     if from_init:
@@ -314,13 +314,29 @@ def _warm_start(
         fallback_state=unflatten(rest) if rest else None,
         strict=last.warm.strict,
         donate=donate,
-        restore_iterator=False,
+        restore_iterator=last.warm is iterator_from,
         resize=last.warm.resize,
     )
     for share in shares:
         _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.location, len(share.found), len(template))
     _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(template))
+    if checkpointer.has_iterator:
+        continues, starts = 'the data continues at the position in %s', 'the data starts at its beginning%s'
+        where = ' (WarmStart(restore_iterator=True) continues it)' if iterator_from is None else iterator_from.location
+        _log.info(f't5ckpt: {starts if iterator_from is None else continues}', where)
     return state
+
+
+def _iterator_source(sources: Sequence[WarmStart]) -> WarmStart | None:
+    """The source whose position of the data iterator is restored; None leaves the iterator as it is."""
+    asked = [warm for warm in sources if warm.restore_iterator]
+    if len(asked) > 1:
+        raise ValueError(
+            'initial_checkpoint: more than one source has restore_iterator=True. Leave it out of all but one.'
+        )
+    (first, *others) = sources
+    continues = not others and first.restore_iterator is None and first.take == WarmStart.take
+    return asked[0] if asked else first if continues else None
 
 
 def _new_state(init_fn: Callable[[], Any] | None) -> Any:

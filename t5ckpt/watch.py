@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from t5ckpt.catalog.listing import steps_in
+from t5ckpt.catalog.locate import open_run_storage, refuse_other_contents
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import Storage
 
 __all__ = ['checkpoints_iterator']
 
@@ -48,7 +49,7 @@ def checkpoints_iterator(
     if poll_seconds < 0 or (timeout is not None and timeout < 0):
         raise ValueError(f'timeout={timeout}, poll_seconds={poll_seconds}: neither may be below 0.')
     after = None if after is None else integer('after', after, least=-1)
-    storage = open_storage(directory)
+    storage = open_run_storage(directory)
     return _steps(storage, after, every, _waiter(timeout, poll_seconds), hold_seconds)
 
 
@@ -60,6 +61,8 @@ def _steps(
         new = [step for step in steps_in(storage) if after is None or step > after]
         has_new = bool(new)
         if not new:
+            if after is None:
+                refuse_other_contents(storage)
             continue
         step = new[0] if every else new[-1]
         holding = (

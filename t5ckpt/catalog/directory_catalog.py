@@ -92,10 +92,6 @@ class DirectoryCatalog(RunCatalog):
     def is_beside_manifest(self) -> bool:
         return self.newest() is not None
 
-    def step_in(self, name: str) -> int | None:
-        # A number alone may be a step of Orbax.
-        return parse_prefixed_step(name)
-
     def directories(self) -> list[str]:
         return [entry.name for entry in self._storage.entries() if entry.is_dir]
 

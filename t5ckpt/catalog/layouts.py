@@ -37,7 +37,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.manifest import is_whole
+from t5ckpt.format.manifest import begins_state, is_whole
 from t5ckpt.format.names import (
     MANIFEST,
     SIDECAR,
@@ -204,6 +204,18 @@ def is_zarr_tree(storage: Storage, name: str) -> bool:
 def _is_of_other_layout(entry: Entry) -> bool:
     is_step = parse_prefixed_step(entry.name) is not None and not entry.name.isdecimal()
     return is_step or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_sidecar(entry.name)
+
+
+def is_state_file(storage: Storage, key: str) -> bool:
+    """Whether a file begins like a manifest or a state of Flax, whatever its name; a damaged one does, too."""
+    return storage.is_file(key) and begins_state(storage.read_range(key, 0, 8))
+
+
+def is_checkpoint(storage: Storage, directory: str) -> bool:
+    """Whether a directory is one checkpoint, by the files in it; its name does not matter, and it may be damaged."""
+    return is_state_file(storage, join(directory, MANIFEST)) or (
+        (is_orbax(storage, directory) and _is_committed(storage, directory)) or is_levanter(storage, directory)
+    )
 
 
 def has_placeholder(manifest: bytes) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_levanter, is_orbax, sidecar_name
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint, sidecar_name
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.catalog.step_index import IndexCatalog
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -105,22 +105,20 @@ def reindex_steps(
     return catalog_of(open_storage(checkpoints_dir, storage_options)).reindex()
 
 
-def step_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> tuple[str, int] | None:
-    """The directory and number of the step that a storage's root is, or is inside; no request is made unless a name matches."""
-    catalog, here = catalog_of(storage), storage.url().rstrip('/')
-    above = here
+def checkpoint_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """The directory of the checkpoint that a storage's root is, or is inside, after links are resolved; None if it is a run.
+
+    On an object store each check is a request, so only directories with the name of a step are looked at.
+    """
+    local = storage.local_path('')
+    above = storage.url().rstrip('/') if local is None else os.path.realpath(local)
+    outermost = None
     while '/' in above:
         parent, _, name = above.rpartition('/')
-        step = catalog.step_in(name)
-        if step is not None:
-            parent_storage = storage if above == here else open_storage(above, storage_options)
-            # TensorFlow's directories have a file with the name of the manifest, too.
-            is_named = parse_step_name(name) is not None
-            if (
-                (is_named and parent_storage.is_file(MANIFEST))
-                or is_orbax(parent_storage, '')
-                or is_levanter(parent_storage, '')
-            ):
-                return above, step
+        if local is not None or parse_step_dir(name) is not None:
+            outer = open_storage(above, None if local is not None else storage_options)
+            # Beside steps it is a file of TensorFlow, or a run was started here.
+            if is_checkpoint(outer, '') and (parse_step_dir(name) is not None or newest(outer) is None):
+                outermost = above
         above = parent
-    return None
+    return outermost

@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, is_orbax, is_zarr_tree
-from t5ckpt.catalog.listing import catalog_of, inspect_step, listing, newest, step_around, step_of
+from t5ckpt.catalog.layouts import ListedStep, is_checkpoint, is_orbax, is_state_file, is_zarr_tree
+from t5ckpt.catalog.listing import catalog_of, checkpoint_around, inspect_step, listing, newest, step_of
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
@@ -23,13 +23,15 @@ from t5ckpt.format.names import (
     MANIFEST,
     parse_prefixed_step,
     parse_step_dir,
+    parse_step_name,
     step_dir,
 )
 from t5ckpt.format.safetensors import FLAX_WHOLE, WHOLE_NAMES, is_tensor_file
-from t5ckpt.storage import AbsentStorage, Entry, Storage, open_storage, split_path
+from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 # A listing for each is a request to a bucket.
-_MAX_RUNS = 20
+_MAX_BELOW = 20
+_LEFTOVER = re.compile(r'checkpoint_([0-9]+\.[a-z]|tmp$)')
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # A directory is described by the first pattern that matches one of the names in it.
 _MARKS = (
@@ -160,13 +162,69 @@ def open_run_storage(
 
 def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raises CheckpointNotFoundError if a run's directory is a step's directory or is inside one."""
-    enclosing_step = step_around(storage, storage_options)
-    if enclosing_step is not None:
-        here, (directory, step) = storage.url().rstrip('/'), enclosing_step
-        what = 'is' if directory == here else f'is inside {directory}, which is'
+    directory = checkpoint_around(storage, storage_options)
+    if directory is not None:
+        raise _not_run_but_checkpoint(storage, directory)
+
+
+def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:
+    here, (parent, _, name) = storage.url().rstrip('/'), directory.rpartition('/')
+    step = parse_step_name(name)
+    what = 'is one checkpoint' if step is None else f'is step {step} of a run'
+    if directory != here:
+        what = f'is, or is inside, {directory}, which {what}'
+    cure = (
+        f'the directory of the run: {parent}' if step is not None else 'another directory; restore(path=...) reads it'
+    )
+    return CheckpointNotFoundError(f'{here} {what}, not a run. Pass {cure}')
+
+
+def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
+    """Raises an error for a path that holds something else than a run; not for a run, and where a new one may begin.
+
+    Whatever begins a run or writes a step calls it, so that a path of the wrong level begins no second run in silence. The files
+    decide, with links resolved; a name decides only where there are none. ``open_run_storage`` has refused a path inside a
+    checkpoint.
+
+    Args:
+      storage: the path.
+      marks: also refuses incomplete steps, and files of other programs by their names; a save may write beside them.
+
+    Raises:
+      T5CkptError: it names what the path holds, and the path to pass.
+    """
+    if storage.root_kind() == 'file':
+        raise not_a_run(storage)
+    if newest(storage) is not None:
+        return
+    where = storage.url().rstrip('/')
+    if is_checkpoint(storage, ''):
+        raise _not_run_but_checkpoint(storage, where)
+    has_marks = marks and (model_file(storage) is not None or foreign_layout(storage) is not None)
+    if has_marks or openable_below(storage):
+        raise no_checkpoint(storage)
+    holding = catalog_of(storage).incomplete() if marks else []
+    if holding:
         raise CheckpointNotFoundError(
-            f'{here} {what} step {step} of a run, not a run. Pass the directory of the run: {directory.rpartition("/")[0]}'
+            f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a new run.'
         )
+    parent, _, name = where.rpartition('/')
+    # Also 'checkpoint_7.tmp-...' and the like.
+    if parse_step_dir(name.partition('.')[0]) is not None:
+        raise CheckpointNotFoundError(
+            f'{where} is the path of a step, not of a run, and has no checkpoint. Pass the directory of the run: {parent}'
+        )
+
+
+def open_target(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Opens the directory of a run to write steps to.
+
+    Raises:
+      CheckpointNotFoundError: it holds something else, see :func:`refuse_other_contents`.
+    """
+    storage = open_run_storage(path, storage_options)
+    refuse_other_contents(storage, marks=False)
+    return storage
 
 
 def locate(
@@ -253,6 +311,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         damaged = max(_damaged_steps(storage), default=None)
         if damaged is not None:
             return Located(storage, step_dir(damaged), MANIFEST, damaged)
+        refuse_other_contents(storage)
         raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
         raise CheckpointNotFoundError(
@@ -264,12 +323,6 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         # On an object store, steps with a prefix in their names are found only by a listing.
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
-
-
-def refuse_step_path(path: str | os.PathLike[str] | Storage) -> None:
-    """Raises ValueError if the path of a run to write to is named like the directory of a step."""
-    if not isinstance(path, Storage) and parse_step_dir(split_path(path)[1]) is not None:
-        raise ValueError(f'{os.fspath(path)} is the directory of a step. Pass the directory of the run, its parent.')
 
 
 def refuse_within(target: Storage | None, located: Located) -> None:
@@ -340,7 +393,7 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
     """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
     if storage.kind('') is None:
         return not_a_run(storage)
-    model, runs = model_file(storage), runs_below(storage)
+    model, below = model_file(storage), openable_below(storage)
     cure = 'Check the path.'
     if model is not None:
         # The caller reads no models; those that do have found it.
@@ -350,9 +403,9 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
             if foreign is None
             else f'{storage.url(model)} is {foreign}.'
         )
-    elif runs:
-        cure = f'Give the path of one: {storage.url(runs[0])}'
-    contents = f'it contains {counted(len(runs), "run")}: {some_of(runs, 5)}' if runs else _contents_text(storage)
+    elif below:
+        cure = f'Give the path of one: {storage.url(below[0])}'
+    contents = _contents_text(storage) if model is not None or not below else f'it contains {some_of(below, 5)}'
     return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {contents}. {cure}')
 
 
@@ -368,18 +421,36 @@ def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str)
     )
 
 
-def runs_below(storage: Storage) -> list[str]:
-    """The directories with steps in a directory that is not a run; lists at most ``_MAX_RUNS`` of them."""
-    runs: list[str] = []
-    for entry in storage.entries()[:_MAX_RUNS]:
+def openable_below(storage: Storage, without: Collection[str] = ()) -> list[str]:
+    """The runs, the checkpoints and the files of Flax in a directory that is not one itself, by the files in them.
+
+    Looks at ``_MAX_BELOW`` names, directories first, except those ``without`` and those that a save or a deletion left.
+    """
+    entries = [entry for entry in storage.entries() if entry.name not in without and not _is_leftover(entry.name)]
+    found: list[str] = []
+    for entry in sorted(entries, key=lambda entry: not entry.is_dir)[:_MAX_BELOW]:
         with contextlib.suppress(T5CkptError):
-            if entry.is_dir and any(_is_step(below) for below in storage.entries(entry.name)):
-                runs.append(entry.name)
-    return runs
+            if not entry.is_dir:
+                found += [entry.name] if is_state_file(storage, entry.name) else []
+            elif is_checkpoint(storage, entry.name):
+                found.append(entry.name)
+            else:
+                found += _openable_in(storage, entry.name)
+    return found
 
 
-def _is_step(entry: Entry) -> bool:
-    return entry.is_dir and (parse_step_dir(entry.name) is not None or entry.name.isdigit())
+def _openable_in(storage: Storage, directory: str) -> list[str]:
+    """The directory if it is a run, else the checkpoint in it."""
+    for below in storage.entries(directory)[:_MAX_BELOW]:
+        key = join(directory, below.name)
+        if not _is_leftover(below.name) and (is_checkpoint if below.is_dir else is_state_file)(storage, key):
+            return [directory if parse_prefixed_step(below.name) is not None else key]
+    return []
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a name is that of an unfinished or damaged step, of T5X or Orbax, or hidden."""
+    return name.startswith('.') or '.orbax-checkpoint-tmp' in name or _LEFTOVER.match(name) is not None
 
 
 def _contents_text(storage: Storage) -> str:
@@ -389,12 +460,3 @@ def _contents_text(storage: Storage) -> str:
     layout = foreign_layout(storage)
     looks = '' if layout is None else f'; it looks like {layout}'
     return f'it contains {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'
-
-
-def unread_contents(storage: Storage) -> str | None:
-    """Describes the steps in a run that t5ckpt does not read, to end a sentence; None if there are none."""
-    layout = foreign_layout(storage)
-    if layout is not None:
-        return f'it looks like {layout}'
-    holding = catalog_of(storage).incomplete()
-    return f'it contains {", ".join(holding[:5])}, none of which is a complete checkpoint' if holding else None

@@ -90,10 +90,6 @@ class RunCatalog(ABC):
         """Whether the directory has steps beside a file ``checkpoint``, as T5X leaves it after a TensorFlow checkpoint."""
 
     @abstractmethod
-    def step_in(self, name: str) -> int | None:
-        """The number in the name of a directory that may be a step, or None. On an object store a check is a request."""
-
-    @abstractmethod
     def directories(self) -> list[str]:
         """The directories in which states of data iterators are looked for."""
 

@@ -44,7 +44,6 @@ from t5ckpt.format.names import (
     parse_other,
     parse_prefixed_step,
     parse_read_lease,
-    parse_step_dir,
     parse_write_lease,
     step_dir,
     step_marker,
@@ -200,10 +199,6 @@ class IndexCatalog(RunCatalog):
     def is_beside_manifest(self) -> bool:
         # The steps are listed only if the file is the state file of TensorFlow, because a listing costs requests.
         return is_tensorflow_state(self._storage.read_range(MANIFEST, 0, 64)) and self.newest() is not None
-
-    def step_in(self, name: str) -> int | None:
-        # Not a number alone, which is rarely a step.
-        return parse_step_dir(name)
 
     def directories(self) -> list[str]:
         return [listed_step.directory for listed_step in self.listing().steps if listed_step.directory]

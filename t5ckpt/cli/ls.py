@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import foreign_layout, no_checkpoint, open_run_storage, runs_below
+from t5ckpt.catalog.locate import open_run_storage, openable_below, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_line, print_table, run_at
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.tiers import BOTH, LOCAL, PERSISTENT, naming_record, record_in, tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb, code_of
 from t5ckpt.core.text import counted, human_age, human_bytes, some_of
-from t5ckpt.errors import CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import T5CkptError
 from t5ckpt.inspection.kept import by_policy, with_reasons
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
@@ -112,17 +111,17 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
     listed = [entry for entry in entries if entry.complete or entry.reason or show_all]
     if not listed and (record is None or (tier == PERSISTENT and record.is_shared)):
         check_exists(storage)
-        if runs_below(storage):
-            raise no_checkpoint(storage)
-    foreign = None if listed else foreign_layout(storage)
-    if foreign is not None:
-        raise UnsupportedFormatError(f'{path}: no complete checkpoint there; it looks like {foreign}.')
-    if not listed and is_orbax(storage, ''):
-        raise CheckpointNotFoundError(
-            f'{path} is one checkpoint of Orbax, not a run. t5ckpt show {path} lists its leaves.'
-        )
+        if not entries:
+            refuse_other_contents(storage)
     listed = with_reasons(storage, listed, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]
+    # In a bucket, a listing of other names would list every chunk.
+    names = {entry.path.rpartition('/')[2] for entry in entries}
+    others = openable_below(storage, names) if listed and storage.is_file_system else []
+    if others:
+        print_line(
+            f'not steps of the run, and therefore not listed: {some_of(others, 10)}. Open each by its path.', err=True
+        )
     if broken:
         print_line(
             f'broken, and therefore not listed: {some_of(broken, 10)}. t5ckpt ls --all lists every entry.', err=True

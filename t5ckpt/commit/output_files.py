@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 
-from t5ckpt.catalog.listing import step_around
+from t5ckpt.catalog.listing import checkpoint_around
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
@@ -37,11 +37,9 @@ def local_output(path: str | os.PathLike[str]) -> str:
     if local is None:
         raise UnsupportedFormatError(f'{path}: exports go to a local file system. Export to one, then copy the files.')
     local = local.rstrip('/') or '/'
-    within = step_around(open_storage(os.path.realpath(os.path.dirname(local))))
+    within = checkpoint_around(open_storage(os.path.dirname(local)))
     if within is not None:
-        raise OutputExistsError(
-            f'{local} is inside {within[0]}, which is step {within[1]} of a run. Pass a path outside the checkpoint.'
-        )
+        raise OutputExistsError(f'{local} is inside {within}, which is a checkpoint. Pass a path outside it.')
     return local
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
@@ -77,7 +78,10 @@ class PrunableSteps(ABC):
                 self._stay_log.log(
                     Decision(listed_step.step, True, f'in the layout of {listed_step.layout}', overruled=True)
                 )
-        return [listed_step.step for listed_step in steps if listed_step.is_t5x]
+        linked = _linked_by(self._storage, steps)
+        for step, link in linked.items():
+            self._stay_log.log(Decision(step, True, f'step {link} is a link to it', overruled=True))
+        return [each.step for each in steps if each.is_t5x and each.step not in linked]
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
         """The facts of the steps, ascending, with the metrics of these names."""
@@ -99,6 +103,16 @@ class PrunableSteps(ABC):
     @abstractmethod
     def check_sidecar(self, step: int) -> None:
         """Refuses a step with a newer sidecar before it is hidden, if hiding does not do so; see ``removal.check_known``."""
+
+
+def _linked_by(storage: Storage, steps: Sequence[ListedStep]) -> dict[int, int]:
+    """The steps that other steps are links to, with the step of the link."""
+    paths = {each.step: storage.local_path(each.name) for each in steps}
+    links = {os.path.realpath(path): step for step, path in paths.items() if path is not None and os.path.islink(path)}
+    targets = {
+        os.path.realpath(path): step for step, path in paths.items() if path is not None and not os.path.islink(path)
+    }
+    return {targets[path]: link for path, link in links.items() if path in targets}
 
 
 class StepsOnDisk(PrunableSteps):

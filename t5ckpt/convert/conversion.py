@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.locate import open_run_storage, refuse_step_path
+from t5ckpt.catalog.locate import open_target
 from t5ckpt.convert.export_options import ImportOptions
 from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_word, given_step
@@ -166,8 +166,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     step = found.step if options.step is None else options.step
     if step is None:
         raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
-    refuse_step_path(directory)
-    storage = open_run_storage(directory)
+    storage = open_target(directory)
     request = StreamRequest(
         storage,
         step,
@@ -204,7 +203,7 @@ def write_import(
       CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
       CheckpointNotFoundError: the directory is the directory of a step.
     """
-    storage = open_run_storage(directory)
+    storage = open_target(directory)
     request = StreamRequest(
         storage, step, SaveOptions(options.cast), overwrite=options.force, source=source, progress=options.progress
     )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.locate import locate, open_run_storage, refuse_step_path, refuse_within, with_links
+from t5ckpt.catalog.locate import locate, open_target, refuse_within, with_links
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
@@ -104,9 +104,8 @@ def copy_checkpoint(
             f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it (t5ckpt convert '
             f'orbax {located.url} {where}), or copy its directory with another tool.'
         )
-    refuse_step_path(target)
     number = located.step_to_write()
-    storage = open_run_storage(target, options.target_options)
+    storage = open_target(target, options.target_options)
     refuse_within(storage, located)
     strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located, open_run_storage
+from t5ckpt.catalog.locate import Located, open_target
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -210,7 +210,7 @@ def import_seqax(
     table, source_step = read_seqax(path, step)
     source = {'format': 'seqax', 'path': os.fspath(path), 'step': source_step}
     return write_stream(
-        table, StreamRequest(open_run_storage(checkpoints_dir), source_step, overwrite=overwrite, source=source)
+        table, StreamRequest(open_target(checkpoints_dir), source_step, overwrite=overwrite, source=source)
     )
 
 

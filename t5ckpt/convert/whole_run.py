@@ -7,13 +7,14 @@ step under way continues as in a conversion of one step.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
-from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage
+from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage, open_target, openable_below
 from t5ckpt.commit.step_facts import known_sidecar
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
@@ -27,6 +28,7 @@ from t5ckpt.storage import Storage
 
 TO_ORBAX = 'to-orbax'
 _LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), 'zarr': (ZARR,), TO_ORBAX: (T5X, PADDED)}
+_log = logging.getLogger('t5ckpt')
 _CURE = 'Convert to another directory, or replace such steps (overwrite=True).'
 RUN_FORMATS = tuple(_LAYOUTS)
 """The formats that :func:`convert_run` takes."""
@@ -78,10 +80,11 @@ def convert_run(
     options = ConvertOptions() if options is None else options
     if options.step is not None:
         raise ValueError('ConvertOptions(step=...) is for one checkpoint. Pass steps=[...] to convert_run.')
-    run, target = open_run_storage(source), open_run_storage(directory)
+    run, target = open_run_storage(source), open_target(directory)
     chosen = _chosen_steps(run, kind, None if steps is None else given_steps(steps))
     converted = [] if options.overwrite else _converted_before(run, target, chosen, kind, options)
     remaining = [listed_step for listed_step in chosen if listed_step.step not in converted]
+    _log_left_out(run, [] if steps is not None else chosen)
     conversions: list[Conversion] = []
     gone: list[int] = []
     logged: set[str] = set()
@@ -116,6 +119,14 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
         )
     return [listed_step for listed_step in of_layout if steps is None or listed_step.step in steps]
+
+
+def _log_left_out(run: Storage, chosen: Sequence[ListedStep]) -> None:
+    """Logs the steps in other layouts, and the checkpoints under other names, which a conversion of all steps omits."""
+    if chosen and run.is_file_system:
+        others = openable_below(run, {listed_step.name for listed_step in chosen})
+        if others:
+            _log.warning('t5ckpt: not converted: %s in %s. Convert each by its path.', some_of(others, 10), run.url())
 
 
 def _converted_before(

@@ -146,6 +146,14 @@ def is_whole(data: bytes) -> bool:
         return False
 
 
+def begins_state(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a msgpack map with text keys that is not empty, such as a state of Flax."""
+    # Files of one or two bytes do not count.
+    before_key = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else None) if len(head) > 2 else None
+    key = None if before_key is None else head[before_key : before_key + 1]
+    return bool(key) and (0xA0 <= key[0] <= 0xBF or 0xD9 <= key[0] <= 0xDB)
+
+
 def is_tensorflow_state(data: bytes) -> bool:
     """Whether a file called ``checkpoint`` that begins with ``data`` is the state file of a TensorFlow checkpoint."""
     return data.startswith(_TENSORFLOW)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.locate import not_a_run, open_run_storage
+from t5ckpt.catalog.locate import not_a_run, open_run_storage, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -48,6 +48,7 @@ def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping
     storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
         raise not_a_run(storage)
+    refuse_other_contents(storage, marks=False)
     return Run(storage)
 
 

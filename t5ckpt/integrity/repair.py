@@ -13,7 +13,7 @@ import dataclasses
 import os
 import time
 
-from t5ckpt.catalog.locate import Located, open_run_storage, refuse_step_path, refuse_within
+from t5ckpt.catalog.locate import Located, open_target, refuse_within
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import open_transaction, strategy_of
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -104,12 +104,11 @@ def repair(
     has_changes = bool(plan.rebuilt or plan.dropped)
     where, files = located.storage.url(located.directory), 0
     if has_changes:
-        target = located.storage if output is None else open_run_storage(output, options.target_options)
+        target = located.storage if output is None else open_target(output, options.target_options)
         where = target.url(step_dir(number))
         if in_place:
             _check_in_place(located, number)
         elif output is not None:
-            refuse_step_path(output)
             strategy_of(target).check_room(target, number)
         refuse_within(target if output is not None else None, located)
         if not options.dry_run:

@@ -56,6 +56,7 @@ def run_restore(request: RestoreRequest) -> Any:
         request.round.barrier(Phase.READ)
     with request.round.together(Phase.RESTORE):
         restored = finish()
+    request.note_step(planned.contents.located.step if request.call.path is None else None)
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     leaves, data = summary

@@ -73,6 +73,7 @@ class RestoreRequest:
       reading: the options of reads, such as memory maps.
       continues: whether the caller may train on, so that data without its position is worth a warning.
       note_read: called with the bytes of arrays that this process has read.
+      note_step: called after the restore, with the step of the run; None for one from a ``path``.
       no_step: makes the error for a step that does not exist; None lists the steps of ``storage`` in it.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """
@@ -90,6 +91,7 @@ class RestoreRequest:
     notices: Notices
     continues: bool
     note_read: Callable[[int], None] = lambda _: None
+    note_step: Callable[[int | None], None] = lambda _: None
     no_step: Callable[[int], T5CkptError] | None = None
     local_part: LocalPart | None = None
 
@@ -109,6 +111,10 @@ def check_source(step: Any, path: Any) -> None:
     if path is not None and not isinstance(path, (str, bytes, os.PathLike)):
         given = f'a {type(path).__name__}' if isinstance(path, Mapping) else shown(path)
         raise ValueError(f'path must be the path of a checkpoint, got {given}. {template}')
+    if path is not None and not os.fspath(path):
+        raise ValueError(
+            'path is empty. Pass the path of a checkpoint, or leave it out to restore a step of checkpoints_dir.'
+        )
     if step is not None and path is not None:
         raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} exclude each other: pass one of them.')
     if step is not None and not hasattr(step, '__index__'):

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
+from t5ckpt.catalog.listing import newest, steps_in
+from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.commit.removal import check_removable, is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.text import some_of
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import CheckpointNotFoundError
@@ -69,6 +72,7 @@ class SaveRequest:
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the sidecar records.
+      restored_step: the step that was restored last; a loop that saves it first is not warned.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
       frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
@@ -84,6 +88,7 @@ class SaveRequest:
     round: CoordinationRound
     site: CallSite
     keep: KeepPolicy
+    restored_step: int | None = None
     in_parts: bool = False
     frees_step: Callable[[], bool] = lambda: False
     upload_reason: Callable[[], str | None] = lambda: None
@@ -137,7 +142,11 @@ class SaveRequest:
         """Logs that the save is skipped, since a complete step exists."""
         where = self.context.storage.url(occupant.name)
         written = '' if occupant.is_t5x else f', in the layout of {occupant.layout}'
-        _log.warning('Skipping save checkpoint for step %d (directory %s already exists%s)', self.step, where, written)
+        is_restored = self.step == self.restored_step
+        cure = '' if is_restored or not occupant.is_t5x else '; save(..., overwrite=True) replaces it'
+        level = logging.INFO if is_restored else logging.WARNING
+        text = 'Skipping save checkpoint for step %d (directory %s already exists%s)%s'
+        _log.log(level, text, self.step, where, written, cure)
 
     def may_replace(self) -> bool:
         """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.
@@ -160,6 +169,39 @@ class SaveRequest:
             # Another process has deleted it meanwhile.
             return False
         return True
+
+
+class LaterSteps:
+    """The latest step of a run, to say once that saves are below it: the next start would take another branch of the training."""
+
+    def __init__(self, storage: Storage):
+        """Takes the storage that saves write to."""
+        self._storage = storage
+        self._latest: int | None = None
+        self._is_known = self._is_told = False
+
+    def note_save(self, step: int) -> None:
+        """Called before each save, in process 0; logs the later steps once. Only the first call lists the steps."""
+        if not self._is_known:
+            found = newest(self._storage)
+            if found is None:
+                refuse_other_contents(self._storage, marks=False)
+            self._latest, self._is_known = None if found is None else found.step, True
+        if self._latest is None or step > self._latest:
+            self._latest = step
+        elif step < self._latest and not self._is_told:
+            later = [str(each) for each in steps_in(self._storage) if each > step]
+            if not later:
+                # They were deleted since.
+                self._latest = step
+                return
+            self._is_told = True
+            _log.warning(
+                't5ckpt: step %d is saved although %s has later steps: %s. A restart takes step %s. To continue from step %d, '
+                'delete the later steps (delete(step), or t5ckpt rm), replace each with save(..., overwrite=True), or save to '
+                'another directory.',
+                step, self._storage.url(), some_of(later, 10), later[-1], step,
+            )  # fmt: skip
 
 
 class Reuse:

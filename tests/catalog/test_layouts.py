@@ -118,7 +118,7 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
         assert next(t5ckpt.checkpoints_iterator(run_dir, timeout=5, hold_seconds=60)) == 7
         assert t5ckpt.restore_or_init(ck, lambda: pytest.fail('a fresh start'))['w'][0] == 7
         assert ck.restored_step == 7
-        caplog.clear()
+        caplog.set_level('INFO', 't5ckpt')
         assert ck.save(state(7), step=7) is None
         assert f'already exists, in the layout of {layout})' in caplog.text
         ck.save(state(8), step=8)
@@ -305,7 +305,7 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
             shown = json.loads(CliRunner().invoke(app, ['ls', url, '--json']).output)
             assert [(each['step'], each['layout']) for each in shown] == listed
             assert run_[7]['w'][0] == ck.restore(7)['w'][0] == t5ckpt.load_t5x_checkpoint(url, 7)['w'][0] == 7
-            caplog.clear()
+            caplog.set_level('INFO', 't5ckpt')
             assert ck.save(state(7), step=7) is None
             assert f'already exists, in the layout of {layout})' in caplog.text
             assert ck.metrics(7) == {}
@@ -373,20 +373,20 @@ def test_directories_named_like_steps_of_a_prefix_are_no_steps(run_dir):
     assert t5ckpt.all_steps(run_dir / 'model_8') == [2]
 
 
-def test_a_fresh_start_over_an_unreadable_layout_warns(run_dir):
+def test_nothing_is_begun_over_an_unreadable_layout(run_dir):
     step = run_dir / 'step-100'
     step.mkdir(parents=True)
     (step / '.metadata').write_bytes(b'')
-    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match=r'torchtitan.*100'):
-        assert t5ckpt.restore_or_init(ck, lambda: 'new') == 'new'
+    with open_ck(run_dir) as ck, pytest.raises(errors.CheckpointNotFoundError, match=r'torchtitan.*100'):
+        t5ckpt.restore_or_init(ck, lambda: 'new')
 
 
 @pytest.mark.parametrize(
     'name', ['model.safetensors', 'pytorch_model.bin', 'global_step500/mp_rank_00.pt', 'w/notes.txt']
 )
-def test_a_fresh_start_over_an_unreadable_step_warns(run_dir, name):
+def test_nothing_is_begun_over_an_unreadable_step(run_dir, name):
     put(run_dir / 'checkpoint_500' / name)
-    with open_ck(run_dir) as ck, pytest.warns(t5ckpt.UnreadLayoutWarning, match='checkpoint_500'):
+    with open_ck(run_dir) as ck, pytest.raises(errors.CheckpointNotFoundError, match='checkpoint_500'):
         t5ckpt.restore_or_init(ck, lambda: 'new')
 
 
@@ -668,3 +668,131 @@ def test_a_run_below_a_step_is_refused(run_dir, below):
     manager(run_dir, 7)
     with pytest.raises(errors.CheckpointNotFoundError, match='step 7'):
         open_ck(run_dir / '7' / 'default')
+
+
+# --- a path of the wrong level ------------------------------------------------------------------------------------------
+
+
+def renamed(root, _):
+    (root / 'run' / 'checkpoint_5').rename(root / 'base')
+    return root / 'base'
+
+
+def linked(root, _):
+    os.symlink('run/checkpoint_5', root / 'latest')
+    return root / 'latest'
+
+
+def parent_of_a_renamed_step(root, _):
+    (root / 'models').mkdir()
+    (root / 'run' / 'checkpoint_5').rename(root / 'models' / 'base')
+    return root / 'models'
+
+
+def one_of_orbax(root, path):
+    manager(root / 'orbax', 7)
+    return root / 'orbax' / '7' / path
+
+
+def named_by_flax(root, name):
+    directory = root / 'flax'
+    directory.mkdir()
+    (directory / name).write_bytes(flax.serialization.to_bytes(state(7)))
+    return directory
+
+
+def dangling(root, _):
+    os.symlink('nowhere', root / 'dangling')
+    return root / 'dangling'
+
+
+def half_copied(root, _):
+    path = renamed(root, _) / 'checkpoint'
+    path.write_bytes(path.read_bytes()[:40])
+    return root / 'base'
+
+
+@pytest.mark.parametrize(
+    ('make', 'argument', 'named'),
+    [
+        (renamed, '', 'base is one checkpoint'),
+        (half_copied, '', 'base is one checkpoint'),
+        (linked, '', 'run/checkpoint_5, which is step 5 of a run.*Pass the directory of the run: .*/run'),
+        (
+            lambda root, name: root / 'run' / name,
+            'checkpoint_7',
+            'path of a step.*Pass the directory of the run: .*/run',
+        ),
+        (
+            lambda root, name: root / 'run' / name,
+            'checkpoint_7.tmp-12/',
+            'path of a step.*directory of the run: .*/run',
+        ),
+        (lambda root, name: root / 'run' / name, 'checkpoint_5/target/w', 'step 5 of a run'),
+        (lambda root, name: root / 'run' / name, 'checkpoint_5/checkpoint', 'step 5 of a run'),
+        (lambda root, _: root, '', 'contains run. Give the path of one: .*/run'),
+        (parent_of_a_renamed_step, '', 'Give the path of one: .*models/base'),
+        (one_of_orbax, '', 'step 7 of a run'),
+        (one_of_orbax, 'default', 'step 7 of a run'),
+        (one_of_orbax, 'default/d', 'step 7 of a run'),
+        (named_by_flax, 'checkpoint_-0.196', 'Give the path of one: .*checkpoint_-0.196'),
+        (named_by_flax, 'checkpoint_1e-05', 'Give the path of one: .*checkpoint_1e-05'),
+        (named_by_flax, 'model_7', 'Give the path of one: .*model_7'),
+        (named_by_flax, '7', 'Give the path of one: .*flax/7'),
+        (dangling, '', 'is a symbolic link to nowhere, which does not exist'),
+    ],
+)
+def test_no_run_is_begun_at_a_path_of_the_wrong_level(tmp_path, make, argument, named):
+    with open_ck(tmp_path / 'run') as ck:
+        ck.save(state(5))
+    path = make(tmp_path, argument)
+    before = tree(tmp_path)
+    for use in (
+        lambda: t5ckpt.restore_or_init(open_ck(path), lambda: pytest.fail('a new run')),
+        lambda: open_ck(path).save(state(6)),
+        lambda: open_ck(path).restore(),
+        lambda: next(t5ckpt.checkpoints_iterator(path, timeout=0)),
+    ):
+        with pytest.raises((errors.CheckpointNotFoundError, errors.StorageError), match=named):
+            use()
+    listed = CliRunner().invoke(app, ['ls', str(path)])
+    assert listed.exit_code != 0
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize('path', ['new', 'new/', 'a/b/c', 'run/../new', 'empty', 'logs', 'run/finetuned', 'link'])
+def test_a_new_run_begins_where_nothing_is(tmp_path, path):
+    with open_ck(tmp_path / 'run') as ck:
+        ck.save(state(5))
+    for name in ('empty', 'logs/tb/0', 'elsewhere'):
+        (tmp_path / name).mkdir(parents=True)
+    os.symlink('elsewhere', tmp_path / 'link')
+    (tmp_path / 'logs' / 'plot.png').write_bytes(bytes.fromhex('89504e470d0a1a0a') + bytes(40))
+    (tmp_path / 'logs' / 'config.json').write_text('{}')
+    # What a crash of the first save leaves
+    shutil.copytree(tmp_path / 'run/checkpoint_5', tmp_path / 'logs' / 'checkpoint_1.tmp-12')
+    with open_ck(f'{tmp_path}/{path}') as ck:
+        assert t5ckpt.restore_or_init(ck, lambda: 'new') == 'new'
+        ck.save(state(1))
+    assert t5ckpt.all_steps(f'{tmp_path}/{path}') == [1]
+
+
+def test_a_run_names_the_checkpoints_that_are_not_among_its_steps(tmp_path, caplog):
+    directory = named_by_flax(tmp_path, 'checkpoint_2')
+    named_by_flax_too = directory / 'checkpoint_10.5'
+    named_by_flax_too.write_bytes((directory / 'checkpoint_2').read_bytes())
+    assert 'not listed: checkpoint_10.5' in CliRunner().invoke(app, ['ls', str(directory)]).stderr
+    t5ckpt.convert.convert_run('flax', directory, tmp_path / 'out')
+    assert 'not converted: checkpoint_10.5' in caplog.text
+
+
+def test_a_step_that_is_a_link_keeps_its_target(run_dir, caplog):
+    caplog.set_level('INFO', 't5ckpt')
+    with open_ck(run_dir) as ck:
+        ck.save(state(5))
+    os.symlink('checkpoint_5', run_dir / 'checkpoint_10')
+    with open_ck(run_dir, keep=2) as ck:
+        for step in (11, 12):
+            ck.save(state(step))
+    assert t5ckpt.all_steps(run_dir) == [5, 11, 12]
+    assert 'step 5 is kept regardless of the keep policy: step 10 is a link to it' in caplog.text

@@ -72,7 +72,7 @@ def test_what_is_there_is_not_replaced(tmp_path):
         t5ckpt.copy_checkpoint(source, target)
     with pytest.raises(errors.CheckpointNotFoundError):
         t5ckpt.copy_checkpoint(source, tmp_path / 'c', 7)
-    with pytest.raises(ValueError, match='directory of a step'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='of a step'):
         t5ckpt.copy_checkpoint(source, tmp_path / 'checkpoint_5')
     assert not (tmp_path / 'c').exists()
 

@@ -283,7 +283,7 @@ def test_a_leaf_below_another(tmp_path):
     for rename in [('note', 'w/deep'), ('w', 'note/deep'), ('empty', 'w/deep'), ('x', 'w/deep')]:
         with pytest.raises(errors.TreeMismatchError, match='below the new name'):
             rewrite(tmp_path / 'run', tmp_path / 'copy', Changes(rename=[rename]))
-    with pytest.raises(ValueError, match='directory of a step'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='of a step'):
         rewrite(tmp_path / 'run', tmp_path / 'checkpoint_7')
 
 

@@ -452,7 +452,7 @@ def test_wrong_calls(run_dir, tmp_path):
             t5ckpt.repair(run_dir, **where)
     with pytest.raises(errors.CheckpointExistsError, match='already'):
         t5ckpt.repair(run_dir, save(tmp_path / 'other').parent)
-    with pytest.raises(ValueError, match='is the directory of a step'):
+    with pytest.raises(errors.CheckpointNotFoundError, match='path of a step'):
         t5ckpt.repair(run_dir, tmp_path / 'checkpoint_3')
     with pytest.raises(ValueError, match='not a regular expression'):
         t5ckpt.RepairOptions(drop=['('])

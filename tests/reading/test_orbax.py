@@ -124,7 +124,7 @@ def test_typed_keys_come_back_as_keys_after_a_conversion(tmp_path):
 def test_a_checkpoint_without_a_run_is_distinguished_from_a_run(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / 'weights', TREE['params'])
-    assert 'one checkpoint of Orbax, not a run. t5ckpt show' in t5ckpt_cli('ls', tmp_path / 'weights', code=3)
+    assert 'is one checkpoint, not a run' in t5ckpt_cli('ls', tmp_path / 'weights', code=3)
     t5ckpt_cli('show', tmp_path / 'weights')
 
 

@@ -321,18 +321,109 @@ class Position:
             self.at = int(file.read())
 
 
-def test_another_runs_position_in_the_data_is_not_taken(tmp_path):
-    with Checkpointer(train_state(), None, tmp_path / 'pretrained', Position(17)) as ck:
+@pytest.mark.parametrize(
+    ('options', 'at'),
+    [
+        (None, 17),
+        ({}, 17),
+        ({'missing': 'init', 'leave': OPTIMIZER}, 17),
+        ({'restore_iterator': False}, 0),
+        ({'take': MODEL}, 0),
+        ({'take': MODEL, 'restore_iterator': True}, 17),
+    ],
+)
+def test_the_position_in_the_data_belongs_to_all_of_a_checkpoint(tmp_path, caplog, options, at):
+    caplog.set_level('INFO', 't5ckpt')
+    old = tmp_path / 'pretrained'
+    with Checkpointer(train_state(), None, old, Position(17)) as ck:
         ck.save(train_state(1, 1))
     iterator = Position()
     with Checkpointer(train_state(), None, tmp_path / 'run', iterator) as ck:
-        restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'pretrained')
-        assert iterator.at == 0
+        source = old if options is None else WarmStart(old, **options)
+        restore_or_init(ck, train_state, initial_checkpoint=source)
+        assert iterator.at == at
         iterator.at = 3
         ck.save(train_state(2, 2))
         iterator.at = 0
         restore_or_init(ck, must_not_run)
         assert iterator.at == 3
+    said = f'the data continues at the position in {old}' if at else 'the data starts at its beginning (WarmStart('
+    assert said in caplog.text
+
+
+def test_of_several_sources_one_may_continue_the_data(tmp_path):
+    for name, at in (('one', 17), ('two', 18)):
+        with Checkpointer(train_state(), None, tmp_path / name, Position(at)) as ck:
+            ck.save(train_state(at, at))
+    for chosen, at in ((None, 0), ('one', 17), ('two', 18)):
+        iterator = Position()
+        sources = [
+            WarmStart(tmp_path / 'one', take=MODEL, restore_iterator=chosen == 'one'),
+            WarmStart(tmp_path / 'two', restore_iterator=True if chosen == 'two' else None),
+        ]
+        with Checkpointer(train_state(), None, tmp_path / 'run', iterator) as ck:
+            state = restore_or_init(ck, must_not_run, initial_checkpoint=sources)
+        assert (value_of(state), int(state.step), iterator.at) == (17, 18, at)
+
+
+def test_a_warm_start_means_the_directory_in_which_it_was_made(tmp_path, monkeypatch):
+    for name, value in (('a', 1), ('b', 2)):
+        run_with(tmp_path / name / 'run', [value])
+    monkeypatch.chdir(tmp_path / 'a')
+    warm = WarmStart('run')
+    monkeypatch.chdir(tmp_path / 'b')
+    assert value_of(start_from(tmp_path / 'new', warm)) == 1
+    with pytest.raises(ValueError, match='path is empty'):
+        WarmStart('')
+    with Checkpointer(train_state(), checkpoints_dir='run') as ck, pytest.raises(ValueError, match='path is empty'):
+        ck.restore(path='')
+
+
+# --- loops -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_restored_step_is_known_after_each_way_to_restore(tmp_path):
+    run_with(tmp_path / 'run', [1, 2])
+    run_with(tmp_path / 'other', [7])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'run') as ck:
+        for call, step in (
+            (ck.restore, 2),
+            (lambda: ck.restore(1), 1),
+            (lambda: ck.restore(path=tmp_path / 'other'), None),
+            (lambda: restore_or_init(ck, must_not_run), 2),
+        ):
+            call()
+            assert ck.restored_step == step
+
+
+def test_a_loop_that_saves_the_restored_step_first_is_not_warned(tmp_path, caplog):
+    run_with(tmp_path, [1, 2])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        state = restore_or_init(ck, must_not_run)
+        assert ck.save(state) is None
+        assert [record for record in caplog.records if record.levelname == 'WARNING'] == []
+        assert ck.save(state, step=1) is None
+    assert re.search(r'step 1 \(.*already exists\); save\(\.\.\., overwrite=True\) replaces it', caplog.text)
+
+
+def test_going_back_to_an_older_step_says_what_a_restart_takes(tmp_path, caplog):
+    run_with(tmp_path, [10, 20, 30])
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        ck.restore(10)
+        caplog.clear()
+        ck.save(train_state(5, 15))
+        ck.save_async(train_state(5, 25)).result()
+        (told,) = [record.getMessage() for record in caplog.records if 'later steps' in record.getMessage()]
+        assert f'step 15 is saved although {tmp_path} has later steps: 20, 30. A restart takes step 30' in told
+        # The cures
+        ck.save(train_state(5, 20), overwrite=True)
+        ck.delete(30)
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
+        assert value_of(restore_or_init(ck, must_not_run)) == 5
+        assert ck.restored_step == 25
+        caplog.clear()
+        ck.save(train_state(6, 30))
+    assert 'later steps' not in caplog.text
 
 
 # --- how alike they must be, and what memory it takes -----------------------------------------------------------------

@@ -83,13 +83,6 @@ def lack_a_metric(tmp_path):
         ck.save_async(STATE, step=1).result()  # warns
 
 
-def start_over_others(tmp_path):
-    (tmp_path / 'checkpoint_500').mkdir()
-    (tmp_path / 'checkpoint_500' / 'model.safetensors').touch()
-    with Checkpointer(STATE, checkpoints_dir=tmp_path) as ck:
-        t5ckpt.restore_or_init(ck, lambda: STATE)  # warns
-
-
 def give_an_obsolete_argument(tmp_path):
     Checkpointer(STATE, None, tmp_path, use_gda=True)  # warns
 
@@ -119,7 +112,6 @@ WARNED = {
     'NarrowedDtypeWarning': [restore_narrowed],
     'NoEffectWarning': [restore_with_a_spare_leaf, leave_the_policy_unused],
     'MissingMetricWarning': [lack_a_metric],
-    'UnreadLayoutWarning': [start_over_others],
     'ObsoleteArgumentWarning': [give_an_obsolete_argument],
 }
 

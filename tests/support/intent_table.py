@@ -120,6 +120,7 @@ translator | error | a name without a rule
 leaves | error | not in the checkpoint
 state_transformation_fns strict | error | as in restore
 resize | error | a pattern matches nothing
+restore_iterator | hint | False without an iterator
 """,
     'Checkpointer.save': """
 state_transformation_fns | error | what they return does not fit
@@ -220,6 +221,8 @@ mode least min_step | error | out of range
     'WarmStart': """
 take leave rename resize | error | a pattern matches nothing
 missing strict | error | unknown word
+restore_iterator | report | where the data starts: logged
+restore_iterator | error | True for several sources
 """,
     'WarmStart.is_taken': 'name | hint | asks',
     'WarmStart.transform': 'target_state_dict | hint | for the rules of rename',

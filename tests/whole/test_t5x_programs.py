@@ -69,7 +69,6 @@ def test_a_restorer_needs_no_directory(run_dir, make, by_position, monkeypatch):
         restorer.all_dataset_checkpoint_steps,
         restorer.restore,
         lambda: restorer.restore(5),
-        lambda: restorer.restore(path=''),
         lambda: restorer.convert_from_tf_checkpoint('nowhere'),
         lambda: t5ckpt.restore_or_init(restorer, lambda: state),
     ):

@@ -375,7 +375,7 @@ pattern | error | neither has such a leaf
     'export npz': '--select | error | matches nothing',
     'export safetensors': '--select | error | matches nothing',
     'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
-    'ls': '--all | hint | there is nothing else\n--tier | error | not a local directory',
+    'ls': '--all --metrics | hint | there is nothing else\n--tier | error | not a local directory',
     'pin': '--why | hint | without it, the reason that is there stays',
     'prune': """
 --keep --every --every-hours | report | all stay: the table says why
@@ -438,7 +438,16 @@ INTERNAL = {
         'unknown_options',
         'value_of_text',
     },
-    'datasets': {'DatasetState', 'StateIterator', 'TfDataIterator', 'decode_state', 'encode_state', 'warn_of_unused'},
+    'datasets': {
+        'DatasetState',
+        'StateIterator',
+        'TfDataIterator',
+        'by_shard',
+        'decode_state',
+        'encode_state',
+        'positions_in',
+        'warn_of_unused',
+    },
 }
 
 

@@ -19,7 +19,7 @@ from t5ckpt.catalog.layouts import (
     other_layout,
 )
 from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
-from t5ckpt.catalog.locate import Located, locate, locate_step, open_run_storage, refuse_within
+from t5ckpt.catalog.locate import locate
 from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -28,21 +28,13 @@ from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage, open_storage, split_path
 
 __all__ = [
-    'Located',
     'all_dataset_checkpoint_steps',
     'all_steps',
-    'dataset_steps_in',
     'find_checkpoint',
     'get_checkpoint_dir',
-    'is_orbax',
     'is_pinned_checkpoint',
     'latest_step',
-    'locate',
-    'locate_step',
-    'open_run_storage',
     'pin_checkpoint',
-    'refuse_within',
-    'steps_in',
     'unpin_checkpoint',
 ]
 

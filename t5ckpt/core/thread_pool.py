@@ -26,7 +26,6 @@ from concurrent.futures import CancelledError
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
-from t5ckpt.errors import SaveFailedError
 
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
@@ -61,7 +60,7 @@ def finished_before_exit() -> Generator[None]:
     """If this is a daemon thread, the interpreter waits for the block before it exits.
 
     Raises:
-      SaveFailedError: the interpreter exits already.
+      RuntimeError: the interpreter exits already.
     """
     if not threading.current_thread().daemon:
         yield
@@ -78,7 +77,7 @@ def finished_before_exit() -> Generator[None]:
         ended.set()
         is_over = _pause_at_exit()
     if is_over:
-        raise SaveFailedError(
+        raise RuntimeError(
             'the interpreter exits, and ends daemon threads. Join the thread that saves before the program ends.'
         )
 

@@ -53,6 +53,7 @@ class StepSummary:
       policy: the keep policy of the save, see ``keep_policy.policy_of``; None if it is not recorded.
       layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``, see ``catalog/layouts.py``.
       reason: why it is unreadable.
+      custom_metadata: the argument of ``save``.
     """
 
     step: int
@@ -68,6 +69,7 @@ class StepSummary:
     policy: Mapping[str, Any] | None = None
     layout: str = T5X
     reason: str = ''
+    custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 def summaries(storage: Storage) -> list[StepSummary]:
@@ -163,6 +165,7 @@ def _summary(
         policy=sidecar.keep or None,
         layout=named.layout,
         reason=damage if named.is_complete else '',
+        custom_metadata=sidecar.custom_metadata,
     )
 
 

@@ -64,10 +64,15 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     return [dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) else entry for entry in found]
 
 
+def named_by_policy(entries: Sequence[StepSummary]) -> tuple[str, ...]:
+    """The metrics that the keep policy of the latest step compares."""
+    policies = [policy for entry in entries if (policy := policy_of(entry.policy)) is not None]
+    return policies[-1].metric_names if policies else ()
+
+
 def by_policy(entries: Sequence[StepSummary]) -> tuple[list[str], list[str]]:
     """The metrics that the keep policy of the latest step compares, and the others, each in the order of their names."""
-    policies = [policy for entry in entries if (policy := policy_of(entry.policy)) is not None]
-    named = policies[-1].metric_names if policies else ()
+    named = named_by_policy(entries)
     names = sorted({name for entry in entries for name in entry.metrics})
     return [name for name in names if name in named], [name for name in names if name not in named]
 

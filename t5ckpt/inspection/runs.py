@@ -19,7 +19,7 @@ from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.block_iteration import bytes_in
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.diff import compare
-from t5ckpt.inspection.kept import with_reasons
+from t5ckpt.inspection.kept import named_by_policy, with_reasons
 from t5ckpt.inspection.notebook_html import table_html
 from t5ckpt.inspection.report.facts import change_facts, curve_facts, largest, step_facts
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
@@ -226,7 +226,11 @@ class Run(Mapping[int, CheckpointView]):
             [steps] if isinstance(steps, int) else steps,
             [summary.step for summary in all_steps if summary.state == 'complete'],
         )
-        facts: dict[str, Any] = {'steps': step_facts(all_steps), 'curves': curve_facts(curves(self._storage))}
+        facts: dict[str, Any] = {
+            'steps': step_facts(all_steps),
+            'compared': [printable(name) for name in named_by_policy(all_steps)],
+            'curves': curve_facts(curves(self._storage)),
+        }
         with self[step].in_one() as view:
             leaves = largest(view.infos())
             nbytes = bytes_in(leaves, sample_bytes)
@@ -239,7 +243,7 @@ class Run(Mapping[int, CheckpointView]):
                 follows = shared(progress, 2 * nbytes, 0)
                 changes = compare(self[before], view, progress=follows, sample_bytes=sample_bytes)
                 facts['changes'] = change_facts((before, step), changes.leaves, changes.same)
-        return write_report(local, os.path.basename(self.path.rstrip('/')), {'path': self.path, **facts}, force)
+        return write_report(local, self.path, facts, force)
 
     def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
         """The result of ``fn``, or the error of a step that lacks the leaf or was deleted."""

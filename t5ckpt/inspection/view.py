@@ -14,6 +14,7 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
 from t5ckpt.datasets import by_shard, positions_in
 from t5ckpt.errors import CheckpointNotFoundError, near_names
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
 from t5ckpt.inspection.notebook_html import tree_html
@@ -190,7 +191,8 @@ class CheckpointView(Mapping[str, LazyArray]):
         local = checked_output(output, force, sample_bytes)
         with self.in_one() as view:
             facts = step_report(view, largest(view.infos()), sample_bytes, progress)
-        return write_report(local, self._title(), {'steps': [], 'checkpoint': {'step': self.step, **facts}}, force)
+        shown = {'path': printable(self._title()), 'steps': [], 'checkpoint': {'step': self.step, **facts}}
+        return write_report(local, self.path.removesuffix(f'/{MANIFEST}'), shown, force)
 
     @checks_kinds
     def heatmap(self, name: str, ax: Any = None) -> Any:

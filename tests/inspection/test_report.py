@@ -87,13 +87,13 @@ def text_of(page, selector):
 @pytest.mark.slow
 def test_names_are_text_and_nothing_is_requested(browser, tmp_path):
     run = tmp_path / HOSTILE[0].replace('/', '|')
-    saved(run, names=HOSTILE, metrics=HOSTILE).report(tmp_path / 'page.html')
+    saved(run, names=HOSTILE, metrics=(HOSTILE[4], *HOSTILE)).report(tmp_path / 'page.html')
     browser.open(tmp_path / 'page.html', READY)
     shown = browser.run('document.querySelector("#main").innerText')
-    browser.run('document.querySelectorAll("[role=treeitem] .row").forEach((row) => row.click())')
+    browser.run('document.querySelectorAll(".tree .row").forEach((row) => row.click())')
     assert browser.run('document.documentElement.dataset.failed') is None
-    assert browser.run('document.querySelector("h1").textContent') == run.name
-    assert browser.run('document.title').startswith(run.name)
+    assert browser.run('document.querySelector("h1").textContent') == f'{tmp_path.name}/{run.name}'
+    assert browser.run('document.title').startswith(f'{tmp_path.name}/{run.name}')
     for name in HOSTILE[:6]:
         escaped = name.replace('/', '\\/') if '\\' not in name else name.replace('\\', '\\\\')
         assert escaped in shown, name
@@ -226,25 +226,75 @@ def test_the_tree_by_keyboard(page):
     assert page.run('document.activeElement.id') == 'search'
     page.press('l', 'a', 'y', 'e', 'r', 's', '_', '1')
     page.wait('document.querySelector("[role=status]").textContent === "2 of 8 leaves"')
-    assert page.run('document.querySelectorAll("#statistics tbody tr").length') == 2
-    page.run('document.querySelector("[role=treeitem][tabindex=\'0\']").focus()')
     focused = 'document.activeElement.querySelector(".name").textContent'
-    page.press('End')
-    assert page.run(focused) == 'kernel'
+    page.press('Tab')
+    assert page.run(focused) == 'target'
+    page.press('Tab')
+    assert page.run(focused) == 'layers_1'
     page.press('Enter')
+    page.press('Tab')
+    assert page.run('document.activeElement.className') != 'row', 'a closed group has no rows to reach'
+    page.run('document.querySelectorAll(".tree summary")[1].focus()')
+    page.press('Enter', 'Tab')
+    assert page.run(focused) == 'bias'
+    page.press('Tab', 'Enter')
     assert text_of(page, 'h3') == 'target/layers_1/kernel'
-    assert page.run('document.activeElement.getAttribute("aria-selected")') == 'true'
+    assert page.run('document.activeElement.getAttribute("aria-current")') == 'true'
     assert page.run('document.querySelector("#leaf-plot").data[0].y.reduce((a, b) => a + b)') == 48 * 64
     sizes = '[...document.querySelectorAll("#leaf-plot .%stick text")].map((text) => getComputedStyle(text).fontSize)'
     assert set(page.run(sizes % 'x')) == set(page.run(sizes % 'y')), 'the labels of both axes have one size'
-    page.press('ArrowLeft')
-    assert page.run(focused) == 'layers_1'
-    page.press('ArrowLeft')
-    assert page.run('document.activeElement.getAttribute("aria-expanded")') == 'false'
-    page.press('ArrowRight', 'ArrowRight')
-    assert page.run(focused) == 'bias'
-    page.press('Home')
-    assert page.run(focused) == 'target'
+
+
+@pytest.mark.slow
+def test_25_metrics_metadata_and_moments_leave_room_for_what_decides(browser, tmp_path):
+    weights = {'dense': {'kernel': np.ones((4, 8), np.float32), 'bias': np.ones(8, np.float32)}}
+    names = ['zz/accuracy', *(f'aux/{at:02}' for at in range(24))]
+    keep = t5ckpt.KeepLatest(5) | t5ckpt.KeepBest(2, names[0], 'max')
+    with t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / 'one/run', keep_policy=keep) as checkpointer:
+        for step in (1, 2):
+            made = {'params': weights, 'opt_state': {'0': {'mu': weights, 'nu': weights}}, 'step': np.int32(step)}
+            state = {**made, 'params': {'dense': {**weights['dense'], 'bias': np.full(8, step, np.float32)}}}
+            state['opt_state'] = {'0': {'mu': state['params'], 'nu': weights}}
+            checkpointer.save(
+                state,
+                step=step,
+                metrics={name: step + at for at, name in enumerate(names)},
+                custom_metadata={'git': 'abc', 'config': {'layers': list(range(40)), 'name': '<b>a'}},
+            )
+    browser.open(pathlib.Path(t5ckpt.open_run(tmp_path / 'one/run').report(tmp_path / 'page.html')), READY)
+    assert browser.run('document.querySelector("h1").textContent') == 'one/run'
+    heads = '[...document.querySelectorAll("%s thead")].map((head) => head.innerText.trim().split(/\\s*\\t\\s*/))'
+    shown, *_ = browser.run(heads % '#run')
+    assert shown == ['step', 'saved (UTC)', 'size', 'zz/accuracy', 'kept because', 'custom_metadata']
+    hidden = browser.run('document.querySelectorAll("#run details:not([open]) thead th").length')
+    assert hidden == 25, 'the step and the other 24 metrics are folded'
+    cell = browser.run('document.querySelector("#run td.mono").textContent')
+    assert cell.startswith('{"config": {"layers": [0, 1, 2, 3, 4, 5,…{"config"')
+    assert cell.endswith('39], "name": "<b>a"}, "git": "abc"}')
+    drawn = browser.run('document.querySelector("#timeline").layout.annotations.map((each) => each.text)')
+    assert drawn == ['zz/accuracy', 'aux/00', 'aux/01', 'aux/02', 'size']
+
+    def rows(section, folded):
+        place = f'#{section} details' if folded else f'#{section} div:not(details > div) > .scroll'
+        return browser.run(f'[...document.querySelectorAll("{place} td.name")].map((cell) => cell.textContent)')
+
+    def type_(section, text):
+        box = f'document.querySelector("#{section} input[type=search]")'
+        browser.run(f'{box}.value = "{text}"; {box}.dispatchEvent(new Event("input"))')
+
+    for section, all_moments in (('statistics', 4), ('changes', 1)):
+        assert not browser.run(f'document.querySelector("#{section} details").open')
+        assert len(rows(section, folded=True)) == all_moments
+        assert 'params/dense/bias' in rows(section, folded=False)
+        type_(section, 'BIAS mu')
+        assert rows(section, folded=False) == []
+        assert rows(section, folded=True) == ['opt_state/0/mu/dense/bias']
+        assert browser.run(f'document.querySelector("#{section} details").open'), 'the only leaf that matches'
+        type_(section, 'no such leaf')
+        assert rows(section, folded=True) == []
+        type_(section, '')
+        assert len(rows(section, folded=True)) == all_moments
+    assert browser.console == []
 
 
 def test_everything_that_can_be_clicked_can_be_reached_and_has_a_name(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -69,9 +70,14 @@ def step_facts(steps: Iterable[StepSummary]) -> list[dict[str, Any]]:
             'kept': printable('; '.join(filter(None, [summary.kept, summary.reason]))),
             'writer': printable(summary.writer),
             'layout': summary.layout,
+            'custom_metadata': _json_text(summary.custom_metadata),
         }
         for summary in steps
     ]
+
+
+def _json_text(value: Mapping[str, Any]) -> str:
+    return printable(json.dumps(value, ensure_ascii=False)) if value else ''
 
 
 def curve_facts(curves: Iterable[Curve]) -> list[dict[str, Any]]:

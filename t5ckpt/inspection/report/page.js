@@ -107,6 +107,29 @@ function table(columns, rows, { page = 100, label, sort = null, descending = fal
   return { node, fill };
 }
 
+const folded = (title, open, ...children) => make('details', { open }, make('summary', {}, title), children);
+
+const MOMENTS = /(^|\/)(opt_state|param_states|\d+\/(mu|nu|trace))\//;
+
+// A table of leaves with a filter by name. The optimizer's moments are folded where there are other leaves.
+function leafTable(columns, rows, options) {
+  const parts = [rows.filter((row) => !MOMENTS.test(row.name)), rows.filter((row) => MOMENTS.test(row.name))];
+  const [others, moments] = parts.map((part, at) => table(columns, part, { ...options, label: at ? `${options.label}: moments of the optimizer` : options.label }));
+  const fold = folded('', false, moments.node);
+  function fill() {
+    const words = box.value.toLowerCase().split(/\s+/);
+    const shown = parts.map((part) => part.filter((row) => words.every((word) => row.name.toLowerCase().includes(word))));
+    others.fill(shown[0]);
+    moments.fill(shown[1]);
+    fold.hidden = !shown[1].length;
+    fold.open = !shown[0].length;
+    fold.firstChild.textContent = `Moments of the optimizer: ${counted(shown[1].length, 'leaf', 'leaves')}`;
+  }
+  const box = make('input', { type: 'search', placeholder: 'Filter by name', 'aria-label': `${options.label}: filter by name`, oninput: fill });
+  fill();
+  return make('div', { class: 'panel' }, box, others.node, fold);
+}
+
 const hist = (stats) => {
   const most = Math.max(...stats.counts, 1);
   const width = 100 / stats.counts.length;
@@ -132,7 +155,9 @@ function runSection(facts) {
   const steps = facts.steps;
   const saved = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
   const curves = new Map(facts.curves.map((curve) => [curve.name, curve]));
-  const metrics = [...saved, ...[...curves.keys()].filter((name) => !saved.includes(name))];
+  const isCompared = (name) => facts.compared.includes(name);
+  const others = saved.filter((name) => !isCompared(name));
+  const metrics = [...new Set([...[...saved, ...curves.keys()].filter(isCompared), ...saved, ...curves.keys()])];
   const chosen = new Set(metrics.slice(0, 4));
   let time = false;
   const marks = facts.changes ? facts.changes.steps : [facts.checkpoint.step];
@@ -185,17 +210,24 @@ function runSection(facts) {
 
   const radio = (text, value) => make('label', {}, make('input', { type: 'radio', name: 'axis', checked: time === value, onchange: () => { time = value; draw('timeline', build); } }), text);
   const boxes = metrics.length > 1 ? metrics.map((name) => make('label', { title: name }, make('input', { type: 'checkbox', checked: chosen.has(name), onchange: (event) => { chosen[event.target.checked ? 'add' : 'delete'](name); draw('timeline', build); } }), short(name, 40))) : [];
-  const controls = make('div', { class: 'bar' }, timed.length > 1 ? [make('span', {}, 'Axis'), radio('step', false), radio('time', true)] : [], boxes.length ? [make('span', {}, 'Metrics'), boxes] : []);
+  const controls = make('div', { class: 'bar' }, timed.length > 1 ? [make('span', {}, 'Axis'), radio('step', false), radio('time', true)] : [], boxes.length ? folded(`Choose among ${boxes.length} metrics`, boxes.length <= 8, make('div', { class: 'bar' }, boxes)) : []);
   const here = (step) => (step === facts.checkpoint.step ? make('span', { class: 'tag here' }, 'described below') : marks.includes(step) ? make('span', { class: 'tag' }, 'compared') : '');
+  const metric = (name) => ({ title: short(name, 40), right: true, value: (row) => number(row.metrics[name] ?? null), cell: (row) => (name in row.metrics ? digits(row.metrics[name]) : '') });
+  const numbered = { title: 'step', right: true, value: (row) => row.step, cell: (row) => whole(row.step) };
+  const isFew = others.length <= 3;
   const columns = [
-    { title: 'step', right: true, value: (row) => row.step, cell: (row) => whole(row.step) },
+    numbered,
     { title: 'saved (UTC)', right: true, value: (row) => row.created, cell: (row) => moment(row.created) },
     { title: 'size', right: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
-    ...saved.map((name) => ({ title: short(name, 40), right: true, value: (row) => number(row.metrics[name] ?? null), cell: (row) => (name in row.metrics ? digits(row.metrics[name]) : '') })),
+    ...saved.filter(isCompared).map(metric),
     ...(steps.some((step) => step.layout !== 't5x') ? [{ title: 'layout', value: (row) => row.layout, cell: (row) => row.layout }] : []),
     { title: 'kept because', class: 'why', value: (row) => row.kept, cell: (row) => [row.state === 'complete' ? null : make('span', { class: 'bad' }, row.state + ' '), row.kept, ' ', here(row.step)] },
+    ...(isFew ? others.map(metric) : []),
+    ...(steps.some((step) => step.custom_metadata) ? [{ title: 'custom_metadata', class: 'mono', cell: ({ custom_metadata: text }) => (text.length > 40 ? folded(`${text.slice(0, 40)}…`, false, text) : text) }] : []),
   ];
-  const list = table(columns, steps, { label: 'Steps of the run', sort: 0, descending: true, page: 50 });
+  const order = { sort: 0, descending: true, page: 50 };
+  const list = table(columns, steps, { label: 'Steps of the run', ...order });
+  const rest = isFew ? null : folded(`${others.length} metrics that the keep policy does not compare`, false, table([numbered, ...others.map(metric)], steps, { label: 'Other metrics', ...order }).node);
   const last = (row) => row.values[row.values.length - 1];
   const events = table([
     { title: 'curve', value: (row) => row.name, cell: (row) => broken(row.name) },
@@ -210,7 +242,7 @@ function runSection(facts) {
     node: make('section', { id: 'run', 'aria-labelledby': 'run-title' }, make('h2', { id: 'run-title' }, 'Run'),
       make('p', { class: 'dim' }, `${counted(steps.length, 'step')} in the directory. Steps that the keep policy deleted are gone, with their metrics.`),
       make('div', { class: 'panel' }, controls, figure('timeline', `Metrics and sizes of ${counted(steps.length, 'step')}; the table below has the values`, caption, 300)),
-      make('div', { class: 'panel' }, list.node),
+      make('div', { class: 'panel' }, list.node, rest),
       facts.curves.length ? make('div', { class: 'panel', id: 'events' }, make('p', { class: 'dim' }, 'Curves of the event files of TensorBoard in the run. A curve has at most 1,000 points; the dots are the metrics that were saved with the steps.'), events.node) : []),
     start: () => draw('timeline', build),
   };
@@ -243,111 +275,60 @@ function grown(leaves) {
   return root;
 }
 
+// A tree of <details>. The rows of a group are made when it is opened.
 function treeView(onSelect) {
   const MOST = 300;
-  const node = make('ul', { role: 'tree', 'aria-label': 'Leaves', class: 'tree panel' });
-  let total = 1;
-  let current = null;
+  const node = make('div', { class: 'tree panel', role: 'group', 'aria-label': 'Leaves' });
+  let [total, on] = [1, null];
   const described = (item) => (item.leaf ? (item.leaf.dtype ? `${item.leaf.dtype} ${shape(item.leaf.shape)}` : item.leaf.value ? short(item.leaf.value, 24) : item.leaf.kind) : counted(item.leaves, 'leaf', 'leaves'));
+  const mark = (row) => { on?.removeAttribute('aria-current'); on = row; row.setAttribute('aria-current', 'true'); };
+  const inside = (place) => [...place.children].filter((each) => each.item);
 
   function line(item, level) {
-    const row = make('div', { class: 'row', style: { '--level': String(level) } }, make('span', { class: 'name' }, item.key || '(no name)'), make('span', { class: 'what' }, described(item)), make('span', { class: 'num' }, bytes(item.bytes)),
+    const row = make(item.leaf ? 'button' : 'summary', { class: 'row', type: item.leaf && 'button', style: { '--level': String(level) }, onclick: () => { mark(row); onSelect(item); } },
+      make('span', { class: 'name' }, item.key || '(no name)'), make('span', { class: 'what' }, described(item)), make('span', { class: 'num' }, bytes(item.bytes)),
       make('span', { class: 'share', 'aria-hidden': 'true' }, make('i', { style: { width: `${(100 * item.bytes) / total}%` } })));
-    const li = make('li', { role: 'treeitem', tabindex: '-1', 'aria-level': level + 1, 'aria-expanded': item.leaf ? null : 'false', 'aria-selected': 'false', 'aria-label': `${item.key}, ${described(item)}, ${bytes(item.bytes)}` }, row);
-    li.item = item;
-    li.level = level;
-    row.addEventListener('click', () => { focus(li); choose(li); if (!item.leaf) toggle(li); });
-    return li;
+    const place = item.leaf ? row : make('details', { ontoggle: () => place.open && open(place) }, row);
+    return Object.assign(place, { item, level, row });
   }
-  function below(item, level, place) {
-    const children = [...item.children.values()];
-    const show = (from) => {
-      const part = children.slice(from, from + MOST).map((child) => line(child, level));
-      if (children.length > from + MOST) {
-        const rest = make('li', { role: 'treeitem', tabindex: '-1', 'aria-level': level + 1, 'aria-selected': 'false' }, make('div', { class: 'row', style: { '--level': String(level) } }, make('span', { class: 'name dim' }, `${whole(children.length - from - MOST)} more`)));
-        rest.more = () => { const first = show(from + MOST)[0]; rest.remove(); focus(first); };
-        rest.addEventListener('click', rest.more);
-        place.append(...part, rest);
-      } else place.append(...part);
-      return part;
-    };
-    return show(0);
+  function fill(place, children, level) {
+    const lines = children.slice(0, MOST).map((child) => line(child, level));
+    const rest = children.slice(MOST);
+    place.append(...lines);
+    if (rest.length) place.append(make('button', { class: 'row dim', type: 'button', style: { '--level': String(level) }, onclick: (event) => { event.currentTarget.remove(); fill(place, rest, level)[0].row.focus(); } }, `${whole(rest.length)} more`));
+    return lines;
   }
-  function toggle(li, open = li.getAttribute('aria-expanded') !== 'true') {
-    if (!li.item || li.item.leaf) return;
-    li.setAttribute('aria-expanded', String(open));
-    li.querySelector(':scope > ul')?.remove();
-    if (open) { const group = make('ul', { role: 'group' }); li.append(group); below(li.item, li.level + 1, group); }
+  function open(group) {
+    if (group.children.length === 1) fill(group, [...group.item.children.values()], group.level + 1);
+    group.open = true;
+    return inside(group);
   }
-  function focus(li) {
-    if (!li) return;
-    current?.setAttribute('tabindex', '-1');
-    current = li;
-    li.setAttribute('tabindex', '0');
-    li.focus({ preventScroll: true });
-    li.firstElementChild.scrollIntoView({ block: 'nearest' });
-  }
-  function choose(li) {
-    node.querySelectorAll('[aria-selected=true]').forEach((each) => each.setAttribute('aria-selected', 'false'));
-    li.setAttribute('aria-selected', 'true');
-    onSelect(li.item);
-  }
-  const visible = () => [...node.querySelectorAll('[role=treeitem]')];
-  node.addEventListener('keydown', (event) => {
-    const li = event.target.closest('[role=treeitem]');
-    if (!li || event.ctrlKey || event.altKey || event.metaKey) return;
-    const all = visible();
-    const at = all.indexOf(li);
-    const open = li.getAttribute('aria-expanded');
-    const moves = {
-      ArrowDown: () => focus(all[at + 1]), ArrowUp: () => focus(all[at - 1]), Home: () => focus(all[0]), End: () => focus(all[all.length - 1]),
-      ArrowRight: () => (open === 'false' ? toggle(li, true) : open === 'true' && focus(all[at + 1])),
-      ArrowLeft: () => (open === 'true' ? toggle(li, false) : focus(li.parentElement.closest('[role=treeitem]'))),
-      Enter: () => (li.more ? li.more() : (choose(li), open && toggle(li))), ' ': () => (li.more ? li.more() : choose(li)),
-    };
-    if (moves[event.key]) { moves[event.key](); event.preventDefault(); return; }
-    if (event.key.length === 1) {
-      const found = [...all.slice(at + 1), ...all.slice(0, at)].find((each) => each.item?.key.toLowerCase().startsWith(event.key.toLowerCase()));
-      if (found) { focus(found); event.preventDefault(); }
-    }
-  });
   function show(root, openAll) {
     total = Math.max(1, root.bytes);
     node.replaceChildren();
-    current = null;
-    let items = below(root, 0, node);
+    let items = fill(node, [...root.children.values()], 0);
+    if (!items.length) node.append(make('p', { class: 'dim' }, 'No leaf matches.'));
     let budget = openAll ? 400 : 40;
     while (items.length && budget > 0) {
-      const groups = items.filter((li) => !li.item.leaf && (openAll || li.level < 1 || li.item.children.size <= 3));
+      const groups = items.filter(({ item, level }) => !item.leaf && (openAll || level < 1 || item.children.size <= 3));
       items = [];
-      for (const li of groups) {
+      for (const group of groups) {
         if (budget <= 0) break;
-        toggle(li, true);
-        const inside = [...li.querySelectorAll(':scope > ul > [role=treeitem]')].filter((each) => each.item);
-        budget -= inside.length;
-        items.push(...inside);
+        items.push(...open(group));
+        budget -= group.item.children.size;
       }
     }
-    current = node.querySelector('[role=treeitem]');
-    current?.setAttribute('tabindex', '0');
-    if (!current) node.append(make('li', { class: 'dim', role: 'none' }, 'No leaf matches.'));
   }
   function select(leaf) {
     let place = node;
-    let li = null;
     leaf.keys.forEach((key, depth) => {
       const end = depth === leaf.keys.length - 1;
-      li = place && [...place.children].find((each) => each.item && each.item.key === key && Boolean(each.item.leaf) === end);
-      if (li && !end) { toggle(li, true); place = li.querySelector(':scope > ul'); } else place = null;
+      place = place && inside(place).find(({ item }) => item.key === key && Boolean(item.leaf) === end);
+      if (place && !end) open(place);
     });
-    if (!li) return false;
-    node.querySelectorAll('[aria-selected=true]').forEach((each) => each.setAttribute('aria-selected', 'false'));
-    li.setAttribute('aria-selected', 'true');
-    current?.setAttribute('tabindex', '-1');
-    current = li;
-    li.setAttribute('tabindex', '0');
-    node.scrollTop = li.offsetTop - node.offsetTop - 60;
-    return true;
+    if (!place) return;
+    mark(place.row);
+    node.scrollTop = place.row.offsetTop - node.offsetTop - 60;
   }
   return { node, show, select };
 }
@@ -429,7 +410,7 @@ function leafSection(facts) {
   const lines = new WeakMap();
   const mark = (leaf) => { on?.classList.remove('on'); on = lines.get(leaf) || null; on?.classList.add('on'); };
   const stat = (title, field) => ({ title, right: true, value: (leaf) => number(leaf.stats[field]), cell: (leaf) => digits(leaf.stats[field]) });
-  const rows = table([
+  const rows = leafTable([
     { title: 'leaf', class: 'name', value: (leaf) => leaf.name, cell: (leaf) => make('button', { type: 'button', class: 'link', onclick: () => { tree.select(leaf); describe(leaf); } }, broken(leaf.name)) },
     { title: 'dtype', value: (leaf) => leaf.dtype, cell: (leaf) => leaf.dtype },
     { title: 'shape', right: true, value: (leaf) => leaf.size, cell: (leaf) => shape(leaf.shape) },
@@ -447,7 +428,6 @@ function leafSection(facts) {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matches = words.length ? leaves.filter((leaf) => words.every((word) => texts.get(leaf).includes(word))) : leaves;
     tree.show(words.length ? grown(matches) : root, words.length > 0 || leaves.length <= 40);
-    rows.fill(words.length ? matches.filter((leaf) => leaf.stats) : arrays);
     status.textContent = words.length ? `${whole(matches.length)} of ${counted(leaves.length, 'leaf', 'leaves')}` : all > leaves.length ? `the largest ${whole(leaves.length)} of ${whole(all)} leaves` : counted(all, 'leaf', 'leaves');
   }
   let wait;
@@ -466,11 +446,11 @@ function leafSection(facts) {
   return {
     node: make('div', {},
       make('section', { id: 'leaves', 'aria-labelledby': 'leaves-title' }, make('h2', { id: 'leaves-title' }, title),
-        make('p', { class: 'dim' }, 'Press / to search. In the tree, the arrow keys move, open and close; Enter chooses.'),
+        make('p', { class: 'dim' }, 'Press / to search.'),
         make('div', { class: 'search' }, box, status),
         make('div', { class: 'columns' }, tree.node, make('div', {}, make('div', { class: 'panel' }, figure('areas', 'Bytes of the leaves as areas; the tree has the same values', 'Areas are bytes. Click a group to enter it, and its name above to go back.', 330)), details)),
         make('p', { class: 'dim' }, 'T5X\'s format records no shardings. The chunks of an array divide the shards that the devices wrote.')),
-      make('section', { id: 'statistics', 'aria-labelledby': 'statistics-title' }, make('h2', { id: 'statistics-title' }, 'Statistics'), make('p', { class: 'dim' }, read), health, make('div', { class: 'panel' }, rows.node))),
+      make('section', { id: 'statistics', 'aria-labelledby': 'statistics-title' }, make('h2', { id: 'statistics-title' }, 'Statistics'), make('p', { class: 'dim' }, read), health, rows)),
     start: () => {
       draw('areas', areas(root, (leaf) => { tree.select(leaf); describe(leaf); }));
       const first = arrays.filter((leaf) => WEIGHTS.test(leaf.keys[0]) === WEIGHTS.test(arrays[0].keys[0]));
@@ -540,7 +520,7 @@ function changeSection(facts) {
   const summary = [...counts].map(([what, count]) => `${whole(count)} ${words[what]}`).join(', ') || 'none differs';
   const sampled = facts.checkpoint.leaves.some((leaf) => leaf.stats && leaf.stats.read < leaf.size);
   const most = Math.max(...changed.map((leaf) => { const value = number(leaf.relative); return Number.isFinite(value) ? value : 0; }), Number.MIN_VALUE);
-  const list = table([
+  const list = leafTable([
     { title: 'leaf', class: 'name', value: (row) => row.name, cell: (row) => broken(row.name) },
     { title: 'what', value: (row) => row.what, cell: (row) => row.what },
     { title: '‖b − a‖ / ‖a‖', right: true, value: (row) => number(row.relative), cell: (row) => digits(row.relative) },
@@ -553,7 +533,7 @@ function changeSection(facts) {
     node: make('section', { id: 'changes', 'aria-labelledby': 'changes-title' }, make('h2', { id: 'changes-title' }, `Changes from step ${whole(before)} to ${whole(after)}`),
       make('p', { class: 'dim' }, `Of ${counted(changed.length + same, 'leaf', 'leaves')}, ${summary}, ${whole(same)} ${sampled ? 'agree in the values that were read' : 'are equal in every bit'}.${sampled ? ' Large leaves were sampled.' : ''}`),
       parts.length ? make('div', { class: 'panel' }, make('div', { class: 'bar' }, make('label', {}, 'Part', select)), figure('heat', 'Relative change of each parameter of each layer; the table below has the values', 'The norm of the change over the norm before, by layer and parameter. Grey: unchanged, or not compared.', 320), cut) : null,
-      changed.length ? make('div', { class: 'panel' }, list.node) : null),
+      changed.length ? list : null),
     start: () => parts.length && draw('heat', build),
   };
 }
@@ -581,7 +561,7 @@ async function unpacked(id) {
 async function main() {
   const facts = JSON.parse(await unpacked('facts'));
   $('name').textContent = facts.name;
-  $('path').textContent = facts.path ?? facts.checkpoint.path;
+  $('path').textContent = facts.path;
   const sections = [facts.steps.length ? runSection(facts) : null, leafSection(facts), facts.changes ? changeSection(facts) : null].filter(Boolean);
   $('main').replaceChildren(cards(facts), ...sections.map((section) => section.node));
   const links = [['run', 'Run'], ['leaves', facts.checkpoint.step === null ? 'Leaves' : `Step ${whole(facts.checkpoint.step)}`], ['statistics', 'Statistics'], ['changes', 'Changes']];

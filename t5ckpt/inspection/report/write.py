@@ -88,12 +88,12 @@ def shared(progress: Progress | None, before: int, after: int) -> Progress | Non
     return lambda done, total: progress(before + done, before + total + after)
 
 
-def write_report(local: str, name: str, facts: Mapping[str, Any], force: bool) -> str:
+def write_report(local: str, path: str, facts: Mapping[str, Any], force: bool) -> str:
     """Writes the page atomically.
 
     Args:
       local: the path that :func:`checked_output` returned.
-      name: of the run or the checkpoint.
+      path: of the run or the checkpoint; the last two keys are the title.
       facts: ``steps``, ``step``, ``checkpoint`` and ``changes``.
       force: replaces a file.
 
@@ -101,7 +101,9 @@ def write_report(local: str, name: str, facts: Mapping[str, Any], force: bool) -
       The path.
     """
     made = f'{datetime.datetime.now(datetime.UTC):%Y-%m-%d}'
-    text = page(f'{name} · t5ckpt report', {'name': printable(name), 'made': made, 'version': __version__, **facts})
+    name = '/'.join(path.split('/')[-2:]).strip('/')
+    of_page = {'name': printable(name), 'path': printable(path), 'made': made, 'version': __version__}
+    text = page(f'{name} · t5ckpt report', {**of_page, **facts})
     with (
         output(local, force) as temporary,
         foreign_errors(local, writing=True),

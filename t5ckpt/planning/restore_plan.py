@@ -67,6 +67,7 @@ class RestoreOptions:
       strict: see :func:`strictness`.
       resize: leaves that may be padded or truncated to the template's shape.
       on_devices: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
+      parts: the objects of the template with a state dict.
     """
 
     cast: Cast | None = None
@@ -76,6 +77,7 @@ class RestoreOptions:
     strict: str = 'up_to_dtype'
     on_devices: bool = True
     resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
+    parts: Sequence[Path] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +203,7 @@ class _Matcher:
         self._knows_keys = options.knows_keys
         self._strict = options.strict
         self._resize = options.resize
+        self._parts = [leaf_name(path) for path in options.parts]
         self._shardings = ShardingCheck() if options.on_devices else None
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
@@ -217,6 +220,16 @@ class _Matcher:
         for path, template in self._templates.items():
             self._match(path, template)
         self._match_rest()
+        self.problems = [self._with_part(problem) for problem in self.problems]
+
+    def _with_part(self, problem: LeafProblem) -> LeafProblem:
+        part = next((name for name in self._parts if problem.leaf.startswith(f'{name}/')), None)
+        if part is None:
+            return problem
+        hint = (
+            f'{part} is an object with a state_dict(): if its structure changes, pass it as dataset_iterator= instead.'
+        )
+        return dataclasses.replace(problem, hint=f'{problem.hint} {hint}'.strip())
 
     def _match(self, path: Path, template: LeafTemplate) -> None:
         pair = _Pair(path, self._names[path], template, as_leaf(path, self._leaves.get(path)))

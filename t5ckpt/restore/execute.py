@@ -112,6 +112,7 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
         strict=request.call.strict,
         on_devices=not request.call.lazy,
         resize=request.call.resize,
+        parts=view.parts,
     )
     templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
     plan = plan_restore(leaves, templates, options, contents.located.url)

@@ -99,10 +99,12 @@ def warn_of_missing_metrics(
     notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]], *, has_source: bool
 ) -> None:
     """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
-    source = 'metric_source has not returned it for any step so far. ' if has_source else ''
+    source = 'Pass'
+    if has_source:
+        source = 'metric_source has not returned it for any step so far. If no evaluator is about to write it, pass'
     for name, (step, held) in missing.items():
         text = (
             f'step {step} has no metric {name!r}, which the keep policy compares; it has: {", ".join(held) or "none"}. '
-            f'{source}Pass metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
+            f'{source} metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
         )
         notices.warn(('keep_policy', name), MissingMetricWarning(text))

@@ -105,7 +105,8 @@ class TemplateCheck:
     def _plan_restore(self, table: LeafTable, template: StateView) -> None:
         leaves, keys = _as_saved(table)
         templates = leaf_templates(template, self._template, self._partitioner)
-        plan_restore(leaves, templates, dataclasses.replace(self._options(), keys=keys, knows_keys=True), 'the state')
+        options = dataclasses.replace(self._options(), keys=keys, knows_keys=True, parts=template.parts)
+        plan_restore(leaves, templates, options, 'the state')
 
     def _warn(self, step: int) -> None:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]

@@ -446,7 +446,8 @@ def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> 
         raise UnsupportedLeafError(f'{name}: Flax uses this key for split arrays. Rename it.')
     if leaf.dtype == object and isinstance(leaf.value, int):
         raise UnsupportedLeafError(
-            f'{name}: the int {leaf.value!r:.40} does not fit in 64 bits, as those of a checkpoint do. Give it as text (str).'
+            f'{name}: the int {leaf.value!r:.40} does not fit in 64 bits, as those of a checkpoint do. Give it as text (str), or '
+            'pass the object that holds it as dataset_iterator=, whose state may hold any int.'
         )
     if leaf.dtype is not None and not is_storable(leaf.dtype):
         raise UnsupportedLeafError(

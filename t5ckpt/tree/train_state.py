@@ -38,10 +38,12 @@ class StateView:
     Attributes:
       table: path to leaf; ``Empty`` stands for an empty container.
       rebuild: makes a state of the same type from a table with the same paths.
+      parts: the paths of the parts.
     """
 
     table: LeafTable
     rebuild: Callable[[LeafTable], Any]
+    parts: tuple[Path, ...] = ()
 
 
 def flatten_state(state: Any) -> StateView:
@@ -52,7 +54,7 @@ def flatten_state(state: Any) -> StateView:
     """
     if isinstance(state, TrainState):
         inner = _view_pytree(state.state_dict())
-        return StateView(inner.table, lambda table: state.restore_state(inner.rebuild(table)))
+        return dataclasses.replace(inner, rebuild=lambda table: state.restore_state(inner.rebuild(table)))
     return _view_pytree(state)
 
 
@@ -206,7 +208,7 @@ def _with_parts(view: StateView) -> StateView:
                 raise
         return view.rebuild({path: parts[path] if path in parts else values[path] for path in view.table})
 
-    return StateView(table, rebuild)
+    return StateView(table, rebuild, tuple(parts))
 
 
 def _read(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import random
 import re
 
 import jax
@@ -559,6 +560,43 @@ def test_a_part_that_does_not_fit_is_not_touched(tmp_path):
     assert part.loads == 0
     # Left out.
     assert restore(tmp_path, {'loader': ...}) == {'loader': ...}
+
+
+class Generator:
+    """Python's: its last entry is None until the first call of gauss."""
+
+    def __init__(self):
+        self.generator = random.Random(0)
+
+    def state_dict(self):
+        return {'random': self.generator.getstate()}
+
+    def load_state_dict(self, state):
+        self.generator.setstate(state['random'])
+
+
+def test_a_part_of_another_structure_is_told_to_be_the_dataset_iterator(tmp_path):
+    cure = r'random/2: .* generator is an object with a state_dict\(\): .* pass it as dataset_iterator='
+    state = {'generator': Generator(), 'w': np.ones(3)}
+    with Checkpointer({**state, 'generator': Generator()}, checkpoints_dir=tmp_path / 'part') as checkpointer:
+        state['generator'].generator.gauss()
+        with pytest.warns(t5ckpt.TemplateMismatchWarning, match=cure):
+            checkpointer.save(state, step=1)
+        for strict in 'exact', 'up_to_dtype':
+            with pytest.raises(UnexpectedLeaves, match=cure):
+                checkpointer.restore(strict=strict)
+    # The cure.
+    options = {'checkpoints_dir': tmp_path / 'iterator', 'strict_save': True}
+    state, generator = {'w': np.ones(3)}, Generator()
+    with Checkpointer(state, dataset_iterator=generator, **options) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state, step=step)
+            generator.generator.gauss()
+    expected, fresh = generator.generator, Generator()
+    with Checkpointer(state, dataset_iterator=fresh, **options) as checkpointer:
+        checkpointer.restore()
+    fresh.generator.gauss()
+    assert fresh.generator.getstate() == expected.getstate()
 
 
 def test_a_part_without_a_state_is_refused(tmp_path):

@@ -356,6 +356,7 @@ def test_a_metric_of_the_event_files_that_does_not_come(tmp_path, caught):
     (warning,) = caught
     assert "step 0 has no metric 'eval/acc'" in str(warning.message)
     assert 'metric_source has not returned it for any step so far' in str(warning.message)
+    assert 'If no evaluator is about to write it, pass' in str(warning.message)
 
 
 @pytest.mark.parametrize('metrics', [{'accuracy': 0.5}, None])

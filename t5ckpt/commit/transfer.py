@@ -253,15 +253,10 @@ class Transfer:
             self._to.make_dir(join(work.directory, parent))
         moved = 0
         with Pool(self._options.workers) as pool:
-            futures = [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]
-            try:
-                for future in futures:
-                    size = future.result()
-                    moved += size
-                    self._report(size, total)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            for future in [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]:
+                size = future.result()
+                moved += size
+                self._report(size, total)
         return moved
 
     def _copy_one(self, work: Transaction, name: str, size: int, checksums: FileChecksums) -> int:

@@ -172,7 +172,10 @@ def _cancelled() -> Any:
 
 
 class Pool:
-    """Threads that run tasks in their order. If no thread can be started, ``submit`` runs the task itself."""
+    """Threads that run tasks in their order. If no thread can be started, ``submit`` runs the task itself.
+
+    The end of a ``with`` block waits for the tasks; an exception cancels those that have not begun.
+    """
 
     def __init__(self, count: int):
         """Starts nothing."""
@@ -215,8 +218,8 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(cancel_futures=kind is not None)
 
     def _work(self) -> None:
         # Registered by the thread itself, since an exception may come between its start and the next line of ``submit``.

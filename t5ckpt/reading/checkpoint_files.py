@@ -377,15 +377,12 @@ def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 
     count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
     with Pool(count) as pool:
         waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(work, item)))
-                if len(waiting) >= _AHEAD * count:
-                    yield _outcome(*waiting.popleft())
-            while waiting:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            if len(waiting) >= _AHEAD * count:
                 yield _outcome(*waiting.popleft())
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        while waiting:
+            yield _outcome(*waiting.popleft())
 
 
 def _outcome(item: Any, future: Future[Any]) -> tuple[Any, Any]:

@@ -107,11 +107,7 @@ def read_arrays(
         check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
         with Pool(_threads()) as pool:
-            try:
-                values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
     return values
 
 

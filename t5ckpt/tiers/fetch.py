@@ -63,13 +63,8 @@ class Fetch:
             for parent in parents_of(names):
                 self._target.make_dir(join(self._directory, parent))
         with Pool(_WORKERS) as pool:
-            futures = [pool.submit(self._copy, name, check) for name in names]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            for future in [pool.submit(self._copy, name, check) for name in names]:
+                future.result()
 
     @contextlib.contextmanager
     def _noting_error(self) -> Generator[None]:

@@ -94,9 +94,4 @@ def send_lists(
         return len(data)
 
     with Pool(_WORKERS) as pool:
-        futures = [pool.submit(send, name, entry) for name, entry in files.items()]
-        try:
-            return sum(future.result() for future in futures)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        return sum(future.result() for future in [pool.submit(send, name, entry) for name, entry in files.items()])

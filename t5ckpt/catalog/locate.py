@@ -171,8 +171,9 @@ def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFo
     here, (parent, _, name) = storage.url().rstrip('/'), directory.rpartition('/')
     step = parse_step_name(name)
     what = 'is one checkpoint' if step is None else f'is step {step} of a run'
-    if directory != here:
-        what = f'is, or is inside, {directory}, which {what}'
+    local = storage.local_path('')
+    if directory not in (here, None if local is None else os.path.realpath(local)):
+        what = f'is inside {directory}, which {what}'
     cure = (
         f'the directory of the run: {parent}' if step is not None else 'another directory; restore(path=...) reads it'
     )
@@ -323,17 +324,6 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         # On an object store, steps with a prefix in their names are found only by a listing.
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
-
-
-def refuse_within(target: Storage | None, located: Located) -> None:
-    """Raises ValueError if the target of a copy is the checkpoint's directory or is inside it."""
-    inner = None if target is None else target.local_path('')
-    outer = located.storage.local_path(located.directory)
-    if inner is None or outer is None:
-        return
-    inner, outer = os.path.realpath(inner), os.path.realpath(outer)
-    if inner == outer or inner.startswith(f'{outer}{os.sep}'):
-        raise ValueError(f'{inner} is inside the checkpoint to copy, {outer}. Pass another target.')
 
 
 def _damaged_steps(storage: Storage) -> list[int]:

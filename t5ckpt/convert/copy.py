@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.locate import locate, open_target, refuse_within, with_links
+from t5ckpt.catalog.locate import locate, open_target, with_links
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
@@ -106,7 +106,6 @@ def copy_checkpoint(
         )
     number = located.step_to_write()
     storage = open_target(target, options.target_options)
-    refuse_within(storage, located)
     strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
     how = TransferOptions(options.workers, options.overwrite, options.dry_run, progress)

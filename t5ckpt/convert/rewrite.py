@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located, locate, refuse_within
+from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
@@ -32,7 +32,7 @@ from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, flatten_nested
 
 _UNLIKE = (
@@ -143,7 +143,6 @@ def rewrite_checkpoint(
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
-    refuse_within(open_storage(directory), located)
     return finish(found, directory, options)
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import time
 
-from t5ckpt.catalog.locate import Located, open_target, refuse_within
+from t5ckpt.catalog.locate import Located, open_target
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import open_transaction, strategy_of
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -110,7 +110,6 @@ def repair(
             _check_in_place(located, number)
         elif output is not None:
             strategy_of(target).check_room(target, number)
-        refuse_within(target if output is not None else None, located)
         if not options.dry_run:
             files = _RepairWriter(located, plan, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started

@@ -106,14 +106,20 @@ class StepUploads(ABC):
     def __init__(self, target: str):
         """``target`` is the URL of the run."""
         self.outcomes = Outcomes(target)
+        # The lock in C, since an exception from a signal handler may leave that of ``with condition`` taken.
+        self._guard = threading.RLock()
+        self._condition = threading.Condition(self._guard)
+        self._failed_attempts = 0
+        # The process that has the thread.
+        self._process = os.getpid()
 
     @abstractmethod
     def is_uploading(self) -> bool:
         """Whether this process is sending files."""
 
-    @abstractmethod
     def is_failing(self) -> bool:
         """Whether the latest attempt of an upload failed."""
+        return self._failed_attempts > 0
 
     @abstractmethod
     def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
@@ -162,26 +168,17 @@ class UploadQueue(StepUploads):
         self._upload = upload
         self._drop = drop
         self._target = target
-        # The lock in C, since an exception from a signal handler may leave that of ``with condition`` taken.
-        self._guard = threading.RLock()
-        self._condition = threading.Condition(self._guard)
         # The steps, in the order of their saves; the value is whether a newer step does not replace it.
         self._waiting: dict[int, bool] = {}
         self._current: int | None = None
         # Whether the current step was saved again since its attempt began.
         self._is_added_again = False
         self._is_cancelled = self._is_stopped = self._is_running = False
-        self._failed_attempts = 0
         self._error: Exception | None = None
         self._wakes = 0
-        # The process that has the thread.
-        self._process = os.getpid()
 
     def is_uploading(self) -> bool:
         return self._current is not None
-
-    def is_failing(self) -> bool:
-        return self._failed_attempts > 0
 
     def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
         with self._guard:

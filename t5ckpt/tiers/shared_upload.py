@@ -158,12 +158,8 @@ class Follower(StepUploads):
         self._pace = pace
         self._end = end
         self._waiting = waiting
-        self._guard = threading.RLock()
-        self._condition = threading.Condition(self._guard)
-        self._failed_attempts = 0
         self._error = ''
         self._is_uploading = self._has_left = False
-        self._process = os.getpid()
         self._ended = InterruptSafeEvent()
         self._looked = 0.0
         self._upload_ended: InterruptSafeEvent | None = None
@@ -172,9 +168,6 @@ class Follower(StepUploads):
 
     def is_uploading(self) -> bool:
         return self._is_uploading
-
-    def is_failing(self) -> bool:
-        return self._failed_attempts > 0
 
     def add(self, steps: Iterable[int], kept: Collection[int] = ()) -> None:
         """Does nothing, as ``check`` and ``cancel``: process 0 decides."""

@@ -105,10 +105,6 @@ class Box(tuple[tuple[int, int], ...]):
         bounds = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True)]
         return Box([(start, max(start, stop)) for start, stop in bounds])
 
-    def contains(self, other: Box) -> bool:
-        """Whether every element of another box is in this one."""
-        return other.is_empty or all(a <= c and d <= b for (a, b), (c, d) in zip(self, other, strict=True))
-
     def relative_to(self, other: Box) -> Box:
         """The same box in coordinates relative to the start of another box."""
         return Box([(start - origin, stop - origin) for (start, stop), (origin, _) in zip(self, other, strict=True)])

@@ -51,7 +51,7 @@ class StepSummary:
       writer: the program that wrote it, such as ``'t5ckpt 0.1.0'``; '' if unknown.
       kept: the reasons why it is kept that do not depend on a policy.
       policy: the keep policy of the save, see ``keep_policy.policy_of``; None if it is not recorded.
-      layout: ``'t5x'``, ``'orbax'``, ``'flax'`` or ``'t5x-padded'``, see ``catalog/layouts.py``.
+      layout: ``'t5x'``, ``'orbax'``, ``'flax'``, ``'zarr'`` or ``'t5x-padded'``, see ``catalog/layouts.py``.
       reason: why it is unreadable.
       custom_metadata: the argument of ``save``.
     """

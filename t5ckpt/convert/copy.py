@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import locate, open_target, with_links
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import strategy_of
@@ -100,9 +101,11 @@ def copy_checkpoint(
     located = with_links(locate(source, step, options.source_options), options.follow_links)
     if not located.manifest:
         where = target.url() if isinstance(target, Storage) else os.fspath(target)
+        of_orbax = is_orbax(located.storage, located.directory)
+        what, kind = ('a checkpoint of Orbax', 'orbax') if of_orbax else ('a tree of zarr arrays', 'zarr')
         raise UnsupportedFormatError(
-            f'{located.url} is a checkpoint of Orbax, which has no file that makes it complete. Convert it (t5ckpt convert '
-            f'orbax {located.url} {where}), or copy its directory with another tool.'
+            f'{located.url} is {what}, which has no manifest. Convert it (t5ckpt convert {kind} {located.url} {where}), or copy '
+            'its directory with another tool.'
         )
     number = located.step_to_write()
     storage = open_target(target, options.target_options)

@@ -243,6 +243,12 @@ def test_steps_of_levanter_open_restore_and_convert(tmp_path, ocdbt):
         assert_same(t5ckpt.open_checkpoint(tmp_path / 'out', step=10)[name][...], np.asarray(values), name)
 
 
+def test_the_refused_copy_of_a_tree_of_zarr_names_the_format_to_convert(tmp_path):
+    levanter_step(tmp_path / 'lev' / 'step-10')
+    with pytest.raises(UnsupportedFormatError, match=r'step-10 is a tree of zarr.*t5ckpt convert zarr'):
+        t5ckpt.copy_checkpoint(tmp_path / 'lev', tmp_path / 'copy')
+
+
 def test_every_step_of_levanter_converts(tmp_path):
     levanter_step(tmp_path / 'lev' / 'step-10')
     shutil.copytree(tmp_path / 'lev' / 'step-10', tmp_path / 'lev' / 'step-20')

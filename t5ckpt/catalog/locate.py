@@ -170,10 +170,14 @@ def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | No
 def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:
     here, (parent, _, name) = storage.url().rstrip('/'), directory.rpartition('/')
     step = parse_step_name(name)
+    if step is None and not (storage if directory == here else open_storage(directory)).is_file(MANIFEST):
+        # Orbax and Levanter have other prefixes.
+        step = parse_prefixed_step(name)
     what = 'is one checkpoint' if step is None else f'is step {step} of a run'
     local = storage.local_path('')
-    if directory not in (here, None if local is None else os.path.realpath(local)):
-        what = f'is inside {directory}, which {what}'
+    if directory != here:
+        is_link = local is not None and os.path.realpath(local) == directory
+        what = f'is {"a link to" if is_link else "inside"} {directory}, which {what}'
     cure = (
         f'the directory of the run: {parent}' if step is not None else 'another directory; restore(path=...) reads it'
     )
@@ -189,7 +193,7 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
 
     Args:
       storage: the path.
-      marks: also refuses incomplete steps, and files of other programs by their names; a save may write beside them.
+      marks: also refuses incomplete steps, and those of other trainers by their names; a save may write beside them.
 
     Raises:
       T5CkptError: it names what the path holds, and the path to pass.
@@ -201,8 +205,7 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     where = storage.url().rstrip('/')
     if is_checkpoint(storage, ''):
         raise _not_run_but_checkpoint(storage, where)
-    has_marks = marks and (model_file(storage) is not None or foreign_layout(storage) is not None)
-    if has_marks or openable_below(storage):
+    if (marks and _run_of_others(storage) is not None) or openable_below(storage):
         raise no_checkpoint(storage)
     holding = catalog_of(storage).incomplete() if marks else []
     if holding:

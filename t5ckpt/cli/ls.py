@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from t5ckpt.catalog.locate import open_run_storage, openable_below, refuse_other_contents
+from t5ckpt.catalog.locate import (
+    foreign_layout,
+    no_checkpoint,
+    open_run_storage,
+    openable_below,
+    refuse_other_contents,
+)
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.cli.output import Column, check_exists, fields_of, json_option, print_json, print_line, print_table, run_at
 from t5ckpt.cli.paths import RUN
@@ -44,7 +50,7 @@ _FEW = 3
 def command(path: str, show_all: bool, show_metrics: bool, tier: str | None, as_json: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, and the reason to keep each.
 
-    Complete steps are listed in the layouts of T5X, Orbax and Flax; if there are several layouts, a column names them. A
+    Complete steps are listed in the layouts of T5X, Orbax, Flax and Levanter; if there are several, a column names them. A
     step that cannot be read is listed with the reason. The size is that of the files that the save wrote. For a step
     that another program wrote, size and time are those of its files. The reason is that of the keep policy of the latest
     save. The metrics that it compares come first; more than three others are listed with --metrics, and in JSON. A local
@@ -113,6 +119,8 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
         check_exists(storage)
         if not entries:
             refuse_other_contents(storage)
+            if foreign_layout(storage) is not None:
+                raise no_checkpoint(storage)
     listed = with_reasons(storage, listed, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]
     # In a bucket, a listing of other names would list every chunk.

@@ -769,6 +769,9 @@ def test_a_new_run_begins_where_nothing_is(tmp_path, path):
     os.symlink('elsewhere', tmp_path / 'link')
     (tmp_path / 'logs' / 'plot.png').write_bytes(bytes.fromhex('89504e470d0a1a0a') + bytes(40))
     (tmp_path / 'logs' / 'config.json').write_text('{}')
+    # Files of the user, which only a name connects with another program
+    for name in ('faiss.index', 'vocab.pt', 'start.safetensors'):
+        (tmp_path / 'logs' / name).write_bytes(b'data')
     # What a crash of the first save leaves
     shutil.copytree(tmp_path / 'run/checkpoint_5', tmp_path / 'logs' / 'checkpoint_1.tmp-12')
     with open_ck(f'{tmp_path}/{path}') as ck:

@@ -2,7 +2,7 @@
 
 The files are those of ``orbax.checkpoint.PyTreeCheckpointer`` or, for a step of a run, ``CheckpointManager``; both restore them.
 Orbax takes all arrays at once. A handler for LazyArrays reads each array and waits until it is written, so that one is in memory
-at a time. Orbax makes the directory visible in one step.
+at a time. The leaves are read back and compared before the directory gets its name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.trees import select_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import some_of, without_cure_of_damage
 from t5ckpt.errors import (
     MissingDependencyError,
     SaveFailedError,
@@ -30,6 +31,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
     UnsupportedLeafError,
 )
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
@@ -40,11 +42,12 @@ from t5ckpt.progress import Meter
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import open_storage
-from t5ckpt.tree.leaf_table import Empty, unflatten
+from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
 from t5ckpt.tree.leaves import KeyData
 
 # The item of the tree in a step of CheckpointManager.
 _ITEM = 'default'
+_CURE = 'Nothing was kept. Convert it again, to another disk if it fails again.'
 
 
 @checks_kinds
@@ -106,7 +109,8 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
         with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             sidecar = contents.sidecar if is_step else None
-            _save(unflatten(leaves), temporary, Meter(options.progress, total), sidecar)
+            digests = _save(unflatten(leaves), temporary, Meter(options.progress, total), sidecar)
+            _compare_with_written(leaves, digests, temporary, target)
             if is_step:
                 source = json.dumps({**source_of(located), **options.recorded})
                 pathlib.Path(temporary, CONVERTED_FROM).write_text(source, encoding='utf-8')
@@ -186,8 +190,49 @@ def _keys(path: Path, leaf: KeyData) -> Any:
         ) from error
 
 
-def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> None:
-    """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics."""
+def _compare_with_written(leaves: LeafTable, digests: Mapping[str, str], temporary: str, target: str) -> None:
+    """Reads back what Orbax wrote, one array at a time.
+
+    Raises:
+      SaveFailedError: it cannot be read, or it differs from the leaves.
+    """
+    try:
+        written = linked_leaves(read_contents(locate(temporary), logs_items=False))
+        differing = [
+            path for path in leaves if not _is_same(leaves[path], written.get(path), digests.get('.'.join(path)))
+        ]
+    except T5CkptError as error:
+        text = f'{target}: Orbax wrote a step that cannot be read: {without_cure_of_damage(str(error))}. {_CURE}'
+        raise SaveFailedError(text) from error
+    differing += written.keys() - leaves.keys()
+    if differing:
+        names = some_of([leaf_name(path) for path in differing], 5)
+        raise SaveFailedError(f'{target}: Orbax wrote other values of {names} than those of the checkpoint. {_CURE}')
+
+
+def _is_same(leaf: Any, written: Any, expected: str | None) -> bool:
+    """Whether a leaf was written; ``expected`` is the checksum of its values if it is a LazyArray."""
+    if isinstance(written, Empty):
+        return leaf == written.build()
+    if expected is not None:
+        is_array = isinstance(written, LazyArray) and (written.shape, written.dtype) == (leaf.shape, leaf.dtype)
+        return is_array and digest(np.ascontiguousarray(written.get())) == expected
+    if isinstance(written, KeyData):
+        import jax
+
+        is_same_kind = str(jax.random.key_impl(leaf)) == written.impl
+        return is_same_kind and np.array_equal(jax.random.key_data(leaf), np.asarray(written.data))
+    if leaf is None or isinstance(leaf, (str, dict, list, tuple)):
+        return leaf == written
+    return isinstance(written, LazyArray) and np.array_equal(written.get(), np.asarray(leaf), equal_nan=True)
+
+
+def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> Mapping[str, str]:
+    """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics.
+
+    Returns:
+      The checksums of the values of LazyArrays, by Orbax's names.
+    """
     try:
         import jax
         import orbax.checkpoint as ocp
@@ -196,12 +241,15 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
             "writing Orbax's layout needs Orbax: pip install orbax-checkpoint, or pip install 't5ckpt[orbax]'"
         ) from error
 
+    digests: dict[str, str] = {}
+
     class LazyHandler(ocp.type_handlers.NumpyHandler):
         """Reads and writes one array after another; NumpyHandler would hold all of them at once."""
 
         async def _background_serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> None:
             for value, info, arg in zip(values, infos, args, strict=True):
                 array = np.ascontiguousarray(value.get()).reshape(value.shape)
+                digests[info.name] = digest(array)
                 await super()._background_serialize([array], [info], [arg])
                 meter.add(value.nbytes)
 
@@ -232,3 +280,4 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
         raise
     except (ValueError, OSError, RuntimeError) as error:
         raise SaveFailedError(f'{target}: Orbax did not write it ({type(error).__name__}: {error!s:.300}).') from error
+    return digests

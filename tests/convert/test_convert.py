@@ -1,6 +1,8 @@
 """From Orbax, Flax and JAX, and the command line of all conversions."""
 
+import functools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from jax.experimental.array_serialization import pytree_serialization
 from support import golden as cases
 from support.bits import assert_same
 from support.cli import t5ckpt_cli
+from support.damage import flip
 from support.golden import flatten
 
 import t5ckpt
@@ -320,6 +323,22 @@ def test_leaves_that_orbax_would_store_under_one_name(tmp_path, state):
     t5ckpt_cli('cp', tmp_path / 'run', tmp_path / 'renamed', '--rename', re.escape(first), 'other')
     convert_to_orbax(tmp_path / 'renamed', tmp_path / 'orbax')
     assert not t5ckpt.diff(tmp_path / 'renamed', tmp_path / 'orbax')
+
+
+@pytest.mark.parametrize('convert_step', [convert_to_orbax, functools.partial(t5ckpt.convert_run, 'to-orbax')])
+def test_damage_to_what_orbax_writes_is_found_by_reading_it_back(tmp_path, convert_step):
+    state = {'w': np.random.default_rng(0).normal(size=300_000)}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+
+    def damage(*_):
+        files = [path for path in tmp_path.glob('orbax*/**/*') if path.is_file()]
+        flip(max(files, key=lambda path: path.stat().st_size), random.Random(0))
+
+    options = ConvertOptions(progress=damage)
+    with pytest.raises(errors.SaveFailedError, match=r'orbax.* Orbax wrote .* Convert it again'):
+        convert_step(tmp_path / 'run', tmp_path / 'orbax', options)
+    assert not [path for path in tmp_path.glob('orbax*/**/*') if path.is_file()]
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'again')
 
 
 @pytest.mark.parametrize('name', ['seed=[1,2]', '[!a]', 'a*', 'a?'])

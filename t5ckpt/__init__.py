@@ -5,7 +5,6 @@ Names are imported when they are first used (PEP 562), so that ``import t5ckpt``
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +250,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f't5ckpt.{_MODULES[name]}'), name)
     if name == 'errors':
         return importlib.import_module('t5ckpt.errors')
+    import difflib
+
     near = difflib.get_close_matches(name, __all__, 1)
     hint = f'. Did you mean {near[0]}?' if near and not name.startswith('_') else ''
     raise AttributeError(f'module t5ckpt has no attribute {name!r}{hint}')

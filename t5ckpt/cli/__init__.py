@@ -8,12 +8,9 @@ The exit codes are those of :class:`t5ckpt.cli.verb.Exit`, the same for every ve
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import signal
 import sys
-
-from t5ckpt.cli.interrupts import Interrupts
-from t5ckpt.cli.streams import open_streams
 
 __all__ = ['VERBS', 'main']
 
@@ -41,9 +38,17 @@ _LACKING = 5
 
 def main() -> None:
     """The program: parses ``sys.argv`` and exits."""
-    interrupts = Interrupts()
+    interrupts = None
     try:
+        # Imported here, so that an interrupt meets the handler, or this try, as early as possible.
+        from t5ckpt.cli.interrupts import Interrupts
+
+        interrupts = Interrupts()
         interrupts.install()
+        import importlib.util
+
+        from t5ckpt.cli.streams import open_streams
+
         open_streams()
         missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
         if missing:
@@ -56,7 +61,10 @@ def main() -> None:
 
         run(interrupts=interrupts)
     except BaseException as error:
-        if interrupts.was_received or isinstance(error, KeyboardInterrupt):
+        if interrupts is None and isinstance(error, KeyboardInterrupt):
+            os.write(2, b't5ckpt: interrupted\n')
+            os._exit(130)
+        if interrupts is not None and (interrupts.was_received or isinstance(error, KeyboardInterrupt)):
             interrupts.end()
         raise
     finally:

@@ -71,8 +71,6 @@ def interrupted(waits, words):
 _DURING_AN_IMPORT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from t5ckpt.cli import main
-
 class Interrupting:
     def find_spec(self, name, *_):
         if name == os.environ['INTERRUPTED_IMPORT']:
@@ -80,6 +78,7 @@ class Interrupting:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
+from t5ckpt.cli import main
 main()
 """
 
@@ -87,6 +86,8 @@ main()
 @pytest.mark.parametrize(
     'module',
     [
+        't5ckpt.cli.interrupts',
+        't5ckpt.core.standard_descriptors',
         'click',
         't5ckpt.cli.app',
         't5ckpt.cli.verify',

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import shlex
 from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.listing import read_sidecar
@@ -218,11 +219,14 @@ def check_removable(storage: Storage, directory: str) -> None:
     # os.access returns False for every error of the disk, too, so a permission counts only if the second call agrees.
     if _may_write(path):
         return
+    if info.st_uid == os.geteuid():
+        cure = f'Make it writable: chmod -R u+w {shlex.quote(path)}'
+    else:
+        cure = 'Delete it as its owner, or let the group write to it (chmod -R g+w; with umask 002 for later saves).'
     raise AccessDeniedError(
         errno.EACCES,
         f'{storage.url(directory)} belongs to user {info.st_uid} and has the permissions {info.st_mode & 0o7777:o}, so user '
-        f'{os.geteuid()} may not remove its files. Nothing was changed. Delete it as its owner, or let the group write to it '
-        '(chmod -R g+w; with umask 002 for later saves).',
+        f'{os.geteuid()} may not remove its files. Nothing was changed. {cure}',
     )
 
 

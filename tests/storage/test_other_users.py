@@ -200,3 +200,25 @@ def test_a_copy_does_not_replace_a_step_whose_files_it_could_not_remove(place):
     assert found[0] == 'AccessDeniedError', found
     assert 'belongs to user 4001' in found[1]
     assert is_unchanged
+
+
+READ_ONLY = """
+os.mkdir(run)
+os.chown(run, A, GROUP)
+become(A, lambda: save(1))
+for place, names, files in os.walk(run + '/checkpoint_1'):
+    for name in [place, *(os.path.join(place, name) for name in files)]:
+        os.chmod(name, os.stat(name).st_mode & ~0o222)
+refused = become(A, lambda: checkpointer().delete(1))
+words = refused[1].split('Make it writable: ')[1].split()
+assert words[0] == 'chmod', words
+cured = become(A, lambda: os.spawnvp(os.P_WAIT, words[0], words))
+print(json.dumps([refused, cured, become(A, lambda: checkpointer().delete(1)), sorted(os.listdir(run))]))
+"""
+
+
+def test_the_cure_for_a_read_only_step_of_ones_own_works(place):
+    """Neither another user nor the group can help the owner of a directory without write permission."""
+    refused, cured, deleted, names = run_as_users(READ_ONLY, place)
+    assert refused[0] == 'AccessDeniedError', refused
+    assert (cured, deleted, names) == (0, None, []), refused

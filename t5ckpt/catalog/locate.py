@@ -39,7 +39,9 @@ _MARKS = (
         r'\.metadata|.*\.distcp',
         'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
     ),
-    (r'.*\.index|checkpoint\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
+    # CLU writes a TensorFlow checkpoint, too, which holds only the position in the data.
+    (r'.*\.flax', 'a run of CLU, whose states are its files .flax: restore(path=...) and t5ckpt convert flax take one'),
+    (r'.*\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
     (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
     (
         r'flax_model.*\.msgpack',

@@ -75,13 +75,14 @@ class StateIterator:
 
 
 class TfDataIterator:
-    """Adapts an iterator of tf.data, with T5X's files ``<filename>.index`` and ``<filename>.data-*``."""
+    """Adapts iterators of tf.data, with T5X's files ``<filename>.index`` and ``<filename>.data-*``."""
 
     def __init__(self, iterator: Any):
-        """Wraps ``iter(dataset)``."""
+        """Wraps ``iter(dataset)``, or a ``tf.train.Checkpoint`` of several."""
         import tensorflow as tf
 
-        self._checkpoint = tf.train.Checkpoint(ds=iterator)
+        is_several = isinstance(iterator, tf.train.Checkpoint)
+        self._checkpoint = iterator if is_several else tf.train.Checkpoint(ds=iterator)
         self._stateful = tf.errors.FailedPreconditionError
         self._unreadable = tf.errors.OpError
 
@@ -123,7 +124,7 @@ def as_dataset_iterator(iterator: Any) -> DatasetIterator:
         raise UnsupportedLeafError(
             'dataset_iterator: a tf.data.Dataset has no position. Pass iter(dataset), and train from that iterator.'
         )
-    if tf is not None and isinstance(iterator, (tf.data.Iterator, tf.data.NumpyIterator)):
+    if tf is not None and isinstance(iterator, (tf.data.Iterator, tf.data.NumpyIterator, tf.train.Checkpoint)):
         return TfDataIterator(iterator)
     # Grain's iterators also have `save` and `load`, but these are coroutines of Orbax's protocol.
     if _has(iterator, 'save', 'restore'):
@@ -138,7 +139,8 @@ def as_dataset_iterator(iterator: Any) -> DatasetIterator:
     raise UnsupportedLeafError(
         f'dataset_iterator: {type(iterator).__name__} cannot return its position. It needs save(filename) and '
         'load(filename), get_state() and set_state(state), or state_dict() and load_state_dict(state). For tf.data and Grain '
-        'pass iter(dataset), for torch a torchdata.StatefulDataLoader.'
+        'pass iter(dataset), for several of tf.data tf.train.Checkpoint(train=..., eval=...), for torch a '
+        'torchdata.StatefulDataLoader.'
     )
 
 

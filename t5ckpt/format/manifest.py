@@ -81,7 +81,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if is_tensorflow_state(data):
         raise UnsupportedFormatError(
             f'{where} is the state file of a TensorFlow checkpoint, not a T5X manifest. '
-            'Convert that checkpoint: t5ckpt convert tf, or Checkpointer.convert_from_tf_checkpoint.'
+            'Convert that checkpoint: t5ckpt convert tf, or Checkpointer.convert_from_tf_checkpoint. In a run of CLU, pass '
+            'one of its files .flax instead.'
         )
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')

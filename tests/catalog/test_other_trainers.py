@@ -10,6 +10,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.serialization import to_bytes
 from support import forked
 
 import t5ckpt
@@ -70,6 +71,23 @@ def test_ls_names_it_and_fails(run_dir, make, name, options):
     done = forked.run(None, 'ls', run_dir, *options)
     assert done.returncode not in (0, 1)
     assert name in done.stdout + done.stderr
+
+
+def test_a_run_of_clu_is_named_and_its_files_are_read(tmp_path):
+    """CLU writes the state as ckpt-N.flax, beside a TensorFlow checkpoint with the position in the data."""
+    state = {'params': {'w': np.arange(3.0)}, 'step': 8}
+    (tmp_path / 'ckpt-2.flax').write_bytes(to_bytes(state))
+    for name in ('ckpt-2.index', 'ckpt-2.data-00000-of-00001'):
+        (tmp_path / name).write_bytes(b'')
+    (tmp_path / 'checkpoint').write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
+    done = forked.run(None, 'ls', tmp_path)
+    assert 'a run of CLU, whose states are its files .flax' in done.stdout + done.stderr
+    with pytest.raises(errors.UnsupportedFormatError, match=r'In a run of CLU, pass one of its files \.flax'):
+        t5ckpt.open_checkpoint(tmp_path)
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'new') as ck:
+        restored = t5ckpt.restore_or_init(ck, dict, initial_checkpoint=tmp_path / 'ckpt-2.flax')
+    assert restored['step'] == 8
+    np.testing.assert_array_equal(restored['params']['w'], np.arange(3.0))
 
 
 def test_only_the_last_of_many_steps_are_shown(run_dir):

@@ -73,6 +73,34 @@ def shuffled_pipelines_go_on() -> None:
             np.testing.assert_array_equal(next(again), batch)
 
 
+def several_iterators_go_on_together() -> None:
+    """Those of a tf.train.Checkpoint, each at its own position; a pipeline that differs is named."""
+
+    def make(size: int) -> tf.train.Checkpoint:
+        pipeline = tf.data.Dataset.range(1000).shuffle(size, seed=1).repeat()
+        return tf.train.Checkpoint(train=iter(pipeline), eval=iter(pipeline.batch(3)))
+
+    both = make(100)
+    with checkpointer(WORK / 'several', both) as ck:
+        for step in (1, 2):
+            for _ in range(5 * step):
+                next(both.train)
+            next(both.eval)
+            ck.save(STATE, step=step)
+    expected = [(np.asarray(next(both.train)), np.asarray(next(both.eval))) for _ in range(20)]
+    again = make(100)
+    with checkpointer(WORK / 'several', again) as ck:
+        ck.restore()
+    for train, held_out in expected:
+        np.testing.assert_array_equal(next(again.train), train)
+        np.testing.assert_array_equal(next(again.eval), held_out)
+    alone = tf.train.Checkpoint(train=iter(squares()))
+    with checkpointer(WORK / 'several', alone) as ck, pytest.raises(DatasetStateError, match='same pipeline'):
+        ck.restore()
+    with pytest.raises(UnsupportedLeafError, match=r'tf\.train\.Checkpoint\(train=\.\.\., eval=\.\.\.\)'):
+        checkpointer(WORK / 'dict', {'train': both.train, 'eval': both.eval})
+
+
 def what_cannot_be_saved_gets_advice() -> None:
     """A stateful pipeline, as T5X says it; another pipeline; a dataset; none of them leaves anything behind."""
     iterator = iter(tf.data.Dataset.range(10).map(lambda _: tf.random.uniform([])))
@@ -103,5 +131,6 @@ def events_are_read() -> None:
 what_t5x_wrote_is_read()
 what_is_written_t5x_reads()
 shuffled_pipelines_go_on()
+several_iterators_go_on_together()
 what_cannot_be_saved_gets_advice()
 events_are_read()

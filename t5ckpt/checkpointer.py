@@ -360,8 +360,12 @@ class Checkpointer:
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
+        started = self._clock()
         with finished_before_exit():
-            return self._prepared(state, call, in_background=False).complete()
+            pending = self._prepared(state, call, in_background=False)
+            committed = pending.complete()
+        self._schedule.record(pending, started, call.metrics)
+        return committed
 
     @explains_names(OF_SAVE)
     def save_async(
@@ -383,9 +387,11 @@ class Checkpointer:
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
         )
+        started = self._clock()
         with finished_before_exit():
             pending = self._prepared(state, call, in_background=True)
             pending.start()
+        self._schedule.record(pending, started, call.metrics)
         return pending
 
     @explains_names(OF_SAVE)
@@ -711,8 +717,8 @@ class Checkpointer:
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Whether ``maybe_save`` would start a save at this step. Has no side effects and does not communicate.
 
-        Before the first ``maybe_save``, each call lists the steps on storage. In a job of several processes, the answer is
-        based on the latest coordination round of ``maybe_save``, so it is the same in all of them.
+        In a job of several processes, the answer is based on the latest coordination round of ``maybe_save``, so it is the
+        same in all of them. Before the first one, each call lists the steps on storage, and no time has passed.
 
         Raises:
           ValueError: the checkpointer has no save policy.

@@ -127,10 +127,7 @@ class SaveSchedule:
         if reason is None:
             return None
         _log.info('t5ckpt: saving step %d: %s', step, reason)
-        started, numbers = self._clock(), metric_numbers(metrics or {})
-        pending = save(numbers)
-        self._begin(pending, self._clock() - started, numbers)
-        return pending
+        return save(metric_numbers(metrics or {}))
 
     def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Whether ``save_if_due`` would start a save, without side effects.
@@ -140,6 +137,9 @@ class SaveSchedule:
         """
         policy = self._given_policy('should_save')
         check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
+        if self._view is None and self._coordinator.processes_of_job().count == 1:
+            # A loop may call only ``should_save`` and ``save``; the interval begins now.
+            self._view = self._first_view(self._clock())
         view = self._view
         if self._channel is None or view is None:
             view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class
@@ -200,8 +200,11 @@ class SaveSchedule:
             return None
         return policy.reason(_moment(view, step, previous))
 
-    def _begin(self, pending: PendingSave, blocked: float, metrics: Mapping[str, float]) -> None:
-        """Records a save that has just been started."""
+    def record(self, pending: PendingSave, started: float, metrics: Mapping[str, float]) -> None:
+        """Records a save of the loop, whether the policy gave a reason or not; all processes call it.
+
+        ``started`` is the time when the call began, which ends now.
+        """
         view = self._view
         if view is None:
             return
@@ -210,9 +213,10 @@ class SaveSchedule:
                 # One save runs at a time, so the previous one has ended.
                 self._record_result(view, self._begun)
             self._begun = _StartedSave(pending, self._epoch, metrics, view.last_step, view.last_unix)
-            self._blocked = blocked
+            self._blocked = self._clock() - started
         self._epoch, self._check = self._epoch + 1, 0
-        view.last_step, view.last_unix, view.handled = pending.step, view.now, view.preempted
+        now = started if self._channel is None else view.now
+        view.last_step, view.last_unix, view.handled = pending.step, now, view.preempted
         view.saving = True
 
     def _updated(self, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:

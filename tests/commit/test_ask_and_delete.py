@@ -174,6 +174,31 @@ def test_should_save_changes_nothing(tmp_path):
     assert answers == saved != []
 
 
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+def test_a_loop_may_ask_should_save_and_then_save(tmp_path, method):
+    clock = FakeClock()
+    policy = SaveEverySeconds(60) & SaveOnImprovement('loss', 'min')
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy, clock=clock) as ck:
+        for step in range(30):
+            clock.advance(13)
+            # Not better at every fifth step
+            metrics = {'loss': 1000.0 if step % 5 == 0 else 100.0 - step}
+            if ck.should_save(step, metrics=metrics):
+                getattr(ck, method)(state(), step=step, metrics=metrics)
+    assert t5ckpt.all_steps(tmp_path) == [5, 11, 16, 21, 26]
+
+
+def test_every_save_restarts_the_interval_of_maybe_save(tmp_path):
+    clock = FakeClock()
+    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+        for step in range(12):
+            ck.maybe_save(step, state())
+            if step == 4:
+                ck.save(state(), step=step)
+            clock.advance(13)
+    assert t5ckpt.all_steps(tmp_path) == [4, 9]
+
+
 def test_should_save_needs_a_policy_and_a_step(tmp_path):
     with (
         Checkpointer(state(), checkpoints_dir=tmp_path) as ck,

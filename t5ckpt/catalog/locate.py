@@ -158,15 +158,10 @@ def open_run_storage(
     if isinstance(path, (str, bytes, os.PathLike)) and not os.fspath(path):
         return AbsentStorage()
     storage = open_storage(path, storage_options)
-    refuse_within_step(storage, storage_options)
-    return storage
-
-
-def refuse_within_step(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raises CheckpointNotFoundError if a run's directory is a step's directory or is inside one."""
     directory = checkpoint_around(storage, storage_options)
     if directory is not None:
         raise _not_run_but_checkpoint(storage, directory)
+    return storage
 
 
 def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 
 from t5ckpt.catalog.layouts import inspect_name, other_layout
@@ -12,12 +11,20 @@ from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.bucket_deletion import Hidden, remove_in_bucket
 from t5ckpt.commit.read_lease import leased_steps
-from t5ckpt.commit.removal import check_known, check_not_kept, is_pinned, kept_error, remove_checkpoint, rename_aside
+from t5ckpt.commit.removal import (
+    check_known,
+    check_not_kept,
+    is_pinned,
+    kept_error,
+    remove_checkpoint,
+    rename_aside,
+    unless_renameless,
+)
 from t5ckpt.commit.step_lease import acquire_to_hide, attempts
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import StepKeptError, StorageError, T5CkptError
+from t5ckpt.errors import StepKeptError, T5CkptError
 from t5ckpt.format.names import DAMAGED_MANIFEST, MANIFEST, step_dir, to_persist_file
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
@@ -138,12 +145,9 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
     lease = acquire_to_hide(storage, step, clock)
     try:
         check_not_kept(storage, step, lease.read_steps, 'renamed')
-        try:
+        with unless_renameless():
             return rename_aside(storage, step_dir(step), step, 'damaged', clock())
-        except StorageError as error:
-            if error.errno != errno.EXDEV:
-                raise
-        # A lower layer of an overlay file system renames files, and no directories.
+        # Such a layer renames files.
         aside = join(step_dir(step), DAMAGED_MANIFEST)
         storage.publish(join(step_dir(step), MANIFEST), aside)
         return aside

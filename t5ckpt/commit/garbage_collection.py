@@ -11,9 +11,8 @@ leases are removed. Object stores have their own rules (``commit/write_lease.py`
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.run_catalog import Index, Leases
@@ -21,12 +20,12 @@ from t5ckpt.commit.bucket_deletion import collect_in_bucket
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
 from t5ckpt.commit.lease_time import TIME_PREFIX, lease_clock
-from t5ckpt.commit.removal import check_removable, remove_checkpoint, rename_aside
+from t5ckpt.commit.removal import check_removable, remove_checkpoint, rename_aside, unless_renameless
 from t5ckpt.commit.replacement import is_still_kept, put_back
 from t5ckpt.commit.step_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.format.names import READ_LEASE_PREFIX, SIDECAR, Leftover, parse_leftover
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
@@ -125,20 +124,10 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
                 return _remove_without_lease(storage, name, names)
             if leftover.state not in ('deleted', 'pruned'):
                 # A removal that was killed may have removed the files that identify the directory.
-                with _unless_renameless():
+                with unless_renameless():
                     name = rename_aside(storage, name, leftover.step, 'deleted', leftover.unix)
             remove_checkpoint(storage, name, leftover.step, leftover.unix)
         return is_dead
-
-
-@contextlib.contextmanager
-def _unless_renameless() -> Generator[None]:
-    """Continues after a rename of a directory in a lower layer of an overlay file system, which is refused."""
-    try:
-        yield
-    except StorageError as error:
-        if error.errno != errno.EXDEV:
-            raise
 
 
 def _has_lease_in_part(names: Collection[str]) -> bool:

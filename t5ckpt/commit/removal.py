@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 from t5ckpt.catalog.listing import read_sidecar
 from t5ckpt.commit.read_lease import leased_steps
@@ -169,12 +169,9 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     if not foreign:
         storage.delete_tree(name)
         return
-    try:
+    aside = name
+    with unless_renameless():
         aside = move_aside(storage, name, step, unix, foreign)
-    except StorageError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        aside = name
     if any(map(is_sidecar, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
@@ -295,6 +292,16 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
         unix += 1
 
 
+@contextlib.contextmanager
+def unless_renameless() -> Generator[None]:
+    """Continues after a rename of a directory in a lower layer of an overlay file system, which is refused."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+
+
 def hide_directory(storage: Storage, step: int, clock: Clock, state: str = 'deleted') -> str | None:
     """Renames the directory of a step; in a lower layer of an overlay file system, which cannot rename it, removes it.
 
@@ -303,11 +310,8 @@ def hide_directory(storage: Storage, step: int, clock: Clock, state: str = 'dele
     Returns:
       The new name; None if the directory was removed.
     """
-    try:
+    with unless_renameless():
         return rename_aside(storage, step_dir(step), step, state, clock())
-    except StorageError as error:
-        if error.errno != errno.EXDEV:
-            raise
     storage.delete_file(join(step_dir(step), MANIFEST))
     remove_checkpoint(storage, step_dir(step), step, clock())
     return None

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import click
 
+from t5ckpt.cli.conversion_output import library_usage_errors
 from t5ckpt.cli.output import (
     Column,
     follow_links_option,
     json_option,
+    layers_option,
     moved_option,
     print_json,
     print_line,
@@ -38,10 +40,13 @@ _NUMBERS = ('leaves', 'relative', 'largest')
     help='Print only this many leaves or layers: first those whose values changed most, then other differences.',
 )
 @click.option('--by-layer', is_flag=True, help='Print one row per layer: the sum over its leaves.')
+@layers_option
 @click.option('--no-values', is_flag=True, help='Compare only names, shapes and dtypes; read no array.')
 @follow_links_option
 @json_option
-def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool, **how: bool) -> int:
+def command(
+    a: str, b: str, pattern: str | None, top: int | None, layers: str | None, as_json: bool, **how: bool
+) -> int:
     """Compares the checkpoints A and B: leaves added and removed, and changed shapes, dtypes and values.
 
     PATTERN is a name, a group, or a glob such as 'target/**/kernel' (* within a key, ** across keys); default: all leaves.
@@ -56,26 +61,27 @@ def command(a: str, b: str, pattern: str | None, top: int | None, as_json: bool,
       t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
       t5ckpt diff run@latest weights target && echo 'the same weights'
     """
-    if (top is not None or how['by_layer']) and how['no_values']:
+    by_layer = how['by_layer'] or layers is not None
+    if (top is not None or by_layer) and how['no_values']:
         raise click.UsageError(
-            '--top and --by-layer compare values, which --no-values does not read. Leave --no-values out.'
+            '--top, --by-layer and --layers compare values, which --no-values does not read. Leave --no-values out.'
         )
-    with progress('comparing') as report:
+    with library_usage_errors(), progress('comparing') as report:
         views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
-        difference = diff(*views, values=not how['no_values'], progress=report)
+        difference = diff(*views, values=not how['no_values'], layers=layers, progress=report)
     leaves = difference.leaves if top is None else _first(difference, top)
-    layers = difference.by_layer()
+    sums = difference.by_layer()
     if top is not None:
-        layers = sorted(layers, key=lambda layer: -layer.weight)[:top]
+        sums = sorted(sums, key=lambda layer: -layer.weight)[:top]
     if as_json:
-        fields, sums = ([without_nan(dataclasses.asdict(leaf)) for leaf in each] for each in (leaves, layers))
+        fields, by_name = ([without_nan(dataclasses.asdict(leaf)) for leaf in each] for each in (leaves, sums))
         counts = {'same': difference.same, 'different': len(difference.leaves)}
-        print_json({'a': difference.a, 'b': difference.b, **counts, 'leaves': fields, 'layers': sums})
+        print_json({'a': difference.a, 'b': difference.b, **counts, 'leaves': fields, 'layers': by_name})
         return int(bool(difference))
     print_line(difference.title)
-    rows = layers if how['by_layer'] else leaves
+    rows = sums if by_layer else leaves
     if rows:
-        _print_rows(dataclasses.replace(difference, leaves=tuple(rows)), by_layer=how['by_layer'])
+        _print_rows(dataclasses.replace(difference, leaves=tuple(rows)), by_layer=by_layer)
     return int(bool(difference))
 
 

@@ -53,6 +53,11 @@ cast_leaves_option = click.option(
 follow_links_option = click.option(
     '--follow-links', is_flag=True, help='Follow symbolic links that lead out of the checkpoint.'
 )
+layers_option = click.option(
+    '--layers',
+    metavar='AXIS',
+    help="Arrays that hold several layers, which are divided: 'axis 0 of params/layers/**'.",
+)
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON.')
 
 

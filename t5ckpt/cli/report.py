@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from t5ckpt.catalog.locate import locate
 from t5ckpt.cli.conversion_output import library_usage_errors
-from t5ckpt.cli.output import json_option, print_json, print_line, progress, size_of, steps_option
+from t5ckpt.cli.output import json_option, layers_option, print_json, print_line, progress, size_of, steps_option
 from t5ckpt.cli.paths import ANY_PATH, CHECKPOINT
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import human_bytes
@@ -35,9 +36,10 @@ def _sample(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
     metavar='SIZE',
     help='About how many bytes of each step to read, such as 2GB, or all.',
 )
+@layers_option
 @click.option('--force', is_flag=True, help='Replace the file.')
 @json_option
-def command(path: str, output: str, steps: Sequence[int], sample: int | None, force: bool, as_json: bool) -> None:
+def command(path: str, output: str, steps: Sequence[int], sample: int | None, as_json: bool, **how: Any) -> None:
     """Writes one HTML page, which a browser opens without a server or a network.
 
     For a run, the page shows the steps with sizes, metrics and the reason to keep each; the tree, statistics and a histogram of
@@ -56,11 +58,11 @@ def command(path: str, output: str, steps: Sequence[int], sample: int | None, fo
     with library_usage_errors(), progress('reading') as report:
         run = Run(located.storage)
         if located.step is not None and located.step in run.steps:
-            written = run.report(
-                output, steps=steps or (located.step,), sample_bytes=sample, force=force, progress=report
-            )
+            written = run.report(output, steps=steps or (located.step,), sample_bytes=sample, **how, progress=report)
+        elif how.pop('layers') is not None:
+            raise click.UsageError('--layers divides the changes between two steps of a run. Leave it out.')
         else:
-            written = open_checkpoint(path).report(output, sample_bytes=sample, force=force, progress=report)
+            written = open_checkpoint(path).report(output, sample_bytes=sample, **how, progress=report)
     size, seconds = os.path.getsize(written), time.monotonic() - started
     if as_json:
         print_json({'path': written, 'bytes': size, 'seconds': seconds})

@@ -10,18 +10,19 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word
-from t5ckpt.core.leaf_path import path_of
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, printable
 from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
 from t5ckpt.inspection.dataframes import pandas
-from t5ckpt.inspection.layers import layers_of
+from t5ckpt.inspection.layers import Stack, layers_of, stacks_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.notebook_html import table_html
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
@@ -74,12 +75,14 @@ class CheckpointDiff:
       a, b: the paths.
       leaves: the leaves that differ, in the order of the leaves.
       same: the number of leaves that are equal bit by bit.
+      parts: ``leaves``; of an array that holds several layers, the parts that differ, with names such as ``layers[3]/kernel``.
     """
 
     a: str
     b: str
     leaves: tuple[LeafDiff, ...]
     same: int
+    parts: tuple[LeafDiff, ...]
 
     def __bool__(self) -> bool:
         """Whether any leaf differs."""
@@ -96,18 +99,15 @@ class CheckpointDiff:
 
     def top(self, count: int = 10) -> list[LeafDiff]:
         """The ``count`` leaves whose values moved most, by ``weight``; leaves with NaN on one side come first."""
-        return sorted(self._compared(), key=lambda leaf: -leaf.weight)[:count]
+        return sorted(_compared(self.leaves), key=lambda leaf: -leaf.weight)[:count]
 
     def by_layer(self) -> list[LeafDiff]:
         """The sum over the leaves of each layer whose values differ; ``what`` is 'layer', and ``a`` counts the leaves."""
-        layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
+        layers = layers_of(path_of(leaf.name) for leaf in self.parts)
         by_layer: dict[str, list[LeafDiff]] = {}
-        for leaf in self._compared():
+        for leaf in _compared(self.parts):
             by_layer.setdefault(layers[path_of(leaf.name)][0], []).append(leaf)
         return [_summed(name, leaves) for name, leaves in by_layer.items()]
-
-    def _compared(self) -> list[LeafDiff]:
-        return [leaf for leaf in self.leaves if leaf.what in ('values', 'dtype')]
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each leaf that differs."""
@@ -115,9 +115,9 @@ class CheckpointDiff:
 
     def plot(self, ax: Any = None) -> Any:
         """Plots ``relative`` of all arrays as a heat map of layers and parameters; returns the matplotlib axes."""
-        layers = layers_of(path_of(leaf.name) for leaf in self.leaves)
+        layers = layers_of(path_of(leaf.name) for leaf in self.parts)
         # The relative change of a counter would determine the colors.
-        arrays = [leaf for leaf in self.leaves if leaf.size > 1] or self.leaves
+        arrays = [leaf for leaf in self.parts if leaf.size > 1] or self.parts
         values = {layers[path_of(leaf.name)]: leaf.relative for leaf in arrays}
         return plot_layers(values, 'norm of b - a over the norm of a', ax)
 
@@ -155,6 +155,10 @@ class CheckpointDiff:
         return table_html(self.title, _COLUMNS, self.rows())
 
 
+def _compared(leaves: tuple[LeafDiff, ...]) -> list[LeafDiff]:
+    return [leaf for leaf in leaves if leaf.what in ('values', 'dtype')]
+
+
 def _summed(name: str, leaves: list[LeafDiff]) -> LeafDiff:
     sums = _Sums(
         squared_a=sum(leaf.norm**2 for leaf in leaves),
@@ -182,6 +186,7 @@ class _Sums:
     squared_a: float = 0.0
     squared_delta: float = 0.0
     largest: float = 0.0
+    size: int = 0
 
     def merged(self, other: _Sums) -> _Sums:
         return _Sums(
@@ -190,6 +195,7 @@ class _Sums:
             self.squared_delta + other.squared_delta,
             # max() would ignore a NaN in its second argument.
             float(np.maximum(self.largest, other.largest)),
+            self.size + other.size,
         )
 
     @property
@@ -205,6 +211,7 @@ def diff(
     b: str | os.PathLike[str] | CheckpointView,
     *,
     values: bool = True,
+    layers: str | None = None,
     progress: Progress | None = None,
 ) -> CheckpointDiff:
     """Compares two checkpoints, leaf by leaf.
@@ -213,22 +220,32 @@ def diff(
       a: the first checkpoint: a path as for ``open_checkpoint``, or a view, which may be a part of a checkpoint.
       b: the second one, in the same or another format.
       values: False compares only names, shapes and dtypes, and reads no array.
+      layers: which arrays hold several layers, stacked along an axis: ``'axis 0 of params/layers/**'``, with a glob. ``by_layer``
+        and ``plot`` divide them. None divides the arrays below Haliax's ``stacked``, and those of flax's scan where names
+        and shapes leave no doubt.
       progress: called with (bytes compared, bytes to compare).
+
+    Raises:
+      ValueError: ``layers`` matches no array that has this axis, or no values are compared.
     """
+    if layers is not None and not values:
+        raise ValueError('layers: values=False compares no values, which layers would divide. Leave one of them out.')
     first = a if isinstance(a, CheckpointView) else open_checkpoint(a)
     second = b if isinstance(b, CheckpointView) else open_checkpoint(b)
-    return compare(first, second, values=values, progress=progress)
+    stacks = stacks_of([*first.infos(), *second.infos()], layers)
+    return compare(first, second, stacks, values=values, progress=progress)
 
 
 def compare(
     first: CheckpointView,
     second: CheckpointView,
+    stacks: Mapping[Path, Stack],
     *,
     values: bool = True,
     progress: Progress | None = None,
     sample_bytes: int | None = None,
 ) -> CheckpointDiff:
-    """Compares two views; with ``sample_bytes`` a sample of the values of each, see ``blocks_in``."""
+    """Compares two views, with ``stacks`` of both; with ``sample_bytes`` a sample of the values, see ``blocks_in``."""
     first_infos = {info.name: info for info in first.infos()}
     second_infos = {info.name: info for info in second.infos()}
     names = [*first_infos, *(name for name in second_infos if name not in first_infos)]
@@ -236,16 +253,26 @@ def compare(
     open_ones = [
         first_infos[name] for name, difference in by_facts.items() if difference is None or difference.what == 'dtype'
     ]
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, dict[str, _Sums]] = {}
     if values:
         with first.in_one() as one, second.in_one() as other:
             arrays = [info for info in open_ones if info.dtype]
-            sums = _compare_values(one, other, arrays, progress, sample_bytes)
+            sums = _compare_values(one, other, arrays, stacks, progress, sample_bytes)
     differences = [
         _conclude(name, by_facts[name], sums.get(name), first_infos.get(name), second_infos.get(name)) for name in names
     ]
     differing = tuple(leaf for leaf in differences if leaf is not None)
-    return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing))
+    parts = tuple(part for leaf in differing for part in _parts(leaf, sums.get(leaf.name, {})))
+    return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing), parts)
+
+
+def _parts(leaf: LeafDiff, sums: Mapping[str, _Sums]) -> Iterator[LeafDiff]:
+    if sums.keys() <= {leaf.name}:
+        yield leaf
+        return
+    for name, each in sums.items():
+        if not each.same:
+            yield _with_values(dataclasses.replace(leaf, name=name), each, each.size)
 
 
 def _text(info: LeafInfo | None) -> str:
@@ -272,29 +299,52 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
 
 
 def _conclude(
-    name: str, by_facts: LeafDiff | None, sums: _Sums | None, a: LeafInfo | None, b: LeafInfo | None
+    name: str, by_facts: LeafDiff | None, parts: dict[str, _Sums] | None, a: LeafInfo | None, b: LeafInfo | None
 ) -> LeafDiff | None:
-    if sums is None or (by_facts is None and sums.same):
+    if parts is None:
         return by_facts
+    sums = functools.reduce(_Sums.merged, parts.values(), _Sums())
+    if by_facts is None and sums.same:
+        return None
     what = 'values' if by_facts is None else by_facts.what
     size = 0 if a is None else a.size
     return _with_values(LeafDiff(name, what, _text(a), _text(b)), sums, size)
 
 
 def _compare_values(
-    a: CheckpointView, b: CheckpointView, infos: list[LeafInfo], progress: Progress | None, sample_bytes: int | None
-) -> dict[str, _Sums]:
-    sums = {info.name: _Sums() for info in infos}
+    a: CheckpointView,
+    b: CheckpointView,
+    infos: list[LeafInfo],
+    stacks: Mapping[Path, Stack],
+    progress: Progress | None,
+    sample_bytes: int | None,
+) -> dict[str, dict[str, _Sums]]:
+    """The sums of each leaf by the names of its parts: of its layers, or its own."""
+    sums: dict[str, dict[str, _Sums]] = {info.name: {} for info in infos}
     meter = Meter(progress, bytes_in(infos, sample_bytes))
 
-    def sums_of(block: Block) -> _Sums:
-        first, second = (pieces_of(np.asarray(view[block.leaf.name][block.index])) for view in (a, b))
-        return functools.reduce(_Sums.merged, map(_compare_piece, first, second), _Sums())
+    def sums_of(block: Block) -> dict[str, _Sums]:
+        first, second = (np.asarray(view[block.leaf.name][block.index]) for view in (a, b))
+        stack = stacks.get(block.leaf.path)
+        if stack is None:
+            return {block.leaf.name: _compare_arrays(first, second)}
+        first, second = np.moveaxis(first, stack.axis, 0), np.moveaxis(second, stack.axis, 0)
+        part = block.index[stack.axis]
+        return {
+            leaf_name(stack.path(block.leaf.path, index)): _compare_arrays(first[at, ...], second[at, ...])
+            for at, index in enumerate(range(part.start, part.stop))
+        }
 
-    for block, part in reduce_blocks(blocks_in(infos, sample_bytes), sums_of):
-        sums[block.leaf.name] = sums[block.leaf.name].merged(part)
+    for block, parts in reduce_blocks(blocks_in(infos, sample_bytes), sums_of):
+        known = sums[block.leaf.name]
+        known |= {name: known.get(name, _Sums()).merged(part) for name, part in parts.items()}
         meter.add(block.nbytes)
     return sums
+
+
+def _compare_arrays(a: np.ndarray, b: np.ndarray) -> _Sums:
+    sums = map(_compare_piece, pieces_of(a), pieces_of(b))
+    return functools.reduce(_Sums.merged, sums, _Sums(size=a.size))
 
 
 def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:

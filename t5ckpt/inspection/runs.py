@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import time
@@ -20,8 +21,9 @@ from t5ckpt.inspection.block_iteration import bytes_in
 from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.diff import compare
 from t5ckpt.inspection.kept import named_by_policy, with_reasons
+from t5ckpt.inspection.layers import stacks_of
 from t5ckpt.inspection.notebook_html import table_html
-from t5ckpt.inspection.report.facts import change_facts, curve_facts, largest, step_facts
+from t5ckpt.inspection.report.facts import change_facts, curve_facts, heat_facts, largest, step_facts
 from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
@@ -196,6 +198,7 @@ class Run(Mapping[int, CheckpointView]):
         *,
         steps: int | Sequence[int] = (),
         sample_bytes: int | None = SAMPLE_BYTES,
+        layers: str | None = None,
         force: bool = False,
         progress: Progress | None = None,
     ) -> str:
@@ -208,6 +211,7 @@ class Run(Mapping[int, CheckpointView]):
           output: the file, on a local file system.
           steps: the step to describe, or that step and the one to compare it with; the latest, and the one before, by default.
           sample_bytes: about how many bytes of each step to read, spread evenly over the leaves; None reads all of them.
+          layers: which arrays hold several layers, as in ``t5ckpt.diff``.
           force: replaces a file.
           progress: called with (bytes read, bytes to read).
 
@@ -215,7 +219,7 @@ class Run(Mapping[int, CheckpointView]):
           The absolute path of the page.
 
         Raises:
-          ValueError: more than two steps, or ``sample_bytes`` is below 1.
+          ValueError: more than two steps, ``sample_bytes`` is below 1, or ``layers`` matches no array or no steps are compared.
           CheckpointNotFoundError: there is no such step, or none at all.
           OutputExistsError: there is such a file.
           MissingDependencyError: plotly is not installed.
@@ -226,6 +230,8 @@ class Run(Mapping[int, CheckpointView]):
             [steps] if isinstance(steps, int) else steps,
             [summary.step for summary in all_steps if summary.state == 'complete'],
         )
+        if layers is not None and before is None:
+            raise ValueError('layers: no steps are compared, so no changes are divided. Pass two steps, or no layers.')
         facts: dict[str, Any] = {
             'steps': step_facts(all_steps),
             'compared': [printable(name) for name in named_by_policy(all_steps)],
@@ -241,8 +247,15 @@ class Run(Mapping[int, CheckpointView]):
             }
             if before is not None:
                 follows = shared(progress, 2 * nbytes, 0)
-                changes = compare(self[before], view, progress=follows, sample_bytes=sample_bytes)
-                facts['changes'] = change_facts((before, step), changes.leaves, changes.same)
+                earlier = self[before]
+                stacks = stacks_of([*earlier.infos(), *view.infos()], layers)
+                changes = compare(earlier, view, stacks, progress=follows, sample_bytes=sample_bytes)
+                facts['changes'] = {
+                    'steps': (before, step),
+                    'same': changes.same,
+                    'leaves': [change_facts(dataclasses.asdict(leaf)) for leaf in changes.leaves],
+                    'heat': heat_facts(leaves, stacks, map(dataclasses.asdict, changes.parts)),
+                }
         return write_report(local, self.path, facts, force)
 
     def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:

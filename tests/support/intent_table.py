@@ -186,6 +186,7 @@ clock | hint | time.time by default
 output | error | it exists
 steps | error | more than two, or there is no such step
 sample_bytes | error | below 1; a larger one than the checkpoint reads all
+layers | error | it matches nothing; no steps are compared
 """,
     'Run.series': """
 name fn | error | no step has the leaf
@@ -252,7 +253,10 @@ directory | error | it has a step of another origin
 """,
     'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
-    'diff': 'values | hint | there are no values to compare',
+    'diff': """
+values | hint | there are no values to compare
+layers | error | it matches nothing; with values=False
+""",
     'export_hf': 'directory | error | it exists\nconfig | error | it does not fit the weights',
     'import_hf': 'config | error | it does not fit the weights',
     'export_npz': 'file | error | it exists',
@@ -368,6 +372,7 @@ leaf | error | no such leaf
     'diff': """
 pattern | error | neither has such a leaf
 --top --by-layer | error | with --no-values
+--layers | error | it matches nothing; with --no-values
 --no-values | hint | no values to compare
 --follow-links | warning | not on a local file system
 """,
@@ -393,6 +398,7 @@ output --in-place | error | both or neither
     'report': """
 --output | error | it exists
 --sample | error | no size; a larger one than the checkpoint reads all
+--layers | error | it matches nothing; no steps are compared
 """,
     'rm': """
 others | error | no such step

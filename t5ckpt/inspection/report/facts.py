@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from t5ckpt.catalog.step_summaries import StepSummary
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import printable
 from t5ckpt.inspection.kept import GOES
-from t5ckpt.inspection.layers import layers_of
+from t5ckpt.inspection.layers import Stack, layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.stats import LeafStats
 from t5ckpt.metrics.curves import Curve
@@ -20,40 +21,6 @@ from t5ckpt.metrics.curves import Curve
 BINS = 40
 # Browsers show larger trees slowly.
 _MAX_LEAVES = 20_000
-
-
-class Changed(Protocol):
-    """The part of ``LeafDiff`` that is used here."""
-
-    @property
-    def name(self) -> str:
-        """The leaf's name."""
-        ...
-
-    @property
-    def what(self) -> str:
-        """The kind of the difference."""
-        ...
-
-    @property
-    def a(self) -> str:
-        """Its dtype and shape before."""
-        ...
-
-    @property
-    def b(self) -> str:
-        """Its dtype and shape after."""
-        ...
-
-    @property
-    def relative(self) -> float:
-        """The norm of the change over the norm of the leaf before."""
-        ...
-
-    @property
-    def largest(self) -> float:
-        """The largest change of a value."""
-        ...
 
 
 def step_facts(steps: Iterable[StepSummary]) -> list[dict[str, Any]]:
@@ -104,12 +71,10 @@ def largest(infos: Sequence[LeafInfo]) -> list[LeafInfo]:
 
 def leaf_facts(infos: Sequence[LeafInfo], stats: Mapping[str, LeafStats]) -> list[dict[str, Any]]:
     """The leaves with their statistics."""
-    layers = layers_of(info.path for info in infos)
     return [
         {
             'name': printable(info.name),
             'keys': [printable(key) for key in info.path],
-            'layer': [printable(part) for part in layers[info.path]],
             'kind': info.kind,
             'dtype': info.dtype,
             'shape': info.shape,
@@ -145,20 +110,33 @@ def _stats(stats: LeafStats | None, size: int) -> dict[str, Any] | None:
     }
 
 
-def change_facts(steps: tuple[int, int], leaves: Iterable[Changed], same: int) -> dict[str, Any]:
-    """The changes between two steps."""
-    rows = [
-        {
-            'name': printable(leaf.name),
-            'what': leaf.what,
-            'a': printable(leaf.a),
-            'b': printable(leaf.b),
-            'relative': _number(leaf.relative),
-            'largest': _number(leaf.largest),
-        }
-        for leaf in leaves
-    ]
-    return {'steps': steps, 'same': same, 'leaves': rows}
+def change_facts(leaf: Mapping[str, Any]) -> dict[str, Any]:
+    """A leaf that changed, from the fields of a ``LeafDiff``."""
+    texts = {key: printable(leaf[key]) for key in ('name', 'what', 'a', 'b')}
+    return texts | {key: _number(leaf[key]) for key in ('relative', 'largest')}
+
+
+def heat_facts(
+    infos: Iterable[LeafInfo], stacks: Mapping[Path, Stack], changed: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The changes of all arrays of the later step by layer and parameter, with those that are equal."""
+    found = {leaf['name']: leaf for leaf in changed}
+    parts: dict[Path, str] = {}
+    for info in infos:
+        stack = stacks.get(info.path)
+        if info.dtype:
+            paths = (
+                [info.path] if stack is None else [stack.path(info.path, at) for at in range(info.shape[stack.axis])]
+            )
+            parts |= dict.fromkeys(paths, printable(info.path[0]))
+    cells: list[dict[str, Any]] = []
+    for path, (layer, parameter) in layers_of(parts).items():
+        leaf = found.get(leaf_name(path))
+        if leaf is None or leaf['what'] != 'added':
+            change = {'name': printable(leaf_name(path)), 'relative': 0} if leaf is None else change_facts(leaf)
+            names = {'part': parts[path], 'layer': printable(layer), 'parameter': printable(parameter)}
+            cells.append({**names, **change})
+    return cells
 
 
 def _number(value: float) -> float | str | None:

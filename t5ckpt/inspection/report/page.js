@@ -462,35 +462,32 @@ function leafSection(facts) {
 // --- changes ----------------------------------------------------------------------------------------------------------
 
 function changeSection(facts) {
-  const { steps: [before, after], leaves: changed, same } = facts.changes;
-  const found = new Map(changed.map((leaf) => [leaf.name, leaf]));
-  const compared = facts.checkpoint.leaves.filter((leaf) => leaf.dtype && found.get(leaf.name)?.what !== 'added');
-  const parts = [...new Set(compared.map((leaf) => leaf.keys[0]))];
-  const weight = (part) => compared.filter((leaf) => leaf.keys[0] === part).reduce((all, leaf) => all + leaf.bytes, 0);
+  const { steps: [before, after], leaves: changed, same, heat } = facts.changes;
+  const parts = [...new Set(heat.map((cell) => cell.part))];
+  const weight = (part) => facts.checkpoint.leaves.filter((leaf) => leaf.keys[0] === part).reduce((all, leaf) => all + leaf.bytes, 0);
   let part = parts.find((name) => WEIGHTS.test(name)) ?? [...parts].sort((a, b) => weight(b) - weight(a))[0];
   const [MOST_ROWS, MOST_COLUMNS] = [80, 60];
   const cut = make('p', { class: 'dim' });
-  const relative = (leaf) => { const one = found.get(leaf.name); return one ? number(one.relative) : 0; };
+  const relative = (cell) => number(cell.relative);
 
   function build() {
-    const list = compared.filter((leaf) => leaf.keys[0] === part);
+    const list = heat.filter((cell) => cell.part === part);
     // Layers that move most stay, where there is not room for all.
-    const strongest = (at) => { const best = new Map(); list.forEach((leaf) => best.set(leaf.layer[at], Math.max(best.get(leaf.layer[at]) ?? -1, relative(leaf) || 0))); return best; };
+    const strongest = (at) => { const best = new Map(); list.forEach((cell) => best.set(cell[at], Math.max(best.get(cell[at]) ?? -1, relative(cell) || 0))); return best; };
     const kept = (best, most) => [...best.keys()].sort((a, b) => best.get(b) - best.get(a)).slice(0, most).sort(natural);
-    const [byRow, byColumn] = [strongest(0), strongest(1)];
+    const [byRow, byColumn] = [strongest('layer'), strongest('parameter')];
     const [rows, columns] = [kept(byRow, MOST_ROWS), kept(byColumn, MOST_COLUMNS)];
     cut.textContent = rows.length < byRow.size || columns.length < byColumn.size ? `Shown are the ${rows.length} of ${whole(byRow.size)} layers and ${columns.length} of ${whole(byColumn.size)} parameters that changed most.` : '';
     const [rowAt, columnAt] = [new Map(rows.map((name, at) => [name, at])), new Map(columns.map((name, at) => [name, at]))];
     const empty = (value) => rows.map(() => columns.map(() => value));
     const [z, still, text] = [empty(null), empty(null), empty('')];
     let [low, high] = [Infinity, -Infinity];
-    for (const leaf of list) {
-      const [row, column] = [rowAt.get(leaf.layer[0]), columnAt.get(leaf.layer[1])];
+    for (const cell of list) {
+      const [row, column] = [rowAt.get(cell.layer), columnAt.get(cell.parameter)];
       if (row === undefined || column === undefined) continue;
-      const one = found.get(leaf.name);
-      const value = relative(leaf);
+      const value = relative(cell);
       if (value > 0) { const log = Math.min(Math.log10(value), 4); z[row][column] = log; low = Math.min(low, log); high = Math.max(high, log); } else still[row][column] = 0;
-      text[row][column] = `${plain(short(leaf.name, 90))}<br>${!one ? 'unchanged' : Number.isNaN(value) ? `not compared: ${plain(one.a)} → ${plain(one.b)}` : `‖b − a‖ / ‖a‖ = ${digits(value)}<br>largest |b − a| = ${digits(one.largest)}`}`;
+      text[row][column] = `${plain(short(cell.name, 90))}<br>${!cell.what ? 'unchanged' : Number.isNaN(value) ? `not compared: ${plain(cell.a)} → ${plain(cell.b)}` : `‖b − a‖ / ‖a‖ = ${digits(value)}<br>largest |b − a| = ${digits(cell.largest)}`}`;
     }
     if (!(high > low)) { low = (Number.isFinite(low) ? low : -3) - 1; high = low + 2; }
     const every = high - low > 2.5 ? [1] : high - low > 0.8 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];

@@ -37,7 +37,7 @@ def report_plan(
       template: the template's leaves.
       fallback: the leaves of ``fallback_state``.
     """
-    _log_plan(plan, request)
+    _log_plan(plan, request, template)
     if request.round.is_leader:
         for text in _unused_options(request, contents.located, template, fallback):
             warn_caller(NoEffectWarning(text))
@@ -48,7 +48,7 @@ def report_plan(
         _warn_if_local(plan)
 
 
-def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
+def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -> None:
     """Logs the leaves that differ from the checkpoint: not cast, resized, or left out."""
     if plan.notes:
         how = (
@@ -62,9 +62,11 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest) -> None:
     elif request.call.resize:
         _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
     if plan.ignored:
-        # A template for inference omits the optimizer state on purpose. Omitted parameters are worth a warning.
-        named = sorted(plan.ignored, key=lambda path: path[0] not in PARAMETER_ROOTS)
-        is_meant = request.call.strict == 'contains' and named[0][0] not in PARAMETER_ROOTS
+        # A template for inference omits the optimizer state, or takes an average in place of all parameters, on purpose.
+        # Some omitted parameters are worth a warning.
+        warned = {path[0] for path in template}.intersection(PARAMETER_ROOTS)
+        named = sorted(plan.ignored, key=lambda path: path[0] not in warned)
+        is_meant = request.call.strict == 'contains' and named[0][0] not in warned
         log = _log.info if is_meant else _log.warning
         log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
     if plan.absent:

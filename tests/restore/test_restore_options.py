@@ -273,6 +273,15 @@ def test_an_ellipsis_for_what_is_not_there_is_logged(tmp_path, caplog):
     assert "not in the checkpoint, so the template's text or ... stays: gone" in caplog.text
 
 
+@pytest.mark.parametrize(('kept', 'warns'), [({'params': {'a': 0}}, True), ({'ema_params': {'a': 0}}, False)])
+def test_contains_warns_of_some_parameters_but_not_of_an_average_in_their_place(tmp_path, caplog, kept, warns):
+    save(tmp_path, {'params': {'a': 1, 'b': 2}, 'ema_params': {'a': 3}})
+    caplog.clear()
+    restore(tmp_path, kept, strict='contains')
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+    assert ['params/b' in text for text in warnings] == [True] * warns
+
+
 def test_text_that_one_side_lacks_is_not_called_restored(tmp_path, caplog):
     save(tmp_path, {'a': np.arange(3.0), 'old': 'x'})
     caplog.clear()

@@ -103,13 +103,15 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> In
         # In a thread without signal handlers. Python waits for a ``Thread`` that is not a daemon, unless it was started late.
         if not daemon:
             _unfinished.add(ended)
+        is_running = False
         try:
             threading.Thread(target=run, name=name, daemon=daemon).start()
+            is_running = True
         except RuntimeError:
             _unfinished.discard(ended)
-            has_started.put(False)
-        else:
-            has_started.put(True)
+        finally:
+            # Whatever was raised: the caller waits for this value.
+            has_started.put(is_running)
 
     try:
         _thread.start_new_thread(launch, ())

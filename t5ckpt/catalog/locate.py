@@ -52,8 +52,9 @@ _MARKS = (
         'a PyTorch file, which needs pickle and is not read: load it with PyTorch and save safetensors',
     ),
     (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
-    (r'\.zarray', 'one array of zarr; the directory above it opens as a tree'),
-    (r'\.zgroup|zarr\.json', 'a zarr group, such as a step of seqax, without a T5X manifest'),
+    # A group of zarr v3 that has arrays opens.
+    (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
+    (r'\.zgroup', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
 # The same for the directory of a step: the files that it contains, a description, and how to read it.
 _STEP_MARKS = (
@@ -88,6 +89,7 @@ _FILES = (
         'a file of Equinox, in which leaves have no names',
         'load it with equinox.tree_deserialise_leaves, as the init_fn of restore_or_init (docs/migration.md)',
     ),
+    (('.index', '.data-00000-of-00001'), 'a file of TensorFlow', 'convert it (t5ckpt convert tf)'),
     ('.zip', 'a zip archive', 'unpack it, and pass the directory'),
     (
         ('.bin', '.pt', '.pth'),
@@ -270,6 +272,10 @@ def locate(
             return Located(open_storage(grand, storage_options), directory, name, number)
         return Located(outer, '', name, number)
     if storage.root_kind() != 'dir':
+        # The path that TensorFlow gives is the beginning of its files' names.
+        index = f'{name}.index'
+        if name and outer.is_file(index):
+            raise UnsupportedFormatError(f'{path}.index is {foreign_file(index)}.')
         raise CheckpointNotFoundError(f'{storage.url()}: no such file or directory. Check the path.')
     try:
         return _locate_in_dir(storage, outer, name, step)

@@ -70,6 +70,16 @@ def test_every_way_to_name_it(tf_golden, tmp_path):
     assert open_tf(copy).prefix == str(copy / 'model.ckpt-5')
 
 
+@pytest.mark.parametrize('ending', ['', '.index', '.data-00000-of-00001'])
+def test_what_reads_checkpoints_names_the_verb_that_converts_it(tf_golden, tmp_path, ending):
+    path = f'{tf_golden / NAMES[2] / "model.ckpt-"}{STEP}{ending}'
+    for read in (t5ckpt.open_checkpoint, t5ckpt.load_t5x_checkpoint):
+        with pytest.raises(errors.UnsupportedFormatError, match=r'a file of TensorFlow.*t5ckpt convert tf'):
+            read(path)
+    t5ckpt_cli('convert', 'tf', path, tmp_path / 'run')
+    assert t5ckpt.latest_step(tmp_path / 'run') == STEP
+
+
 @pytest.mark.parametrize('path', ['nothing', 'nothing/model.ckpt-1', '.'])
 def test_nothing_there(tmp_path, path):
     with pytest.raises(errors.CheckpointNotFoundError, match=r'TensorFlow checkpoint|no file'):

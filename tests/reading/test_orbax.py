@@ -338,6 +338,8 @@ def test_metadata_that_is_damaged(tmp_path):
         ('adapter_model-7.safetensors', 'safetensors'),
         ('pytorch_model.bin', 'PyTorch'),
         ('.zgroup', 'zarr group'),
+        ('.zarray', 'one array of zarr'),
+        ('zarr.json', 'one array of zarr'),
         ('notes.txt', 'notes.txt'),
     ],
 )

@@ -204,7 +204,9 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     where = storage.url().rstrip('/')
     if is_checkpoint(storage, ''):
         raise _not_run_but_checkpoint(storage, where)
-    if (marks and _run_of_others(storage) is not None) or openable_below(storage):
+    # A broken step of the run itself, whose manifest cannot be read, does not count: a save replaces it.
+    others = any(parse_step_dir(name) is None for name in openable_below(storage))
+    if others or (marks and _run_of_others(storage) is not None):
         raise no_checkpoint(storage)
     holding = catalog_of(storage).incomplete() if marks else []
     if holding:

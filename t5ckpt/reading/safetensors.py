@@ -150,7 +150,8 @@ def _chosen(
         first, more = wrong[0], f', and so are {len(wrong) - 1} more' if wrong[1:] else ''
         raise CorruptCheckpointError(
             f'{where}: {first} is in {by_tensor[first]} by the index, and in '
-            f'{" and ".join(files_of.get(first, ["no file"]))} by the headers{more}. Copy the directory again.'
+            f'{" and ".join(files_of.get(first, ["no file"]))} by the headers{more}. Copy the directory again; '
+            'if the source is the same, write its index again.'
         )
     home = {name: having[0] for name, having in files_of.items() if len(having) == 1} | dict(by_tensor)
     return {

@@ -197,7 +197,7 @@ class LaterSteps:
                 return
             self._is_told = True
             _log.warning(
-                't5ckpt: step %d is saved although %s has later steps: %s. A restart takes step %s. To continue from step %d, '
+                't5ckpt: step %d is to be saved, but %s has later steps: %s. A restart takes step %s. To continue from step %d, '
                 'delete the later steps (delete(step), or t5ckpt rm), replace each with save(..., overwrite=True), or save to '
                 'another directory.',
                 step, self._storage.url(), some_of(later, 10), later[-1], step,

@@ -414,7 +414,7 @@ def test_going_back_to_an_older_step_says_what_a_restart_takes(tmp_path, caplog)
         ck.save(train_state(5, 15))
         ck.save_async(train_state(5, 25)).result()
         (told,) = [record.getMessage() for record in caplog.records if 'later steps' in record.getMessage()]
-        assert f'step 15 is saved although {tmp_path} has later steps: 20, 30. A restart takes step 30' in told
+        assert f'step 15 is to be saved, but {tmp_path} has later steps: 20, 30. A restart takes step 30' in told
         # The cures
         ck.save(train_state(5, 20), overwrite=True)
         ck.delete(30)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import listing
-from t5ckpt.catalog.locate import refuse_other_contents
+from t5ckpt.catalog.locate import log_newer_of_flax, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import stays_text, try_to_rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
@@ -28,6 +28,7 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
+    DisagreementError,
     NotADirectoryStorageError,
     RemoteError,
     TreeMismatchError,
@@ -173,10 +174,13 @@ def restore_or_init(
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
       UnsupportedFormatError: t5ckpt does not read the format of the latest checkpoint, or of an array in it.
       TreeMismatchError: checkpoint and template differ.
+      DisagreementError: the processes of the job pass another number of sources.
     """
     check_word('fallback', fallback, ('older', None))
     sources = _sources(initial_checkpoint)
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
+    if steps:
+        log_newer_of_flax(checkpointer.storage, steps[-1])
     failed: list[int] = []
     for step in reversed(steps):
         error: Exception | None = None
@@ -206,7 +210,7 @@ def restore_or_init(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Repair one, or move them away to start a new run.'
         )
-    checkpointer.agree('a new run', None, lambda _: refuse_other_contents(checkpointer.storage))
+    checkpointer.agree('a new run', len(sources or ()), lambda counts: _check_new_run(checkpointer.storage, counts))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)
     if sources is None:
         return _new_state(init_fn)
@@ -214,6 +218,16 @@ def restore_or_init(
         return _warm_start(checkpointer, init_fn, sources, donate)
     except TreeMismatchError as error:
         raise with_cures(error, _WARM_CURES) from error.__cause__
+
+
+def _check_new_run(storage: Storage, counts: Sequence[int]) -> None:
+    """Raises an error if no new run may begin here, or for another number of sources in some process."""
+    refuse_other_contents(storage)
+    if len(set(counts)) > 1:
+        raise DisagreementError(
+            f'initial_checkpoint has another number of checkpoints in some processes, in order: {counts}. Every process of the '
+            'job has to pass it alike.'
+        )
 
 
 def _sources(given: Any) -> list[WarmStart] | None:

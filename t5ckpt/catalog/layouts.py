@@ -203,7 +203,9 @@ def is_zarr_tree(storage: Storage, name: str) -> bool:
 
 def _is_of_other_layout(entry: Entry) -> bool:
     is_step = parse_prefixed_step(entry.name) is not None and not entry.name.isdecimal()
-    return is_step or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_sidecar(entry.name)
+    # A step that is being written has arrays, but not yet its manifest.
+    is_unfinished = entry.name.startswith(STEP_PREFIX) or '.orbax-checkpoint-tmp' in entry.name
+    return is_step or is_unfinished or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_sidecar(entry.name)
 
 
 def is_state_file(storage: Storage, key: str) -> bool:

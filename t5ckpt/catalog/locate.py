@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import (
     MANIFEST,
+    flax_number,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
@@ -28,6 +30,8 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.safetensors import FLAX_WHOLE, WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
+
+_log = logging.getLogger('t5ckpt')
 
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
@@ -208,12 +212,22 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     others = any(parse_step_dir(name) is None for name in openable_below(storage))
     if others or (marks and _run_of_others(storage) is not None):
         raise no_checkpoint(storage)
+    parent, _, name = where.rpartition('/')
+    # A user's files beside an array are no tree of a checkpoint.
+    is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in storage.entries())
+    if is_bare and is_zarr_tree(storage, name):
+        raise CheckpointNotFoundError(
+            f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
+        )
     holding = catalog_of(storage).incomplete() if marks else []
     if holding:
         raise CheckpointNotFoundError(
             f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a new run.'
         )
-    parent, _, name = where.rpartition('/')
+    if name != name.strip() and storage.root_kind() is None:
+        raise CheckpointNotFoundError(
+            f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'
+        )
     # Also 'checkpoint_7.tmp-...' and the like.
     if parse_step_dir(name.partition('.')[0]) is not None:
         raise CheckpointNotFoundError(
@@ -312,6 +326,8 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         return Located(storage, step_dir(step), MANIFEST, step)
     listed_step = newest(storage) if step is None else inspect_step(storage, step)
     if listed_step is not None:
+        if step is None:
+            log_newer_of_flax(storage, listed_step.step)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     if storage.root_kind() == 'file':
         raise not_a_run(storage)
@@ -385,6 +401,22 @@ def _run_of_others(storage: Storage) -> str | None:
 def model_file(storage: Storage) -> str | None:
     """The file with which the model of Hugging Face in a directory is opened; None without a model."""
     return next((name for name in (*WHOLE_NAMES, FLAX_WHOLE) if storage.is_file(name)), None)
+
+
+def log_newer_of_flax(storage: Storage, step: int) -> None:
+    """Logs the files of Flax with a fraction in their number, which is larger than that of the run's newest step."""
+    if storage.is_file_system:
+        numbers = {entry.name: flax_number(entry.name) for entry in storage.entries() if not entry.is_dir}
+        newer = [name for name, number in numbers.items() if number is not None and number > step]
+        newer = [name for name in newer if is_state_file(storage, name)]
+        if newer:
+            _log.warning(
+                't5ckpt: step %d is the newest with an integer as its number. Flax wrote newer ones in %s: %s. Give the path of '
+                'one to restore it.',
+                step,
+                storage.url(),
+                some_of(newer, 5),
+            )
 
 
 def no_checkpoint(storage: Storage) -> T5CkptError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import Located, locate
+from t5ckpt.catalog.locate import Located, locate, log_newer_of_flax, no_checkpoint
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
@@ -194,12 +194,7 @@ def _open_flax(source: str) -> Contents | LargeFile:
         located = locate(source)
     else:
         names = [entry.name for entry in storage.entries() if not entry.is_dir]
-        steps = {_number(name): name for name in names if name.startswith(('checkpoint', 'streaming_'))}
-        whole = (
-            FLAX_WHOLE
-            if FLAX_WHOLE in names
-            else steps.get(max((step for step in steps if step is not None), default=None))
-        )
+        whole = FLAX_WHOLE if FLAX_WHOLE in names else _latest_of_flax(storage, names)
         if whole is None and FLAX_INDEX in names:
             return _open_flax_shards(f'{source.rstrip("/")}/{FLAX_INDEX}')
         if whole is None:
@@ -232,6 +227,22 @@ def _open_flax_shards(index: str) -> LargeFile:
     if absent:
         raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')
     return LargeFile(Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_SIDECAR), arrays)
+
+
+def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
+    """The file with the largest number, or the only one if it has none; None if there is no file of Flax.
+
+    Raises:
+      CheckpointNotFoundError: there are several, without an integer in their names.
+    """
+    names = [name for name in names if name.startswith(('checkpoint', 'streaming_')) and name != 'checkpoint_tmp']
+    steps = {step: name for name in names if (step := _number(name)) is not None}
+    if steps:
+        log_newer_of_flax(storage, max(steps))
+        return steps[max(steps)]
+    if len(names) > 1:
+        raise no_checkpoint(storage)
+    return next(iter(names), None)
 
 
 def _number(name: str) -> int | None:

@@ -126,6 +126,15 @@ def step_dir(step: int, digits: int = 0) -> str:
     return f'checkpoint_{step:0{digits}d}'
 
 
+def flax_number(name: str) -> float | None:
+    """The number in the name of a file that Flax wrote for a step that is not an integer of at least 0, else None."""
+    try:
+        is_other = name.startswith(STEP_PREFIX) and _STEP.fullmatch(name) is None
+        return float(name.removeprefix(STEP_PREFIX)) if is_other else None
+    except ValueError:
+        return None
+
+
 def aside_dir(step: int, state: str, unix: int) -> str:
     """The directory of a step that no listing shows.
 

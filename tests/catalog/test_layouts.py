@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
 
@@ -701,6 +702,13 @@ def named_by_flax(root, name):
     return directory
 
 
+def of_zarr(root, path):
+    for name in ('w', 'b'):
+        spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': str(root / 'tree' / path / name)}}
+        tensorstore.open(spec, create=True, dtype=np.float32, shape=[3]).result()[...] = 1
+    return root / 'tree'
+
+
 def dangling(root, _):
     os.symlink('nowhere', root / 'dangling')
     return root / 'dangling'
@@ -739,6 +747,8 @@ def half_copied(root, _):
         (named_by_flax, 'checkpoint_1e-05', 'Give the path of one: .*checkpoint_1e-05'),
         (named_by_flax, 'model_7', 'Give the path of one: .*model_7'),
         (named_by_flax, '7', 'Give the path of one: .*flax/7'),
+        (lambda root, name: root / name, 'run ', "/run ' does not exist .*Pass the path without it: .*/run$"),
+        (lambda root, name: root / 'run' / name, 'checkpoint_5\n', 'Pass the path without it: .*/checkpoint_5$'),
         (dangling, '', 'is a symbolic link to nowhere, which does not exist'),
     ],
 )
@@ -758,6 +768,32 @@ def test_no_run_is_begun_at_a_path_of_the_wrong_level(tmp_path, make, argument, 
     listed = CliRunner().invoke(app, ['ls', str(path)])
     assert listed.exit_code != 0
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize('path', ['params', '7/params', 'step/0'])
+def test_a_tree_of_zarr_arrays_is_no_place_for_a_new_run(tmp_path, path):
+    tree_of_zarr = of_zarr(tmp_path, path)
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'tree of zarr arrays, not a run.* Pass another directory'
+    ):
+        t5ckpt.restore_or_init(open_ck(tree_of_zarr), lambda: pytest.fail('a new run'))
+    assert 'tree of zarr arrays' in str(CliRunner().invoke(app, ['ls', str(tree_of_zarr)]).exception)
+    assert sorted(t5ckpt.open_checkpoint(tree_of_zarr)) == [f'{path}/b', f'{path}/w']
+
+
+@pytest.mark.parametrize(
+    'name', ['checkpoint_5.tmp-1764000000', 'checkpoint_5.deleted-1764000000', '5.orbax-checkpoint-tmp-3']
+)
+def test_a_step_that_is_being_written_is_not_a_tree_of_zarr_arrays(tmp_path, name):
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as ck:
+        ck.save(state(5))
+    unfinished = (tmp_path / 'run' / 'checkpoint_5').rename(tmp_path / 'run' / name)
+    for file in [path for path in unfinished.iterdir() if path.is_file()]:
+        file.unlink()
+    assert list(unfinished.rglob('.zarray'))
+    for read in (t5ckpt.open_checkpoint, t5ckpt.load_t5x_checkpoint, lambda path: open_ck('').restore(path=path)):
+        with pytest.raises(errors.CheckpointNotFoundError, match='no complete checkpoint'):
+            read(tmp_path / 'run')
 
 
 @pytest.mark.parametrize('path', ['new', 'new/', 'a/b/c', 'run/../new', 'empty', 'logs', 'run/finetuned', 'link'])
@@ -787,6 +823,29 @@ def test_a_run_names_the_checkpoints_that_are_not_among_its_steps(tmp_path, capl
     assert 'not listed: checkpoint_10.5' in CliRunner().invoke(app, ['ls', str(directory)]).stderr
     t5ckpt.convert.convert_run('flax', directory, tmp_path / 'out')
     assert 'not converted: checkpoint_10.5' in caplog.text
+    for restore in (
+        lambda: t5ckpt.restore_or_init(open_ck(directory), None),
+        open_ck(directory).restore,
+        lambda: t5ckpt.open_checkpoint(directory),
+        lambda: convert_checkpoint('flax', directory, tmp_path / 'one'),
+    ):
+        caplog.clear()
+        restore()
+        assert 'step 2 is the newest with an integer' in caplog.text
+        assert 'checkpoint_10.5. Give the path' in caplog.text
+    caplog.clear()
+    flax_file(directory, 11)
+    open_ck(directory).restore()
+    assert 'integer' not in caplog.text
+    for name in ('checkpoint_2', 'checkpoint_11'):
+        (directory / name).unlink()
+    (directory / 'checkpoint_tmp').write_bytes(b'x')
+    assert convert_checkpoint('flax', directory, tmp_path / 'fraction', ConvertOptions(step=3)).step == 3
+    (directory / 'checkpoint_1e-05').write_bytes(named_by_flax_too.read_bytes())
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'checkpoint_10\.5, checkpoint_1e-05\. Give the path of one'
+    ):
+        convert_checkpoint('flax', directory, tmp_path / 'two')
 
 
 def test_a_step_that_is_a_link_keeps_its_target(run_dir, caplog):

@@ -140,6 +140,14 @@ def test_an_option_that_differs_is_named_with_both_values(four, tmp_path, action
         assert f'{name} is {values[0]} in processes 0, 1, and {values[1]} in processes 2, 3. Every process' in text
 
 
+def test_an_initial_checkpoint_in_some_processes_only(four, tmp_path):
+    four.run('save_small', tmp_path / 'old', [1])
+    each = [str(tmp_path / 'old') if index else None for index in range(4)]
+    for _, text in four.errors('come_back', tmp_path / 'new', each=each):
+        assert 'initial_checkpoint' in text
+        assert '[0, 1, 1, 1]. Every process of the job has to pass it alike' in text
+
+
 def test_only_a_passed_deadline_is_a_time_out(four, tmp_path):
     for index, (raised, votes) in enumerate(four.run('coordination_errors', tmp_path)):
         (again, text, code), *late = raised

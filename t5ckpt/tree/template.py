@@ -67,6 +67,6 @@ def unsharded_warning(text: str) -> UnshardedTemplateWarning:
     cure = (
         'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
         'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
-        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]).'
+        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]). If the host is meant, as for jax.pmap: NumPy arrays.'
     )
     return UnshardedTemplateWarning(f'{text} {cure}')

@@ -94,6 +94,21 @@ _FILES = (
         'load it with equinox.tree_deserialise_leaves, as the init_fn of restore_or_init (docs/migration.md)',
     ),
     (('.index', '.data-00000-of-00001'), 'a file of TensorFlow', 'convert it (t5ckpt convert tf)'),
+    (
+        ('.h5', '.hdf5'),
+        'an HDF5 file',
+        'load it with the library that wrote it, as the init_fn of restore_or_init (docs/migration.md)',
+    ),
+    (
+        '.keras',
+        'a model of Keras',
+        'load it with keras.saving.load_model, as the init_fn of restore_or_init (docs/migration.md)',
+    ),
+    (
+        ('.pkl', '.pickle'),
+        'a pickle, which can run any code and is not read',
+        'load it as the init_fn of restore_or_init (docs/migration.md)',
+    ),
     ('.zip', 'a zip archive', 'unpack it, and pass the directory'),
     (
         ('.bin', '.pt', '.pth'),

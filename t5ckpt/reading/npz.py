@@ -148,7 +148,7 @@ def npz_errors(where: str) -> Generator[None]:
         if isinstance(error, StorageError) and error.errno != errno.EINVAL:
             raise
         raise CorruptCheckpointError(
-            f'{where} does not decode as npz ({error!s:.120}). Copy the file again.'
+            f'{where} does not decode as npz ({error!s:.120}): it is damaged, or not an npz file. Copy it again.'
         ) from error
 
 

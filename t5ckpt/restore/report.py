@@ -68,7 +68,8 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         named = sorted(plan.ignored, key=lambda path: path[0] not in warned)
         is_meant = request.call.strict == 'contains' and named[0][0] not in warned
         log = _log.info if is_meant else _log.warning
-        log('t5ckpt: %d leaves that the template does not have were left out: %s', len(named), _listed(named))
+        count = counted(len(named), 'leaf', 'leaves')
+        log('t5ckpt: left out %s that the template does not have: %s', count, _listed(named))
     if plan.absent:
         _log.warning("t5ckpt: not in the checkpoint, so the template's text or ... stays: %s", _listed(plan.absent))
     if plan.fallback:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,10 +51,11 @@ def check_is_array(path: Path, leaf: Any) -> None:
       UnsupportedLeafError: it does not, or it has more than values, such as a mask or an index.
     """
     name, kind = leaf_name(path), f'{type(leaf).__module__}.{type(leaf).__qualname__}'.removeprefix('builtins.')
-    library = kind.partition('.')[0]
-    if library in _OTHERS:
+    values = _OTHERS.get(kind.partition('.')[0], '')
+    # Not a device of torch, or an iterator of tf.data.
+    if values and hasattr(type(leaf), values[2:].partition('(')[0].partition('.')[0]):
         raise UnsupportedLeafError(
-            f'{name}: {kind} is not saved, because it could not be restored as one. Give {_OTHERS[library]} instead.'
+            f'{name}: {kind} is not saved, because it could not be restored as one. Give {values} instead.'
         )
     try:
         is_array = isinstance(leaf.shape, tuple)
@@ -63,7 +64,7 @@ def check_is_array(path: Path, leaf: Any) -> None:
             native_dtype(leaf.dtype)
     except Exception:  # noqa: BLE001 - the attributes may be properties of any class
         is_array = False
-    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+    if values or isinstance(leaf, np.ma.MaskedArray) or not is_array:
         raise UnsupportedLeafError(
             f'{name}: {kind} is neither an array nor a number. {_as_leaf(leaf)}, or mark the field static, so that it is not '
             'a leaf.'
@@ -72,6 +73,15 @@ def check_is_array(path: Path, leaf: Any) -> None:
 
 def _as_leaf(leaf: Any) -> str:
     """The cure for an object that is not a leaf."""
+    from jax.sharding import PartitionSpec, Sharding
+
+    if isinstance(leaf, Iterator):
+        return 'Pass it as Checkpointer(dataset_iterator=...), which saves its position'
+    if isinstance(leaf, (PartitionSpec, Sharding)):
+        sharding = 'x' if isinstance(leaf, Sharding) else 'jax.NamedSharding(mesh, x)'
+        return f'In a template, give jax.ShapeDtypeStruct(shape, dtype, sharding={sharding})'
+    if isinstance(leaf, np.ma.MaskedArray):
+        return 'Give x.data and x.mask as two arrays'
     if callable(leaf):
         return 'Leave functions out (equinox.filter(model, equinox.is_array))'
     if isinstance(leaf, bytes):

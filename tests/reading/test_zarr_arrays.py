@@ -325,10 +325,18 @@ def test_what_another_program_has_not_finished_is_no_tree(tmp_path):
 
 
 def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
-    for name, found in {'model.eqx': r'Equinox.*tree_deserialise_leaves.*init_fn', 'tree.zip': 'unpack it'}.items():
+    named = {
+        'model.eqx': r'Equinox.*tree_deserialise_leaves.*init_fn',
+        'model.weights.h5': r'HDF5.*init_fn',
+        'model.keras': r'Keras.*load_model.*init_fn',
+        'params.pkl': r'pickle.*init_fn',
+        'tree.zip': 'unpack it',
+    }
+    for name, found in named.items():
         (tmp_path / name).write_bytes(b'PK')
         with pytest.raises(UnsupportedFormatError, match=found):
             t5ckpt.open_checkpoint(tmp_path / name)
-    (tmp_path / 'tree.zip').unlink()
+        if name != 'model.eqx':
+            (tmp_path / name).unlink()
     with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='files of Equinox'):
         t5ckpt.open_checkpoint(tmp_path)

@@ -289,7 +289,7 @@ def test_text_that_one_side_lacks_is_not_called_restored(tmp_path, caplog):
     caplog.clear()
     assert list(restore(tmp_path, {'a': np.zeros(3), 'new': 'y'})) == ['a', 'new']
     assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == [
-        't5ckpt: 1 leaves that the template does not have were left out: old',
+        't5ckpt: left out 1 leaf that the template does not have: old',
         "t5ckpt: not in the checkpoint, so the template's text or ... stays: new",
     ]
 

@@ -559,7 +559,7 @@ CHECKPOINTER: list[Case] = [
         'Checkpointer.restore',
         'strict',
         LOG,
-        'leaves that the template does not have were left out: optimizer/',
+        'that the template does not have: optimizer/',
         lambda s, _: s.reader({'model': STATE['model']}).restore(strict='contains'),
     ),
     (

@@ -8,6 +8,7 @@ import enum
 import fractions
 import pickle
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,6 +334,37 @@ REFUSED = {
 }
 
 
+def tf_iterator():
+    import tensorflow
+
+    return iter(tensorflow.data.Dataset.range(3))
+
+
+def torch_device():
+    import torch
+
+    return torch.device('cpu')
+
+
+DATASET = r'dataset_iterator='
+# What the error says to give instead of the leaf.
+CURES = {
+    'a tf.data iterator': (tf_iterator, DATASET),
+    'a Grain iterator': (lambda: iter(grain.MapDataset.range(3).to_iter_dataset()), DATASET),
+    'a device of torch': (torch_device, 'values as arrays'),
+    'masked': (lambda: np.ma.masked_array([1, 2], [True, False]), r'x\.data and x\.mask'),
+    'the masked constant': (lambda: np.ma.masked, r'x\.data and x\.mask'),
+    'a spec': (lambda: PartitionSpec('x'), r'ShapeDtypeStruct\(.*sharding=jax\.NamedSharding\(mesh, x\)'),
+    'an empty spec': (PartitionSpec, r'ShapeDtypeStruct\(.*sharding=jax\.NamedSharding\(mesh, x\)'),
+    'a sharding': (lambda: jnp.ones(1).sharding, r'ShapeDtypeStruct\(.*sharding=x\)'),
+    'a range': (lambda: range(3), r'numpy\.asarray'),
+}
+CURE_MARKS = {
+    'a tf.data iterator': needs('tensorflow', 'tensorflow-cpu'),
+    'a device of torch': needs('torch', 'torch'),
+}
+
+
 @pytest.mark.parametrize('case', SAVED)
 @pytest.mark.parametrize('inline', [True, False])
 def test_an_odd_leaf_is_saved_exactly(tmp_path, case, inline):
@@ -359,6 +391,16 @@ def test_another_leaf_is_refused_by_its_name(tmp_path, case):
         ck.save({'a': {'the leaf': REFUSED[case](), 'fine': np.ones(2)}}, step=1)
     assert 'fine' not in str(caught.value)
     assert t5ckpt.all_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize('case', [pytest.param(case, marks=CURE_MARKS.get(case, ())) for case in CURES])
+def test_the_cure_for_a_leaf_is_one_for_its_kind(tmp_path, case):
+    make, cure = CURES[case]
+    with (
+        t5ckpt.Checkpointer({'x': np.ones(1)}, checkpoints_dir=tmp_path) as ck,
+        pytest.raises(errors.UnsupportedLeafError, match=f'the leaf: .*{cure}'),
+    ):
+        ck.save({'the leaf': make()}, step=1)
 
 
 def test_a_template_of_leaves_that_are_read(tmp_path):

@@ -66,8 +66,8 @@ def check_is_array(path: Path, leaf: Any) -> None:
         is_array = False
     if values or isinstance(leaf, np.ma.MaskedArray) or not is_array:
         raise UnsupportedLeafError(
-            f'{name}: {kind} is neither an array nor a number. {_as_leaf(leaf)}, or mark the field static, so that it is not '
-            'a leaf.'
+            f'{name}: {kind} is neither an array nor a number. {_as_leaf(leaf)}, or leave it out: mark the field static; of a '
+            'file, t5ckpt cp --drop.'
         )
 
 

@@ -90,7 +90,7 @@ def test_the_best_step_in_python_and_on_the_command_line(run):
             ck.best_step('accuracy', 'max')
     assert CliRunner().invoke(app, ['best', str(run), 'loss', '--mode', 'max']).output == '1\n'
     listed = CliRunner().invoke(app, ['ls', str(run)]).output
-    assert re.search(r'^ +2 .* 0\.2 .*orbax', listed, re.MULTILINE)
+    assert re.search(r'^ +2 .* orbax .* 0\.2\b', listed, re.MULTILINE)
     shown = json.loads(CliRunner().invoke(app, ['show', f'{run}@best:loss:max', '--json']).output)
     assert '/1' in shown['path']
 

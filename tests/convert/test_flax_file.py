@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
@@ -166,6 +167,15 @@ def test_flax_weights_of_transformers(tmp_path):
     with pytest.raises(errors.T5CkptError, match='flax_model-00001-of-00002'):
         t5ckpt.convert_checkpoint('flax', model, tmp_path / 'no')
     assert not (tmp_path / 'no').exists()
+
+
+def test_a_leaf_that_no_checkpoint_holds_is_left_out_by_the_cure(tmp_path):
+    path, w = tmp_path / 'state.msgpack', np.ones(3, np.float32)
+    path.write_bytes(flax.serialization.msgpack_serialize({'w': w, 'tokenizer': b'\x00'}))
+    with pytest.raises(errors.UnsupportedLeafError, match=r'tokenizer: bytes .* t5ckpt cp --drop'):
+        t5ckpt.convert_checkpoint('flax', path, tmp_path / 'run', t5ckpt.ConvertOptions(step=1))
+    t5ckpt_cli('cp', path, tmp_path / 'run', '--drop', 'tokenizer', '--as-step', 1)
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'run')['w'], w)
 
 
 @pytest.mark.slow

@@ -96,8 +96,8 @@ class Conversion:
       added: leaves that the source does not have.
       dropped: names in the source that were left out.
       without_effect: the names of options that had no effect: 'optimizer'.
-      left_out: parts of the source that are not leaves and were not converted: items of a step of Orbax; if the result is one of
-        Orbax, positions in the data and pins.
+      left_out: parts of the source that were not converted: items of a step of Orbax, arrays of zarr of unknown dtypes; if the
+        result is one of Orbax, positions in the data and pins.
     """
 
     step: int

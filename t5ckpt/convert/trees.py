@@ -117,12 +117,13 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
 
 
 def log_left_out(found: Found, source: str | os.PathLike[str]) -> None:
-    """Logs the items of a step of Orbax that a conversion leaves out."""
+    """Logs the items of a step of Orbax, or the arrays of a tree of zarr, that a conversion leaves out."""
     if found.left_out:
         storage = open_storage(found.source['path'])
         trees = [storage.url(name) for name in found.left_out if storage.is_file(join(name, TREE_METADATA))]
         cure = f' To convert another tree, pass its path: {trees[0]}.' if trees else ''
-        text = f'{source}: items of Orbax that are not converted: {some_of(found.left_out, 8)}.{cure}'
+        what = 'arrays of unknown dtypes' if found.source['format'] == 'zarr' else 'items of Orbax'
+        text = f'{source}: {what} that are not converted: {some_of(found.left_out, 8)}.{cure}'
         _log.warning('t5ckpt: %s', printable(text))
 
 

@@ -278,7 +278,8 @@ class _Check:
             table = contents.leaves()
             if contents.left_out:
                 self.notes.append(
-                    f'items of Orbax that were not verified: {some_of(contents.left_out, 8)}. Verify a tree by its path.'
+                    f'not verified: {some_of(contents.left_out, 8)}.'
+                    + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
                 )
         except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
             self.findings.failed(self.located.manifest or TREE_METADATA, error)

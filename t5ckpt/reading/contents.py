@@ -16,10 +16,11 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
-from t5ckpt.core.text import CURE_OF_DAMAGE, without_cure_of_damage
+from t5ckpt.core.text import CURE_OF_DAMAGE, some_of, without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    TreeMismatchError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
@@ -57,7 +58,8 @@ class Contents:
       manifest, sidecar: decoded.
       checksums: the file checksums, if they are to be compared.
       versions: see :class:`RawFiles`.
-      left_out: items of a step of Orbax that are not read.
+      left_out: items of a step of Orbax, or arrays of a tree of zarr, that are not read.
+      unread: see :class:`OrbaxContents`.
     """
 
     located: Located
@@ -66,6 +68,7 @@ class Contents:
     checksums: FileChecksums | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
+    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def identity(self) -> Identity:
@@ -92,6 +95,20 @@ class Contents:
                 raise CorruptCheckpointError(f'{without_cure_of_damage(str(error))}; {part}') from error
             raise
 
+    @contextlib.contextmanager
+    def naming_unread(self) -> Generator[None]:
+        """Replaces the error that a leaf is missing if the checkpoint has it in a dtype that t5ckpt does not know."""
+        try:
+            yield
+        except TreeMismatchError as error:
+            asked = [f'{each.leaf} ({self.unread[each.leaf]})' for each in error.problems if each.leaf in self.unread]
+            if asked:
+                raise UnsupportedFormatError(
+                    f'{self.located.url}: t5ckpt does not know the dtype of {some_of(asked, 5)}. '
+                    'Put ... in the place of the leaf in the template, or pass its values as fallback_state.'
+                ) from error
+            raise
+
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
         return leaves_of(self, (), {})[0]
@@ -108,7 +125,7 @@ def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True)
     Args:
       located: the checkpoint.
       raw: its files, from :func:`read_raw`.
-      logs_items: logs the items of Orbax that are not read.
+      logs_items: logs the items of Orbax and the arrays of zarr that are not read.
 
     Raises:
       FormatError: the manifest or the sidecar does not decode, or is in another format.
@@ -122,8 +139,9 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
     files = CheckpointFiles.of(located)
     if raw.manifest is None:
         of_levanter = is_levanter(located.storage, located.directory)
-        orbax = (None if of_levanter else read_orbax(files, logs_items=logs_items)) or read_zarr_tree(files)
-        return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out)
+        orbax = None if of_levanter else read_orbax(files, logs_items=logs_items)
+        orbax = orbax or read_zarr_tree(files, logs_items=logs_items)
+        return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out, unread=orbax.unread)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
     sidecar, recorded = _recorded(located, raw)

@@ -78,11 +78,13 @@ class OrbaxContents:
       manifest: with the tree.
       sidecar: with the metrics and metadata of the step.
       left_out: items of the step that are not read.
+      unread: the dtypes of leaves that are left out since t5ckpt does not know them, by the names of the leaves.
     """
 
     manifest: Manifest
     sidecar: Sidecar
     left_out: tuple[str, ...] = ()
+    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | None:
@@ -273,7 +275,13 @@ def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxCon
 
 
 def array_leaves(
-    files: CheckpointFiles, item: str, names: Mapping[Path, str], *, zarr3: bool, stores_all: bool = False
+    files: CheckpointFiles,
+    item: str,
+    names: Mapping[Path, str],
+    *,
+    zarr3: bool,
+    stores_all: bool = False,
+    unread: dict[Path, str] | None = None,
 ) -> dict[Path, SpecDict]:
     """Opens the metadata of all arrays of an item concurrently.
 
@@ -283,6 +291,10 @@ def array_leaves(
       names: of the arrays, by path.
       zarr3: whether they are in zarr's version 3.
       stores_all: see :class:`StoredArray`.
+      unread: gets the arrays of unknown dtypes, with the name of the dtype. Without it, such an array is an error.
+
+    Raises:
+      UnsupportedFormatError: t5ckpt does not know the dtype of an array.
     """
     storage, base = files.storage, join(files.directory, item)
     ocdbt = storage.is_file(join(base, OCDBT_MANIFEST))
@@ -311,7 +323,13 @@ def array_leaves(
             raise CorruptCheckpointError(f'{storage.url(join(base, lost))} is missing. {CURE_OF_DAMAGE}')
         location = f'{item}//{name}' if ocdbt else join(item, name)
         array = _array(bytes(result.value), location, layout, f'{where}: {name}')
-        if array is None:
+        if isinstance(array, str):
+            if unread is None:
+                raise UnsupportedFormatError(
+                    f'{where}: {name}: array of the dtype {array!r}, which t5ckpt does not know.'
+                )
+            unread[path] = array
+        if array is None or isinstance(array, str):
             continue
         spec = SpecDict(driver=layout.driver, dtype=array.dtype.name, kvstore={}, metadata={'shape': list(array.shape)})
         spec.array = dataclasses.replace(array, stores_all=stores_all)
@@ -325,7 +343,8 @@ def _safe(name: str) -> str:
     return name
 
 
-def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray | None:
+def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray | str | None:
+    """The array of this metadata, the name of its dtype if it is unknown, or None for a group."""
     try:
         metadata = json.loads(data)
         if metadata.get('node_type') == 'group':
@@ -336,6 +355,4 @@ def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> Store
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
     dtype = dtype_from_typestr(name)
-    if dtype is None:
-        raise UnsupportedFormatError(f'{where}: array of the dtype {name!r:.40}, which t5ckpt does not know.')
-    return StoredArray(location, shape, dtype, layout=layout)
+    return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, layout=layout)

@@ -7,13 +7,15 @@ Levanter. Groups and their attributes are not read.
 from __future__ import annotations
 
 import json
+import logging
 import re
 
 import tensorstore as ts
 
 from t5ckpt.catalog.layouts import LEVANTER
 from t5ckpt.core.keys import join
-from t5ckpt.core.text import some_of
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import OCDBT_MANIFEST
@@ -23,14 +25,16 @@ from t5ckpt.reading.orbax import OrbaxContents, array_leaves
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, unflatten
 
+_log = logging.getLogger('t5ckpt')
+
 _CHUNK = re.compile(r'(?:c/)?[0-9]+(?:[./][0-9]+)*')
 
 
-def read_zarr_tree(files: CheckpointFiles) -> OrbaxContents:
-    """Reads the metadata of all arrays; no array is read.
+def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents:
+    """Reads the metadata of all arrays; no array is read. With ``logs_items`` logs the arrays of unknown dtypes.
 
     Raises:
-      UnsupportedFormatError: there is no array below the directory, or one array is inside another.
+      UnsupportedFormatError: there is no array below the directory, or only of unknown dtypes, or one is inside another.
       CorruptCheckpointError: there are chunks of an array without its metadata, so that a leaf would be left out.
     """
     where = files.storage.url(files.directory)
@@ -38,15 +42,21 @@ def read_zarr_tree(files: CheckpointFiles) -> OrbaxContents:
     by_file = {file: {key.removesuffix(f'/{file}') for key in keys if key.endswith(f'/{file}')} for file in _METADATA}
     # A group of v3 has the same file as an array.
     groups = {name[: end.start()] for name in by_file['zarr.json'] for end in re.finditer('/', name)}
+    unread: dict[Path, str] = {}
     leaves = {
         path: leaf
         for file, zarr3 in _METADATA.items()
         for path, leaf in array_leaves(
-            files, '', {tuple(name.split('/')): name for name in sorted(by_file[file] - groups)}, zarr3=zarr3
+            files,
+            '',
+            {tuple(name.split('/')): name for name in sorted(by_file[file] - groups)},
+            zarr3=zarr3,
+            unread=unread,
         ).items()
     }
-    inner = next((path for path in leaves if any(path[:length] in leaves for length in range(1, len(path)))), None)
-    if inner is not None or not leaves or max(map(len, leaves)) > MAX_DEPTH:
+    paths = leaves.keys() | unread.keys()
+    inner = next((path for path in paths if any(path[:length] in paths for length in range(1, len(path)))), None)
+    if inner is not None or not paths or max(map(len, paths)) > MAX_DEPTH:
         held = some_of([entry.name for entry in files.storage.entries(files.directory)], 8)
         found = (
             f'has no tree of Orbax and no array of zarr, but {held}'
@@ -54,14 +64,21 @@ def read_zarr_tree(files: CheckpointFiles) -> OrbaxContents:
             else f'has the array {inner} in another'
         )
         raise UnsupportedFormatError(f'{where} {found}. It is not a checkpoint that t5ckpt reads.')
-    names = {'/'.join(path) for path in leaves}
+    names = {'/'.join(path) for path in paths}
     for key in keys:
         parents = [key[: end.start()] for end in re.finditer('/', key)]
         if names.isdisjoint(parents) and any(_CHUNK.fullmatch(key[len(parent) + 1 :]) for parent in parents):
             raise CorruptCheckpointError(
                 f'{where}: {key} is a chunk of an array without .zarray or zarr.json. Copy it again.'
             )
-    return OrbaxContents(Manifest(3, unflatten(leaves)), _facts(files))
+    by_name = {leaf_name(path): dtype for path, dtype in unread.items()}
+    left_out = tuple(f'{name} ({dtype})' for name, dtype in by_name.items())
+    text = f'{where}: arrays are left out since t5ckpt does not know their dtypes: {some_of(left_out, 5)}'
+    if not leaves:
+        raise UnsupportedFormatError(f'{text}. There is no other array: write them in another dtype.')
+    if left_out and logs_items:
+        _log.warning('t5ckpt: %s', printable(text))
+    return OrbaxContents(Manifest(3, unflatten(leaves)), _facts(files), left_out, by_name)
 
 
 _METADATA = {'.zarray': False, 'zarr.json': True}

@@ -115,7 +115,8 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
         parts=view.parts,
     )
     templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
-    plan = plan_restore(leaves, templates, options, contents.located.url)
+    with contents.naming_unread():
+        plan = plan_restore(leaves, templates, options, contents.located.url)
     return _Planned(view, contents, plan, fallback)
 
 

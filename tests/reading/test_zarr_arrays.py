@@ -313,6 +313,60 @@ def test_a_tree_is_read_whole_or_not_at_all(tmp_path):
         t5ckpt.open_checkpoint(root)
 
 
+UNREAD = {'<U2': (2, '<U2'), '<M8[ns]': (2, '<M8[ns]'), '|O': (2, '|O'), 'records': (2, [['a', '<f4'], ['b', '<i4']])}
+UNREAD |= {name: (3, name) for name in ('string', 'numpy.datetime64', 'a new one')}
+UNREAD['text'] = (3, {'name': 'fixed_length_utf32', 'configuration': {'length_bytes': 8}})
+
+
+@pytest.mark.parametrize('name', UNREAD)
+def test_a_leaf_whose_dtype_cannot_be_read_is_left_out_and_said(tmp_path, caplog, name):
+    version, dtype = UNREAD[name]
+    for below in ('a', 'in/w'):
+        write_array(tmp_path / 'tree' / below, W)
+    unread = tmp_path / 'tree' / 'in' / 'text'
+    if version == 2:
+        write_array(unread, W, dtype=dtype)
+    else:
+        (unread / 'c' / '0').mkdir(parents=True)
+        (unread / 'zarr.json').write_text(
+            json.dumps({'zarr_format': 3, 'node_type': 'array', 'shape': [6, 5], 'data_type': dtype})
+        )
+        (unread / 'c' / '0' / '0').write_bytes(bytes(120))
+    found = str(dtype)[:20]
+
+    def warnings() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+        caplog.clear()
+        return [text for text in texts if f'in/text ({found}' in text]
+
+    view = t5ckpt.open_checkpoint(tmp_path / 'tree')
+    assert sorted(view) == ['a', 'in/w']
+    assert_same(view['in/w'][...], W)
+    assert len(warnings()) == 1
+    done = convert_checkpoint('zarr', tmp_path / 'tree', tmp_path / 'out', t5ckpt.ConvertOptions(step=3))
+    assert [text.startswith(f'in/text ({found}') for text in done.left_out] == [True]
+    assert sorted(t5ckpt.open_checkpoint(tmp_path / 'out')) == ['a', 'in/w']
+    assert len(warnings()) == 1
+    report = t5ckpt.verify(tmp_path / 'tree', full=True)
+    assert report.ok
+    assert any(f'in/text ({found}' in note for note in report.notes)
+    template = {'a': W, 'in': {'w': W}}
+    with Checkpointer(template) as checkpointer:
+        assert_same(checkpointer.restore(path=tmp_path / 'tree')['in']['w'], W)
+    asks = {'a': W, 'in': {'w': W, 'text': W}}
+    with Checkpointer(asks) as checkpointer:
+        with pytest.raises(UnsupportedFormatError, match=r'dtype of in/text \(') as caught:
+            checkpointer.restore(path=tmp_path / 'tree')
+        assert found in str(caught.value)
+        assert 'a' in checkpointer.restore(path=tmp_path / 'tree', fallback_state={'in': {'text': W}})
+    with Checkpointer({'a': W, 'in': {'w': W, 'text': ...}}) as checkpointer:
+        assert checkpointer.restore(path=tmp_path / 'tree')['in']['text'] is ...
+    for below in ('a', 'in/w'):
+        shutil.rmtree(tmp_path / 'tree' / below)
+    with pytest.raises(UnsupportedFormatError, match=r'in/text .*no other array'):
+        t5ckpt.open_checkpoint(tmp_path / 'tree')
+
+
 def test_what_another_program_has_not_finished_is_no_tree(tmp_path):
     """A step of T5X without its manifest, a run of such steps, a step of Levanter without metadata.json, a parent of runs."""
     for name in ('checkpoint_7', 'checkpoint_7.tmp-123', 'run/checkpoint_7', 'lev/step-10/model'):

@@ -26,7 +26,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredLeaf
-from t5ckpt.format.dtypes import kind
+from t5ckpt.format.dtypes import NOT_IN_XLA, kind, name_of
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
@@ -337,6 +337,11 @@ class _Matcher:
             return LeafProblem(pair.name, 'shape', f'{pair.label}{shape}', str(template.shape))
         if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not both_python_ints(dtype, template):
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
+        if template.device and self._shardings is not None and name_of(cast) in NOT_IN_XLA:
+            hint = f'JAX has no {cast.name} on devices: give the template a NumPy array there.'
+            return LeafProblem(
+                pair.name, 'dtype', f'{pair.label}{cast.name}', f'{template_dtype.name} on a device', hint
+            )
         if self._strict == 'exact' and cast != template_dtype and template.kind == 'array':
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{cast.name}', template_dtype.name, hint)

@@ -17,6 +17,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.catalog.locate import locate
 from t5ckpt.convert.files.flax_msgpack import read_large
+from t5ckpt.format.dtypes import NOT_IN_XLA, is_storable
 
 W = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
 FLAT = {
@@ -120,6 +122,30 @@ def test_wrong_kind_of_dtype(saved, name, dtype):
     with pytest.raises(errors.DtypeMismatch) as error:
         restore(saved, state_of({name: np.zeros(FLAT[name].shape, states.np_dtype(dtype))}))
     assert_says(error, name, FLAT[name].dtype.name, dtype, 'state_transformation_fn')
+
+
+@pytest.mark.parametrize('size', [3, 40_000])
+@pytest.mark.parametrize('name', ['float6_e2m3fn', 'float6_e3m2fn'])
+def test_a_dtype_that_no_device_has_is_refused_before_anything_is_read(run_dir, name, size):
+    """Inline and stored. Every other dtype is on devices."""
+    others = [value for value in vars(ml_dtypes).values() if isinstance(value, type)]
+    for dtype in map(np.dtype, others):
+        if is_storable(dtype) and dtype.name not in NOT_IN_XLA:
+            assert jax.device_put(np.zeros(2, dtype)).dtype == dtype
+    with pytest.raises(RuntimeError, match=name):
+        jax.device_put(np.zeros(2, states.np_dtype(name)))
+    state = {'w': np.arange(size).astype(states.np_dtype(name)), 'b': np.float32([1])}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir)) as ck:
+        ck.save(state, step=1)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for dtype in (state['w'].dtype, np.float32):
+        on_device = state | {'w': jax.ShapeDtypeStruct((size,), dtype, sharding=sharding)}
+        with pytest.raises(errors.DtypeMismatch, match='NumPy array') as error:
+            restore(run_dir, on_device)
+        assert_says(error, 'w', name, 'device')
+    assert restore(run_dir, state)['w'].tobytes() == state['w'].tobytes()
+    with t5ckpt.Checkpointer(on_device, checkpoints_dir=str(run_dir), restore_dtype='template') as ck:
+        assert ck.restore()['w'].dtype == np.float32
 
 
 def test_a_key_is_not_an_array(run_dir):

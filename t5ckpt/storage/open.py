@@ -38,6 +38,8 @@ _HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.I
 _FILE_URL = re.compile(r'file:(//(?P<host>[^/]*))?(?P<path>/.*)?', re.DOTALL | re.IGNORECASE)
 # Linux refuses longer paths, and buckets longer keys.
 _MAX_PATH = 4095
+# A variable of the environment that no shell has expanded, and the rest of its component.
+_VARIABLE = re.compile(r'[^/]*\$([A-Za-z_]|\{[^/}]+\})[^/]*')
 _BAD_ESCAPE = re.compile('%(?![0-9A-Fa-f]{2})')
 _ANY_URL = re.compile(r'[a-z][a-z0-9+.\-]*:/', re.IGNORECASE)
 # The parameters of a signed URL of Azure, Amazon or Google. Such a query gives access to all who read it.
@@ -164,6 +166,12 @@ def _absolute(path: str) -> str:
         raise InvalidPathError(
             f'{absolute}: the path has a backslash in it, which TensorStore reads as a slash: it would write to another '
             'directory. Rename the directory, or make a symbolic link to it.'
+        )
+    variable = _VARIABLE.search(absolute)
+    if variable is not None and not os.path.lexists(absolute[: variable.end()]):
+        raise InvalidPathError(
+            f'{path}: there is no {absolute[: variable.end()]}, and variables are not expanded here. Set the variable, and pass '
+            'os.path.expandvars(path). For a directory of that name, make it first.'
         )
     return absolute
 

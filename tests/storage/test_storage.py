@@ -170,6 +170,11 @@ PATHS = {
     's3://bucket/\udcff': 'not UTF-8',
     'run\\a': 'reads as a slash',
     'file:///tmp/run%5Ca': 'reads as a slash',
+    '$T5CKPT_RUNS/run': r'\$T5CKPT_RUNS, .*os\.path\.expandvars',
+    '${T5CKPT_RUNS}/run': 'os.path.expandvars',
+    '/of-$T5CKPT_RUNS.d/run': r'no /of-\$T5CKPT_RUNS\.d, .*os\.path\.expandvars',
+    'file:///tmp/$T5CKPT_RUNS/run': 'os.path.expandvars',
+    '~/$T5CKPT_RUNS': 'os.path.expandvars',
     '~no-such-user/run': 'no home directory for ~no-such-user. Write ./~no-such-user/run',
 }
 
@@ -257,6 +262,23 @@ def test_a_tilde_is_the_home_directory_in_paths_alone(elsewhere):
     t5ckpt.Checkpointer(state, checkpoints_dir='./~').save(state, step=2)
     assert t5ckpt.all_steps(elsewhere / '~') == [2]
     assert t5ckpt.all_steps(f'file://{elsewhere}/~') == [2]
+
+
+def test_a_dollar_is_part_of_a_name_that_exists_or_of_a_url(elsewhere, monkeypatch):
+    monkeypatch.setenv('T5CKPT_RUNS', str(elsewhere))
+    state = {'x': 1}
+    with pytest.raises(errors.InvalidPathError, match='expandvars'):
+        t5ckpt.Checkpointer(state, local_dir='$T5CKPT_RUNS/local', checkpoints_dir='run')
+    path = os.path.expandvars('$T5CKPT_RUNS/run')
+    t5ckpt.Checkpointer(state, checkpoints_dir=path).save(state, step=1)
+    assert t5ckpt.all_steps(elsewhere / 'run') == [1]
+    (elsewhere / '$T5CKPT_RUNS').mkdir()
+    for number, name in enumerate(('$T5CKPT_RUNS/run', '$', 'a$/b', 'cost-$5', f'file://{elsewhere}/$T5CKPT_RUNS/a')):
+        t5ckpt.Checkpointer(state, checkpoints_dir=name).save(state, step=number)
+        assert t5ckpt.all_steps(name) == [number]
+    url = 'memory://dollars/$A'
+    t5ckpt.Checkpointer(state, checkpoints_dir=url).save(state, step=1)
+    assert t5ckpt.all_steps(url) == [1]
 
 
 def test_a_step_is_not_a_run(tmp_path):

@@ -446,7 +446,9 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
     if storage.kind('') is None:
         return not_a_run(storage)
     model, below = model_file(storage), openable_below(storage)
-    cure = 'Check the path.'
+    # The directory above needs the options of a bucket, which a storage does not tell.
+    around = checkpoint_around(storage) if storage.is_file_system else None
+    cure = 'Check the path.' if around is None else f'Give the path of that checkpoint: {around}'
     if model is not None:
         # The caller reads no models; those that do have found it.
         foreign = foreign_file(model)
@@ -458,7 +460,8 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
     elif below:
         cure = f'Give the path of one: {storage.url(below[0])}'
     contents = _contents_text(storage) if model is not None or not below else f'it contains {some_of(below, 5)}'
-    return CheckpointNotFoundError(f'{storage.url()}: no complete checkpoint there; {contents}. {cure}')
+    part = '' if around is None else f' is a part of the checkpoint {around}'
+    return CheckpointNotFoundError(f'{storage.url()}{part}: no complete checkpoint there; {contents}. {cure}')
 
 
 def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:

@@ -81,7 +81,8 @@ def test_a_run_of_clu_is_named_and_its_files_are_read(tmp_path):
         (tmp_path / name).write_bytes(b'')
     (tmp_path / 'checkpoint').write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
     done = forked.run(None, 'ls', tmp_path)
-    assert 'a run of CLU, whose states are its files .flax' in done.stdout + done.stderr
+    assert f'Give the path of one: {tmp_path}/ckpt-2.flax' in done.stderr
+    assert set(t5ckpt.open_checkpoint(tmp_path / 'ckpt-2.flax')) == {'params/w', 'step'}
     with pytest.raises(errors.UnsupportedFormatError, match=r'In a run of CLU, pass one of its files \.flax'):
         t5ckpt.open_checkpoint(tmp_path)
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'new') as ck:

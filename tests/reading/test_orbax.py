@@ -91,6 +91,27 @@ def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):
         t5ckpt.open_checkpoint(tmp_path / 'run')
 
 
+def test_a_path_of_an_item_without_a_tree_names_the_step_around_it(tmp_path):
+    items = {
+        'state': ocp.args.StandardSave({'w': np.ones(3)}),
+        'conf': ocp.args.JsonSave({'a': 1}),
+        'nprng': ocp.args.NumpyRandomKeySave(np.random.get_state()),  # noqa: NPY002 - Orbax takes no other
+    }
+    step = tmp_path / 'run' / '10'
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        manager.save(10, args=ocp.args.Composite(**items))
+    cures = {'conf': step, 'nprng': step / 'nprng' / 'np_random_key'}
+    for item, cure in cures.items():
+        for read in (t5ckpt.open_checkpoint, t5ckpt.verify, t5ckpt.Checkpointer({'w': np.ones(3)}).restore):
+            with pytest.raises(
+                errors.CheckpointNotFoundError, match=f'{item} is a part of the checkpoint {step}'
+            ) as caught:
+                read(path=step / item)
+            assert str(caught.value).endswith(f': {cure}')
+        assert len(t5ckpt.open_checkpoint(cure))
+    assert set(t5ckpt.open_checkpoint(step)) == {'w'}
+
+
 def test_several_trees_are_read_as_one_dict(tmp_path):
     state = {'model': {'w': np.ones((3, 4), np.float32)}, 'optimizer': {'mu': np.zeros(3), 'count': np.array(4)}}
     with ocp.CheckpointManager(tmp_path / 'run') as manager:

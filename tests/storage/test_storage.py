@@ -218,7 +218,7 @@ def test_an_error_of_the_system_says_it_once(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(errors.NotADirectoryStorageError) as caught:
         t5ckpt.Checkpointer({'w': 1}, checkpoints_dir=tmp_path / 'file').save({'w': 1}, step=1)
-    assert str(caught.value).count('in the place of a directory') == 1, caught.value
+    assert str(caught.value).count('is a file') == 1, caught.value
 
 
 def test_an_empty_path_is_not_the_current_directory(elsewhere):
@@ -292,7 +292,10 @@ def test_a_step_is_not_a_run(tmp_path):
         ):
             opened()
     # Only a name, so far.
-    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'checkpoint_5').save(state, step=1)
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=f'is the path of a step.*directory of the run: {tmp_path}$'
+    ):
+        t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'checkpoint_5').save(state, step=1)
 
 
 # By number: our error, and words of its cure.

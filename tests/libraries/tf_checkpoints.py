@@ -6,9 +6,12 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from t5ckpt.convert.tf import open_tf, tf_leaves
+import t5ckpt
+from t5ckpt.convert.tf import convert_tf, open_tf, tf_leaves
+from t5ckpt.errors import UnsupportedLeafError
 
 folder, golden = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 rng = np.random.default_rng(7)
@@ -88,3 +91,17 @@ assert set(ours.table) == set(theirs.table)
 for path, leaf in ours.table.items():
     a, b = (np.asarray(each.get() if hasattr(each, 'get') else each) for each in (leaf, theirs.table[path]))
     assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), path
+
+# A tensor of text has no place in a checkpoint; the rule that the error names drops it.
+save(folder / 'text-7', {'w': whole, 'vocab': np.array([b'a', b'bc'], object)})
+rules = t5ckpt.CheckpointTranslator()
+rules.add('(.*)')(lambda _, key, value, name: (f'target/{name}', value))
+with pytest.raises(
+    UnsupportedLeafError, match=r'^vocab: .*object.*a rule of translator= that returns \(None, None\)\.$'
+):
+    convert_tf(folder / 'text-7', folder / 'run', translator=rules)
+rules = t5ckpt.CheckpointTranslator()
+rules.add('vocab')(lambda *_: (None, None))
+rules.add('(w)')(lambda _, key, value, name: (f'target/{name}', value))
+assert convert_tf(folder / 'text-7', folder / 'run', translator=rules).dropped == ('vocab',)
+assert t5ckpt.load_t5x_checkpoint(folder / 'run')['target']['w'].tobytes() == whole.tobytes()

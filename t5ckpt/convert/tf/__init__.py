@@ -33,7 +33,9 @@ from t5ckpt.errors import (
     MissingDependencyError,
     T5CkptError,
     UnsupportedFormatError,
+    UnsupportedLeafError,
 )
+from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import read_source
@@ -193,12 +195,20 @@ def tf_leaves(
       optimizer: False leaves out the slots of the optimizer.
 
     Raises:
+      UnsupportedLeafError: a rule keeps a tensor of text.
       TreeMismatchError: a name has no rule, or two names would become the same leaf.
       MissingLeaves: with T5's rules, if the leaves of a T5 are incomplete.
     """
     rules = T5_RULES if translator is None else translator
     translation = with_shared_relpos(rules.translate(checkpoint.tensors))
     leaves, mapped, dropped = translation.leaves, translation.mapped, translation.dropped
+    for old, new in mapped.items():
+        dtype = checkpoint.tensors[old].dtype
+        # Text; a rule may have made an array of it.
+        if leaves[new] is checkpoint.tensors[old] and not is_storable(dtype):
+            raise UnsupportedLeafError(
+                f'{old}: a tensor of dtype {dtype} cannot be saved. Drop it by a rule of translator= that returns (None, None).'
+            )
     idle: tuple[str, ...] = ()
     if not optimizer:
         leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}

@@ -15,7 +15,7 @@ import numpy as np
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import TrainState
-from t5ckpt.core.text import shown
+from t5ckpt.core.text import shown, some_of
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import Empty, LeafTable
@@ -89,11 +89,23 @@ def _flattened(tree: Any) -> StateView:
         paths.append(path)
 
     def rebuild(values: LeafTable) -> Any:
-        return jax.tree_util.tree_unflatten(
-            treedef, [originals[p] if isinstance(values[p], Empty) else values[p] for p in paths]
-        )
+        leaves = {p: originals[p] if isinstance(values[p], Empty) else values[p] for p in paths}
+        try:
+            return jax.tree_util.tree_unflatten(treedef, leaves.values())
+        except Exception as error:
+            both = ((p, _dtype_and_shape(originals[p]), _dtype_and_shape(leaf)) for p, leaf in leaves.items())
+            changed = [f'{leaf_name(p)}: {old} in the template, {new} restored' for p, old, new in both if old != new]
+            if changed:
+                error.add_note(
+                    f'A class of the template refused the leaves, of which these differ: {some_of(changed, 5)}'
+                )
+            raise
 
     return StateView(table, rebuild)
+
+
+def _dtype_and_shape(leaf: Any) -> str:
+    return f'{getattr(leaf, "dtype", type(leaf).__name__)}{getattr(leaf, "shape", "")}'
 
 
 def _path_of_single(state: Any) -> Path:

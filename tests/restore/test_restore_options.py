@@ -858,3 +858,35 @@ def test_no_cast_loses_a_finite_value_in_silence(tmp_path, dtype, lost, inline_b
     assert bits(restore(run, {'params': {'v': good}}, options={'restore_dtype': dtype}, step=2)['params']['v']) == bits(
         good.astype(dtype)
     )
+
+
+@jax.tree_util.register_pytree_node_class
+class OnlyFloat32:
+    """Checks its leaf, which JAX may also replace by an object without a dtype."""
+
+    def __init__(self, w):
+        assert getattr(w, 'dtype', 'float32') == 'float32'
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_an_error_of_a_class_of_the_template_names_the_leaves_that_changed(tmp_path):
+    state = {'a': np.zeros(2, np.float32), 'n': np.int32(1), 'params': OnlyFloat32(np.ones(3, np.float32))}
+    Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=1)
+    with (
+        Checkpointer(
+            state, checkpoints_dir=tmp_path, restore_dtype='bfloat16', cast_leaves='params/.*'
+        ) as checkpointer,
+        pytest.raises(AssertionError) as caught,
+    ):
+        checkpointer.restore()
+    (note,) = caught.value.__notes__
+    assert note.endswith('differ: params/0: float32(3,) in the template, bfloat16(3,) restored')
+    restored = Checkpointer(state, checkpoints_dir=tmp_path).restore()
+    np.testing.assert_array_equal(restored['params'].w, state['params'].w)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 import re
@@ -20,13 +19,7 @@ from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
-from t5ckpt.errors import (
-    CheckpointNotFoundError,
-    NoEffectWarning,
-    NotADirectoryStorageError,
-    T5CkptError,
-    UnsupportedFormatError,
-)
+from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import (
     MANIFEST,
     flax_number,
@@ -390,7 +383,7 @@ def not_a_run(storage: Storage) -> T5CkptError:
     what = foreign_file(where)
     if what is not None:
         return UnsupportedFormatError(f'{where} is {what}.')
-    return NotADirectoryStorageError(errno.ENOTDIR, f'{where} is a file, not the directory of a run. Check the path.')
+    return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
 
 
 def foreign_layout(storage: Storage) -> str | None:

@@ -217,28 +217,31 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
       T5CkptError: it names what the path holds, and the path to pass.
     """
     if storage.root_kind() == 'file':
-        raise not_a_run(storage)
-    if newest(storage) is not None:
-        return
+        if marks:
+            raise not_a_run(storage)
+        return  # The save itself fails.
     where = storage.url().rstrip('/')
-    if is_checkpoint(storage, ''):
-        raise _not_run_but_checkpoint(storage, where)
-    # A broken step of the run itself, whose manifest cannot be read, does not count: a save replaces it.
-    others = any(parse_step_dir(name) is None for name in openable_below(storage))
-    if others or (marks and _run_of_others(storage) is not None):
-        raise no_checkpoint(storage)
     parent, _, name = where.rpartition('/')
-    # A user's files beside an array are no tree of a checkpoint.
-    is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in storage.entries())
-    if is_bare and is_zarr_tree(storage, name):
-        raise CheckpointNotFoundError(
-            f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
-        )
-    holding = catalog_of(storage).incomplete() if marks else []
-    if holding:
-        raise CheckpointNotFoundError(
-            f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a new run.'
-        )
+    if entries := storage.entries():
+        if newest(storage) is not None:
+            return
+        if is_checkpoint(storage, ''):
+            raise _not_run_but_checkpoint(storage, where)
+        # A broken step of the run itself, whose manifest cannot be read, does not count: a save replaces it.
+        others = any(parse_step_dir(below) is None for below in openable_below(storage))
+        if others or (marks and _run_of_others(storage) is not None):
+            raise no_checkpoint(storage)
+        # A user's files beside an array are no tree of a checkpoint.
+        is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
+        if is_bare and is_zarr_tree(storage, name):
+            raise CheckpointNotFoundError(
+                f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
+            )
+        holding = catalog_of(storage).incomplete() if marks else []
+        if holding:
+            raise CheckpointNotFoundError(
+                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a new run.'
+            )
     if name != name.strip() and storage.root_kind() is None:
         raise CheckpointNotFoundError(
             f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'
@@ -345,7 +348,9 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             log_newer_of_flax(storage, listed_step.step)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     if storage.root_kind() == 'file':
-        raise not_a_run(storage)
+        if marks:
+            raise not_a_run(storage)
+        return  # The save itself fails.
     if step is None:
         # If all steps are damaged, open one of them, so that decoding it raises the error.
         damaged = max(_damaged_steps(storage), default=None)

@@ -290,11 +290,11 @@ def _spec_dtype(dtype_name: Any, typestr: Any, name: str) -> np.dtype:
             raise UnsupportedFormatError(
                 f'{name}: spec has the dtype {dtype_name!r:.60}, which t5ckpt does not know.'
             ) from None
-    dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
+    if not isinstance(typestr, str):
+        raise CorruptCheckpointError(f'{name}: neither its spec nor its metadata or .zarray has a dtype.')
+    dtype = dtype_from_typestr(typestr)
     if dtype is None:
-        raise UnsupportedFormatError(
-            f'{name}: its spec has no dtype, and its metadata or .zarray {typestr!r:.40}, which t5ckpt does not know.'
-        )
+        raise UnsupportedFormatError(f'{name}: its .zarray has the dtype {typestr!r:.40}, which t5ckpt does not know.')
     return dtype
 
 

@@ -32,7 +32,7 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.codecs import decoded
@@ -134,7 +134,10 @@ class TensorStoreArrays:
         if array.layout is not ArrayLayout.ZARR:
             return None
         file = f'{array.location}/{ZARRAY}'
-        read = self._files.read_if_there(file)
+        try:
+            read = self._files.read_if_there(file)
+        except StorageError:
+            return None  # As TensorStore's error, which names the array.
         if read is None:
             return self._open_with(array, dict(array.metadata), name) if 'chunks' in array.metadata else None
         if self._checks is not None:

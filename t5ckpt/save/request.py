@@ -21,7 +21,7 @@ from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import some_of
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepPolicy
@@ -183,7 +183,10 @@ class LaterSteps:
     def note_save(self, step: int) -> None:
         """Called before each save, in process 0; logs the later steps once. Only the first call lists the steps."""
         if not self._is_known:
-            found = newest(self._storage)
+            try:
+                found = newest(self._storage)
+            except StorageError:
+                return  # The save says what is wrong with the storage, if it needs it.
             if found is None:
                 refuse_other_contents(self._storage, marks=False)
             self._latest, self._is_known = None if found is None else found.step, True

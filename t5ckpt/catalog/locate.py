@@ -28,7 +28,7 @@ from t5ckpt.format.names import (
     parse_step_name,
     step_dir,
 )
-from t5ckpt.format.safetensors import FLAX_WHOLE, WHOLE_NAMES, is_tensor_file
+from t5ckpt.format.safetensors import FLAX_WHOLE, SHARD, WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 _log = logging.getLogger('t5ckpt')
@@ -240,7 +240,8 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
         holding = catalog_of(storage).incomplete() if marks else []
         if holding:
             raise CheckpointNotFoundError(
-                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a new run.'
+                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a '
+                'new run.'
             )
     if name != name.strip() and storage.root_kind() is None:
         raise CheckpointNotFoundError(
@@ -348,9 +349,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
             log_newer_of_flax(storage, listed_step.step)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     if storage.root_kind() == 'file':
-        if marks:
-            raise not_a_run(storage)
-        return  # The save itself fails.
+        raise not_a_run(storage)
     if step is None:
         # If all steps are damaged, open one of them, so that decoding it raises the error.
         damaged = max(_damaged_steps(storage), default=None)
@@ -457,7 +456,8 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
         )
     elif below:
         cure = f'Give the path of one: {storage.url(below[0])}'
-    contents = _contents_text(storage) if model is not None or not below else f'it contains {some_of(below, 5)}'
+    is_known = model is not None or not below or foreign_layout(storage) is not None
+    contents = _contents_text(storage) if is_known else f'it contains {some_of(below, 5)}'
     part = '' if around is None else f' is a part of the checkpoint {around}'
     return CheckpointNotFoundError(f'{storage.url()}{part}: no complete checkpoint there; {contents}. {cure}')
 
@@ -484,7 +484,8 @@ def openable_below(storage: Storage, without: Collection[str] = ()) -> list[str]
     for entry in sorted(entries, key=lambda entry: not entry.is_dir)[:_MAX_BELOW]:
         with contextlib.suppress(T5CkptError):
             if not entry.is_dir:
-                found += [entry.name] if is_state_file(storage, entry.name) else []
+                is_shard = SHARD.fullmatch(entry.name) is not None
+                found += [entry.name] if not is_shard and is_state_file(storage, entry.name) else []
             elif is_checkpoint(storage, entry.name):
                 found.append(entry.name)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ WHOLE_NAMES = ('model.safetensors', 'model.safetensors.index.json')
 INDEX_SUFFIX = '.safetensors.index.json'
 FLAX_WHOLE, FLAX_INDEX = 'flax_model.msgpack', 'flax_model.msgpack.index.json'
 """The same for a model that transformers saved from Flax."""
+SHARD = re.compile(r'.+-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)')
+"""One of several files of a model, as transformers names them in all its formats."""
 
 DTYPE_NAMES = {
     'bool': 'BOOL',

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -27,6 +26,7 @@ from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
+    SHARD,
     Header,
     Tensor,
     data_bytes,
@@ -41,9 +41,6 @@ from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import unflatten, unique
 
 _log = logging.getLogger('t5ckpt')
-
-# As transformers names the files of a model, in all its formats.
-_SHARD = re.compile(r'.+-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)')
 
 
 def read_tensors(
@@ -104,7 +101,7 @@ def read_headers(
 
 def refuse_shard(name: str, where: str) -> None:
     """Raises UnsupportedFormatError for one of several files of a model, which would be taken for the whole."""
-    shard = _SHARD.fullmatch(name)
+    shard = SHARD.fullmatch(name)
     if shard is not None and int(shard[1]) > 1:
         raise UnsupportedFormatError(
             f'{where} is one of {int(shard[1])} files of a model. Pass its directory, where the index is. To read '

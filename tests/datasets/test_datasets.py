@@ -397,7 +397,7 @@ def test_a_reader_is_not_told_that_it_has_no_iterator(run_dir, caplog):
         ck.save(STATE, step=1)
     with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(run_dir, read_only=True) as ck:
         ck.restore()
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, caplog):

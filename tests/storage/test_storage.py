@@ -218,7 +218,7 @@ def test_an_error_of_the_system_says_it_once(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(errors.NotADirectoryStorageError) as caught:
         t5ckpt.Checkpointer({'w': 1}, checkpoints_dir=tmp_path / 'file').save({'w': 1}, step=1)
-    assert str(caught.value).count('is a file') == 1, caught.value
+    assert str(caught.value).count('in the place of a directory') == 1, caught.value
 
 
 def test_an_empty_path_is_not_the_current_directory(elsewhere):

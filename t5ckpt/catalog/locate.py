@@ -19,7 +19,7 @@ from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
-from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import (
     MANIFEST,
     flax_number,
@@ -424,8 +424,9 @@ def model_file(storage: Storage) -> str | None:
 
 def log_newer_of_flax(storage: Storage, step: int) -> None:
     """Logs the files of Flax with a fraction in their number, which is larger than that of the run's newest step."""
-    if storage.is_file_system:
-        numbers = {entry.name: flax_number(entry.name) for entry in storage.entries() if not entry.is_dir}
+    with contextlib.suppress(StorageError):
+        entries = storage.entries() if storage.is_file_system else []
+        numbers = {entry.name: flax_number(entry.name) for entry in entries if not entry.is_dir}
         newer = [name for name, number in numbers.items() if number is not None and number > step]
         newer = [name for name in newer if is_state_file(storage, name)]
         if newer:

@@ -342,7 +342,8 @@ class LeafToSave(NamedTuple):
         value = self.value
         if getattr(value, 'is_fully_addressable', True) or value.is_fully_replicated:
             return True
-        return len(processes_of(value.sharding)) == 1
+        sharding = getattr(value, 'sharding', None)
+        return sharding is not None and len(processes_of(sharding)) == 1
 
 
 def leaves_to_save(table: LeafTable, is_storable: Callable[[np.dtype], bool]) -> list[LeafToSave]:

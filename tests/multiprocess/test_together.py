@@ -164,8 +164,8 @@ def test_facts_of_the_tree(four, tmp_path):
 def test_unchanged_arrays_are_linked_by_each_writer(four, tmp_path):
     for step in (1, 2, 3):
         four.run('save_frozen', tmp_path, step, step)
-    # An array whose memory is NumPy's may have changed, so its chunks are compared and its .zarray is written.
-    for pattern in ('frozen/*', 'frozen/.zarray', 'replicated/[0-9]*'):
+    # Chunks are copied and compared; each .zarray is written.
+    for pattern in ('frozen/[0-9]*', 'replicated/[0-9]*'):
         paths = list((tmp_path / 'checkpoint_1').glob(pattern))
         assert paths
         assert [path.stat().st_nlink for path in paths] == [3] * len(paths)

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from simulation.coordination import CoordinationService, SimulatedProcesses
@@ -59,7 +60,8 @@ class _Vector:
     def __init__(self, value: float, index: int, sharding: _Sharding):
         self.shape, self.size, self.nbytes = (sharding.num_devices,), sharding.num_devices, 4 * sharding.num_devices
         self.sharding = sharding
-        data, device = np.full(1, value, np.float32), sharding.devices[index]
+        # Staging copies it, as of a real array.
+        data, device = jax.device_put(np.full(1, value, np.float32)), sharding.devices[index]
         region = sharding.devices_indices_map(self.shape)[device]
         self._shards = [types.SimpleNamespace(index=region, data=data, device=device, replica_id=0)]
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
-from t5ckpt.commit.lease_owner import DELETE
+from t5ckpt.commit.lease_owner import REPLACE
 from t5ckpt.commit.removal import check_not_kept, is_pinned
 from t5ckpt.commit.step_lease import StepTakenError, acquire_lease
 from t5ckpt.core.arguments import integer
@@ -63,7 +63,7 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
-    lease = acquire_lease(storage, step, clock, DELETE)
+    lease = acquire_lease(storage, step, clock, REPLACE)
     try:
         check_not_kept(storage, step, lease.read_steps, 'stripped of its iterator state')
         if not storage.is_file(join(directory, MANIFEST)):

@@ -17,9 +17,9 @@ from t5ckpt.storage import Storage
 SAVE = 'save'
 """The owner writes the step."""
 DELETE = 'delete'
-"""The owner is about to hide the step, or removes its files or those of its data iterators."""
+"""The owner is about to hide the step, or removes its files."""
 REPLACE = 'replace'
-"""The owner puts another checkpoint in the place of the step."""
+"""The owner puts another checkpoint in the place of the step, or removes the files of its data iterators."""
 COLLECT = 'mend'
 """The owner changes something of the step that no reader needs: garbage collection."""
 

@@ -182,13 +182,18 @@ def _await_alone(
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
         other_leases = [other for other in listed.of_writers if other.step == step and other.key != lease.key]
         owners = _owners(storage, other_leases)
+        if lease.action == DELETE and storage.commits_by_rename:
+            # Of several deleters, one renames the directory, and the others find it gone.
+            owners = {
+                key: owner for key, owner in owners.items() if owner.action != DELETE or owner.is_dead(now, stale_after)
+            }
         live = _first_live(owners, now, stale_after)
         if live is None:
             lease.predecessors = tuple(owners.values())
             if any(owner.may_leave_files for owner in owners.values()):
                 lease.update(may_leave_files=True)
-            for other in other_leases:
-                storage.delete_file(other.key)
+            for key in owners:
+                storage.delete_file(key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))
             return
         if live[1].nonce < lease.nonce or not has_time:

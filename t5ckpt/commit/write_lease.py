@@ -111,6 +111,7 @@ class WriteLease:
 
     Attributes:
       nonce: identifies the lease.
+      action: its purpose, see ``commit/lease_owner.py``.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
       may_leave_files: whether an overwrite in place, by this owner or a dead one, may have left files.
       predecessors: for a lease of a step, the dead owners whose records were removed.
@@ -136,7 +137,7 @@ class WriteLease:
         self._clock = clock
         self._dir_lock = dir_lock
         self._encode = encode
-        self._action = action
+        self.action = action
         self._ended = InterruptSafeEvent()
         self._lock = threading.Lock()
         self._acquired = self._beat = -math.inf
@@ -150,7 +151,7 @@ class WriteLease:
 
     def _write(self) -> None:
         before, beat = self._beat, self._clock()
-        owner = dataclasses.replace(new_owner(self.nonce, beat, self._action), may_leave_files=self.may_leave_files)
+        owner = dataclasses.replace(new_owner(self.nonce, beat, self.action), may_leave_files=self.may_leave_files)
         record = self._encode(owner.record())
         if not self._is_of_step:
             self._storage.write(self.key, record)
@@ -242,7 +243,7 @@ class WriteLease:
     def update(self, *, action: str | None = None, may_leave_files: bool | None = None) -> None:
         """Rewrites the record with another ``action`` or ``may_leave_files``."""
         with self._lock:
-            self._action = self._action if action is None else action
+            self.action = self.action if action is None else action
             self.may_leave_files = self.may_leave_files if may_leave_files is None else may_leave_files
             self._write()
 

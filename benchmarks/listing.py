@@ -27,7 +27,6 @@ import numpy as np
 from support import proxy, servers
 
 import t5ckpt
-from t5ckpt.catalog.step_index import mark_step
 from t5ckpt.storage import open_storage
 
 BUCKET = 'bench'
@@ -83,13 +82,10 @@ def listing(scheme: str, steps: int, chunks: int, seconds: float) -> None:
         keys = _multiply(next(root.rglob('run')), steps, chunks)
         print(f'{scheme}: {steps} steps of {chunks:,} chunks, {keys:,} keys in {time.perf_counter() - started:.0f} s')
         with store(scheme, directory, root) as front:
-            storage = open_storage(url, _OPTIONS)
-            for step in range(1, steps):
-                mark_step(storage, step)
             requests, took, found = counted(front, lambda: t5ckpt.all_steps(url, storage_options=_OPTIONS))
             _show('all_steps', requests, took, f'{len(found)} steps')
             requests, took, walked = counted(front, lambda: _walk_within(url, seconds))
-            _show('every key, as without markers', requests, took, 'stopped' if walked is None else f'{walked:,} keys')
+            _show('every key', requests, took, 'stopped' if walked is None else f'{walked:,} keys')
 
 
 def _show(name: str, requests: str, seconds: float, result: str) -> None:

@@ -12,7 +12,6 @@ from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
     from t5ckpt.catalog.layouts import CheckpointTypes, detect_checkpoint_type
-    from t5ckpt.catalog.listing import reindex_steps
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import Conversion, ConvertOptions, RunConversion, convert_checkpoint, convert_run
@@ -187,7 +186,6 @@ __all__ = [
     'open_checkpoint',
     'open_run',
     'pin_checkpoint',
-    'reindex_steps',
     'repair',
     'restore_or_init',
     'rewrite_checkpoint',
@@ -198,7 +196,6 @@ __all__ = [
 # The public names of each module.
 _NAMES = {
     'catalog.layouts': 'CheckpointTypes detect_checkpoint_type',
-    'catalog.listing': 'reindex_steps',
     'checkpointer': 'Checkpointer',
     'commit.transaction': 'CommittedCheckpoint',
     'convert': 'Conversion ConvertOptions RunConversion convert_checkpoint convert_run',

@@ -2,7 +2,7 @@
 
 A step is listed if and only if it can be restored: either its directory has a complete manifest, which is written last, or it is
 in a layout of Orbax or Flax (``catalog/layouts.py``). Manifests above 64 MiB are not read, and count as complete. On object
-stores, ``catalog/step_index.py`` lists the steps.
+stores, ``catalog/bucket_catalog.py`` lists the steps.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ def all_steps(
 ) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent.
 
-    On an object store with markers of its steps, one that another tool has added since may need :func:`reindex_steps` first,
-    see docs/storage.md.
-
     Args:
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
@@ -76,9 +73,6 @@ def latest_step(
     checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
     """The largest complete step, or None if there is none. Step 0 is a step.
-
-    On an object store with markers of its steps, one that another tool has added since may need :func:`reindex_steps` first,
-    see docs/storage.md.
 
     Args:
       checkpoints_dir: the run's directory.
@@ -106,9 +100,6 @@ def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> str:
     """The path of a checkpoint's manifest file.
-
-    On an object store with markers of its steps, one that another tool has added since counts as the latest only after
-    :func:`reindex_steps`, see docs/storage.md. A step that is requested by its number is always found.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file itself.

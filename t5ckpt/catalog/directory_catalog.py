@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
-from t5ckpt.catalog.run_catalog import Index, Leases, RunCatalog
+from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import (
@@ -37,7 +37,7 @@ class DirectoryCatalog(RunCatalog):
     def exists(self) -> bool:
         return self._storage.kind('') == 'dir'
 
-    def index(self) -> Index | None:
+    def bucket_listing(self) -> BucketListing | None:
         return None
 
     def listing(self) -> Listing:
@@ -117,9 +117,6 @@ class DirectoryCatalog(RunCatalog):
     def incomplete(self) -> list[str]:
         names = [entry.name for entry in self._storage.entries() if parse_step_dir(entry.name) is not None]
         return [name for name in names if self._storage.kind(name) == 'file' or self._storage.entries(name)]
-
-    def reindex(self) -> list[int]:
-        return []
 
     def entries(self, complete: Iterable[str]) -> list[Entry]:
         del complete

@@ -6,11 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.catalog.bucket_catalog import BucketCatalog
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint, sidecar_name
 from t5ckpt.catalog.run_catalog import RunCatalog
-from t5ckpt.catalog.step_index import IndexCatalog
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import (
     MANIFEST,
@@ -24,8 +23,8 @@ from t5ckpt.storage import Storage, open_storage
 
 
 def catalog_of(storage: Storage) -> RunCatalog:
-    """The catalog that finds the steps of a run: a listing where directories can be renamed, which is cheap, or an index."""
-    return DirectoryCatalog(storage) if storage.commits_by_rename else IndexCatalog(storage)
+    """The catalog that finds the steps of a run."""
+    return DirectoryCatalog(storage) if storage.commits_by_rename else BucketCatalog(storage)
 
 
 def listing(storage: Storage) -> Listing:
@@ -44,7 +43,7 @@ def newest(storage: Storage) -> ListedStep | None:
 
 
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:
-    """The complete step with a number. Names with a prefix or leading zeros take a listing, on file systems only."""
+    """The complete step with a number. Names with a prefix or leading zeros take a listing."""
     for name in (step_dir(step), str(step)):
         listed_step = inspect_name(storage, name)
         if listed_step is not None:
@@ -87,22 +86,6 @@ def step_of(name: str) -> int | None:
     """The step of a directory in T5X's layout, with or without leading zeros."""
     step = parse_step_dir(name)
     return parse_padded_step(name) if step is None else step
-
-
-@checks_kinds
-def reindex_steps(
-    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Finds steps that other tools added to a run on an object store, and adds them to the index for listings.
-
-    Args:
-      checkpoints_dir: the run's directory.
-      storage_options: see docs/storage.md.
-
-    Returns:
-      The steps that were added to the index; empty on a file system, which has no index.
-    """
-    return catalog_of(open_storage(checkpoints_dir, storage_options)).reindex()
 
 
 def checkpoint_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> str | None:

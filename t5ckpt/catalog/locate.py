@@ -227,8 +227,8 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
             return
         if is_checkpoint(storage, ''):
             raise _not_run_but_checkpoint(storage, where)
-        # A broken step of the run itself, whose manifest cannot be read, does not count: a save replaces it.
-        others = any(parse_step_dir(below) is None for below in openable_below(storage))
+        # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
+        others = any(parse_step_dir(below.removesuffix(f'/{MANIFEST}')) is None for below in openable_below(storage))
         if others or (marks and _run_of_others(storage) is not None):
             raise no_checkpoint(storage)
         # A user's files beside an array are no tree of a checkpoint.

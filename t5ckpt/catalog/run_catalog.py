@@ -1,4 +1,4 @@
-"""The interface through which the steps and leases of a run are found: in its directory, or in its index on an object store."""
+"""The interface through which the steps and leases of a run are found, in its directory or on an object store."""
 
 from __future__ import annotations
 
@@ -12,29 +12,6 @@ from t5ckpt.storage import Entry, Storage
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
-    """The markers of a run, from one listing.
-
-    Attributes:
-      steps: committed steps.
-      busy: steps that are being written or deleted.
-      is_complete: whether every step that is not busy had a marker when all keys were last listed.
-      others: names of steps in other layouts.
-      read_leases: the read leases, also expired ones.
-      write_leases: the write leases of the steps in ``busy``, also of processes that ended.
-      elsewhere: ``complete.*`` keys of other URLs.
-    """
-
-    steps: frozenset[int]
-    busy: frozenset[int]
-    is_complete: bool
-    others: frozenset[str] = frozenset()
-    read_leases: tuple[ReadLease, ...] = ()
-    elsewhere: tuple[str, ...] = ()
-    write_leases: tuple[WriteLeaseName, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Leases:
     """The leases in one listing, including expired ones.
 
@@ -44,6 +21,19 @@ class Leases:
     of_writers: tuple[WriteLeaseName, ...]
     of_readers: tuple[ReadLease, ...]
     partial: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketListing:
+    """The names in a run on an object store that may be steps, complete or not, and the leases; from two listings."""
+
+    names: tuple[str, ...]
+    leases: Leases
+
+    @property
+    def busy(self) -> set[int]:
+        """The steps that have a write lease."""
+        return {lease.step for lease in self.leases.of_writers}
 
 
 class RunCatalog(ABC):
@@ -70,8 +60,8 @@ class RunCatalog(ABC):
         """Whether there is a directory, or a key."""
 
     @abstractmethod
-    def index(self) -> Index | None:
-        """The index, from one listing; None for a run that has none."""
+    def bucket_listing(self) -> BucketListing | None:
+        """The names and leases on an object store; None on a file system."""
 
     @abstractmethod
     def listing(self) -> Listing:
@@ -83,7 +73,7 @@ class RunCatalog(ABC):
 
     @abstractmethod
     def with_other_name(self, step: int) -> ListedStep | None:
-        """A step with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding, if one listing shows it."""
+        """A step with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding."""
 
     @abstractmethod
     def is_beside_manifest(self) -> bool:
@@ -112,10 +102,6 @@ class RunCatalog(ABC):
     @abstractmethod
     def incomplete(self) -> list[str]:
         """The names of T5X's steps that hold files; called for a run without a complete step."""
-
-    @abstractmethod
-    def reindex(self) -> list[int]:
-        """Adds the steps of other tools to the index; returns them. There is nothing to add where there is no index."""
 
     # --- for summaries -------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import mark_missing_steps, mark_step, unmark_step
+from t5ckpt.catalog.layouts import ORBAX, has_placeholder, other_layout
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_owner import COLLECT
 from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
@@ -22,7 +22,7 @@ from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
 from t5ckpt.format.names import MANIFEST, PINNED, is_swap_sidecar, step_dir
 from t5ckpt.storage import Storage
 
@@ -55,7 +55,6 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, directory)
     if MANIFEST in keys or not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
-    unmark_step(storage, step)
     # First, since a writer that goes on looks for its sidecar after its manifest (``by_manifest``).
     sidecars = set(filter(is_swap_sidecar, keys))
     storage.delete_files([join(directory, key) for key in sorted(sidecars)])
@@ -67,7 +66,8 @@ def hide_in_bucket(
 ) -> Hidden | None:
     """Like ``by_rename.hide_by_rename``, but deletes the manifest.
 
-    Checks that the manifest's format is known; the caller checks the sidecar's.
+    Checks that the manifest's format is known; the caller checks the sidecar's. Without a manifest nothing is removed: what a
+    deleter that was killed has left is in its lease.
     """
     # Only steps of a local directory wait.
     del even_waiting
@@ -79,22 +79,14 @@ def hide_in_bucket(
         if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
             end()
             return None
-        try:
-            manifest, version = storage.read_with_version(key)
-        except CheckpointNotFoundError:
-            # Its deleter may have been killed, so its files are removed here. The lease excludes other deleters.
-            end = lease.linger
-            remove_step(storage, step, lease)
-            end = lease.release
-            raise
-        check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
+        manifest, version = storage.read_with_version(key)
+        _check_deletable(storage, step, manifest)
         end = lease.linger
         if not _delete_manifest(storage, key, manifest, version):
             end = lease.leave
             _raise_replaced(storage, step)
         keys = keys_below(storage, step_dir(step))
         if even_pinned or PINNED not in keys:
-            unmark_step(storage, step, version)
             # The lease stays until all files are removed.
             return Hidden(step_dir(step), step, lease, keys)
         storage.replace(key, manifest, None)
@@ -103,6 +95,12 @@ def hide_in_bucket(
         raise
     lease.leave()
     return None
+
+
+def _check_deletable(storage: Storage, step: int, manifest: bytes) -> None:
+    if has_placeholder(manifest):
+        raise other_layout(storage.url(step_dir(step)), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
+    check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
 
 
 def _raise_replaced(storage: Storage, step: int) -> None:
@@ -140,7 +138,6 @@ def remove_in_bucket(storage: Storage, hidden: Hidden, lease: WriteLease) -> Non
         if not lease.is_ours():
             lease.close()
             return
-        # Its marker was removed when it was hidden.
         remove_own_keys(storage, hidden.directory, hidden.keys)
     except BaseException:
         lease.close()
@@ -148,30 +145,24 @@ def remove_in_bucket(storage: Storage, hidden: Hidden, lease: WriteLease) -> Non
     lease.release()
 
 
-def collect_in_bucket(storage: Storage, index: Index, clock: Clock, stale_after: float) -> tuple[list[str], Index]:
-    """Finishes or removes the leftovers of dead writers and deleters, and writes missing steps markers.
-
-    Returns:
-      The directories that were removed, and the index.
-    """
+def collect_in_bucket(storage: Storage, listed: BucketListing, clock: Clock, stale_after: float) -> list[str]:
+    """Removes the leftovers of dead writers and deleters; returns the directories that were removed."""
     removed: list[str] = []
-    for step in sorted(index.busy):
+    for step in sorted(listed.busy):
         try:
-            if _collect_one(storage, index, step, clock, stale_after):
+            if _collect_one(storage, listed, step, clock, stale_after):
                 removed.append(step_dir(step))
         except T5CkptError as error:
             _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
             if isinstance(error, AccessDeniedError):
                 # The lease for each of the other steps would be one more record that may not be deleted.
                 break
-    if not index.is_complete:
-        index = mark_missing_steps(storage)
-    return removed, index
+    return removed
 
 
-def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_after: float) -> bool:
-    """Finishes or removes the step of a dead writer, under a new lease."""
-    leases = [lease for lease in index.write_leases if lease.step == step]
+def _collect_one(storage: Storage, listed: BucketListing, step: int, clock: Clock, stale_after: float) -> bool:
+    """Removes the files that a dead writer left, under a new lease."""
+    leases = [lease for lease in listed.leases.of_writers if lease.step == step]
     if has_live_lease(storage, leases, clock, stale_after):
         return False
     try:
@@ -179,14 +170,11 @@ def _collect_one(storage: Storage, index: Index, step: int, clock: Clock, stale_
     except BeingWrittenError:
         return False
     try:
-        version = storage.version(join(step_dir(step), MANIFEST))
-        is_committed = version is not None
+        is_committed = storage.is_file(join(step_dir(step), MANIFEST))
         if not is_committed:
             remove_step(storage, step, lease)
         elif lease.may_leave_files and step not in lease.read_steps:
             remove_superseded(storage, step, lease)
-        if is_committed:
-            mark_step(storage, step, version)
         # A reader may need the files of the checkpoint that was replaced.
         lease.may_leave_files = lease.may_leave_files and is_committed and step in lease.read_steps
     except BaseException:

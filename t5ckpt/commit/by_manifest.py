@@ -1,8 +1,8 @@
 """The commit on storage that cannot rename: one write of the manifest, which fails if the step has another one by then.
 
-    [lease], arrays, sidecar, [is the lease still ours?], manifest if there is none, steps marker, -lease
+    [lease], arrays, sidecar, [is the lease still ours?], manifest if there is none, -lease
     overwrite: ... sidecar, lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
-    the old one, [no pin?], lease with SAVE, steps marker, -other files, -lease
+    the old one, [no pin?], lease with SAVE, -other files, -lease
 
 The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
 manifest has these locations, so T5X reads them as well. The sidecar is ``t5ckpt.<checksum of the manifest>.json``. So no request
@@ -20,9 +20,8 @@ An overwrite replaces the manifest in one write. The step is the old checkpoint 
 leases the step between the check of the leases and the write waits, as for a deleter. If another program has pinned the step in
 between, the old manifest is written back.
 
-A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease. A
-listing finds the step by its marker, or by its lease (``catalog/step_index.py``). ``commit/write_lease.py`` documents the
-leases, and ``storage/conditional_writes.py`` which stores check the condition.
+A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
+``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from t5ckpt.catalog.bucket_catalog import list_bucket
 from t5ckpt.catalog.layouts import other_layout
-from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import mark_missing_steps, mark_step
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_owner import REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room_in_bucket, is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
@@ -169,16 +168,19 @@ class ManifestTransaction(Transaction):
         self._manifest, self._sidecar = b'', ''
 
     @classmethod
-    def open(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, index: Index | None) -> Self:
+    def open(
+        cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
+    ) -> Self:
         """Acquires the lease; calls ``may_replace`` if the step is complete."""
         if options.resume and options.has_source_names:
             return cls._resumed(storage, step, clock, options)
-        _check_layout(storage, step, index)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock, index=index), options)
+        _check_layout(storage, step, listed)
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock, listed=listed), options)
         if not options.has_source_names:
             work.generation = generation_dir(secrets.token_hex(8))
         try:
-            if storage.names(work.directory, ''):
+            # Files that have arrived since then have names of their own, and a manifest is not replaced.
+            if listed is None or work.directory in listed.names:
                 work._find_others(options.may_replace)
         except BaseException:
             work._lease.leave()
@@ -191,7 +193,7 @@ class ManifestTransaction(Transaction):
 
         A copy has the names of its source, so it has no directory of its own: the next one finds the files by these names.
         """
-        _check_layout(storage, step, mark_missing_steps(storage))
+        _check_layout(storage, step, list_bucket(storage))
         work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
         work._has_others = True
         try:
@@ -312,13 +314,12 @@ class ManifestTransaction(Transaction):
         )
 
     def _finish(self, version: Any, *, was_stopped: bool) -> None:
-        """Marks the committed step, and removes the files of others. A failure leaves that to garbage collection."""
+        """Removes the files of others. A failure leaves that to garbage collection."""
         is_done = False
         try:
             if self._write.overwrites:
                 self._check_not_kept(checks_readers=was_stopped)
                 self._lease.update(action=SAVE)
-            mark_step(self.storage, self.step, version)
             if self._has_others and self._sidecar:
                 remove_superseded(self.storage, self.step, self._lease)
             is_done = True
@@ -327,12 +328,11 @@ class ManifestTransaction(Transaction):
             raise
         except T5CkptError as error:
             where = self.storage.url(self.directory)
-            _log.warning('t5ckpt: %s: the marker or replaced files are left to the next save: %s', where, error)
+            _log.warning('t5ckpt: %s: the replaced files are left to the next save: %s', where, error)
         if is_done:
             self._lease.may_leave_files = False
             self._lease.release()
         else:
-            # The record stays, so the step is listed without a marker.
             self._lease.linger()
 
     def keep(self) -> None:
@@ -358,7 +358,6 @@ class ManifestTransaction(Transaction):
             or not self._lease.is_ours()
             or (not self._write.overwrites and self.storage.is_file(self._key))
         ):
-            # The manifest is that of another writer, maybe of another program: the record lists the step until it has its marker.
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
             self.keep()
         else:
@@ -376,13 +375,13 @@ def _read_if_there(storage: Storage, key: str) -> bytes | None:
         return None
 
 
-def _check_layout(storage: Storage, step: int, index: Index | None) -> None:
+def _check_layout(storage: Storage, step: int, listed: BucketListing | None) -> None:
     """Checks that no step of another layout has this number.
 
     Raises:
       UnsupportedFormatError: such a step exists.
     """
-    elsewhere = listed_elsewhere(storage, step, () if index is None else index.others)
+    elsewhere = listed_elsewhere(storage, step, () if listed is None else listed.names)
     if elsewhere is not None:
         cure = 'Move it away, or write to another directory.'
         raise other_layout(storage.url(elsewhere.name), elsewhere.layout, 'which is not replaced', cure)

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
-from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant_on_disk
@@ -55,9 +55,11 @@ class RenameTransaction(Transaction):
         self._may_replace = False
 
     @classmethod
-    def open(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, index: Index | None) -> Self:
+    def open(
+        cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
+    ) -> Self:
         """Creates a temporary directory."""
-        del index
+        del listed
         unix = int(clock())
         while True:
             directory = aside_dir(step, 'tmp', unix)

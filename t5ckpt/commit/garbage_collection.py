@@ -11,11 +11,12 @@ leases are removed. Object stores have their own rules (``commit/write_lease.py`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.run_catalog import Index, Leases
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import collect_in_bucket
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
 from t5ckpt.commit.lease_owner import UNKNOWN, dated, has_ended, parse_owner, read_owner
@@ -43,11 +44,13 @@ def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE
     return collect(storage, clock, stale_after)[0]
 
 
-def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> tuple[list[str], Index | None]:
-    """As :func:`collect_leftovers`; also returns the index of an object store, which one listing has with the read leases."""
+def collect(
+    storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS
+) -> tuple[list[str], BucketListing | None]:
+    """As :func:`collect_leftovers`; also returns the names and leases that it has listed on an object store."""
     catalog = catalog_of(storage)
-    index = catalog.index()
-    leases = catalog.leases() if index is None else Leases((), index.read_leases)
+    listed = catalog.bucket_listing()
+    leases = catalog.leases() if listed is None else listed.leases
     now = lease_clock(storage, clock)
     live = [lease for lease in leases.of_readers if is_live(storage, lease, now)]
     for lease in live:
@@ -55,8 +58,10 @@ def collect(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SEC
     _remove_leases(
         storage, [join(leased_directory(storage), lease.name) for lease in leases.of_readers if lease not in live]
     )
-    if index is not None:
-        return collect_in_bucket(storage, index, clock, stale_after)
+    if listed is not None:
+        collected = collect_in_bucket(storage, listed, clock, stale_after)
+        names = tuple(name for name in listed.names if name not in collected)
+        return collected, dataclasses.replace(listed, names=names)
     # On object stores, the write lease of a step is removed after its leftovers. File systems have no such leftovers.
     ended = [lease.key for lease in leases.of_writers if not has_live_lease(storage, [lease], clock, stale_after)]
     _remove_leases(storage, ended + [name for name in leases.partial if _is_torn(storage, name, now, stale_after)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from t5ckpt.catalog.bucket_catalog import complete_steps
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, has_placeholder, inspect_name, orbax_marks, other_layout
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.removal import check_removable, few, foreign_files, keys_below
@@ -112,13 +113,10 @@ def listed_elsewhere(storage: Storage, step: int, names: Collection[str]) -> Lis
     Args:
       storage: the run.
       step: the number.
-      names: those of the steps in other layouts, from the index.
+      names: in the directory of the run.
     """
-    for name in sorted(names):
-        elsewhere = inspect_name(storage, name) if parse_prefixed_step(name) == step else None
-        if elsewhere is not None:
-            return elsewhere
-    return None
+    same = [name for name in names if parse_prefixed_step(name) == step]
+    return next((listed for listed in complete_steps(storage, same) if not listed.is_t5x), None)
 
 
 def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) -> None:

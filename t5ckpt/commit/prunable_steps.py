@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.bucket_catalog import complete_steps, list_bucket
+from t5ckpt.catalog.layouts import ListedStep, one_a_step
 from t5ckpt.catalog.listing import listing
-from t5ckpt.catalog.run_catalog import Index
-from t5ckpt.catalog.step_index import indexed_steps, read_index
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known
@@ -57,14 +56,12 @@ class PrunableSteps(ABC):
     """The steps about which a keep policy decides.
 
     Attributes:
-      index: on object stores, the listing of the save that this retention follows, so that it need not list again.
+      listed: on object stores, the listing of the save that this retention follows, so that it need not list again.
     """
-
-    has_index = False
 
     def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
         """Takes the run, the facts of its steps, and the log. With ``prunes_others``, :meth:`prunable` logs no others."""
-        self.index: Index | None = None
+        self.listed: BucketListing | None = None
         self._storage = storage
         self._clock = clock
         self._facts = facts
@@ -131,31 +128,41 @@ class StepsOnDisk(PrunableSteps):
         pass
 
 
-class IndexedSteps(PrunableSteps):
-    """The steps in the index of an object store."""
+class StepsInBucket(PrunableSteps):
+    """The steps in a listing of an object store.
 
-    has_index = True
+    The layout of a step does not change, so it is inspected once.
+    """
+
+    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
+        """As of the base class."""
+        super().__init__(storage, clock, facts, stay_log, prunes_others=prunes_others)
+        self._inspected: dict[str, ListedStep] = {}
 
     def _with_leased(self) -> tuple[list[int], set[int]]:
-        # One listing has both.
-        index = read_index(self._storage)
-        return self.prunable(indexed_steps(self._storage, index)), live_steps(
-            self._storage, index.read_leases, self._clock
-        )
+        listed = list_bucket(self._storage)
+        steps = self.prunable(complete_steps(self._storage, listed.names))
+        return steps, live_steps(self._storage, listed.leases.of_readers, self._clock)
 
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
-        """Reads no manifests: only those of steps that the policy keeps are checked, because hiding a step reads its manifest.
+        """Reads only the manifests of steps that are new to this process, and of those that the policy keeps.
 
-        The index may be the one that the save listed when it began. The next save then finds a step that another process has
-        committed since. The leases are listed again before a step is hidden.
+        The listing may be the one of the save, when it began. The next save then finds a step that another process has
+        committed since. The leases are listed again before a step is hidden, and hiding a step reads its manifest.
         """
-        index, self.index = self.index or read_index(self._storage), None
-        assumed = set(index.steps - index.busy)
-        own_step = set[int]() if just_saved is None else {just_saved}
-        index = dataclasses.replace(index, steps=index.steps | own_step)
-        steps = self.prunable(indexed_steps(self._storage, index, assumed | own_step))
-        leased = live_steps(self._storage, index.read_leases, self._clock)
-        return self._facts.infos(steps, leased, names, just_saved), assumed - own_step
+        listed, self.listed = self.listed or list_bucket(self._storage), None
+        own = {} if just_saved is None else {step_dir(just_saved): ListedStep(just_saved, step_dir(just_saved))}
+        seen = {
+            name: step
+            for name in listed.names
+            if (step := self._inspected.get(name)) is not None and step.step not in listed.busy and name not in own
+        }
+        unseen = [name for name in listed.names if name not in seen and name not in own]
+        new = {step.name: step for step in complete_steps(self._storage, unseen)}
+        self._inspected = seen | new | own
+        steps = self.prunable(one_a_step([*self._inspected.values()]))
+        leased = live_steps(self._storage, listed.leases.of_readers, self._clock)
+        return self._facts.infos(steps, leased, names, just_saved), {step.step for step in seen.values()}
 
     def check_sidecar(self, step: int) -> None:
         if not self._facts.has_known_sidecar(step):

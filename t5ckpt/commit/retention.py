@@ -14,7 +14,7 @@ from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in
-from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.other_layouts import infos_of_others, pruning_refusal, reason_to_stay
 from t5ckpt.commit.prunable_steps import StayLog
@@ -119,12 +119,12 @@ class Retention:
         infos = [*self.infos(names), *self._infos_of(other_steps, names)]
         return sorted(infos, key=lambda info: info.step)
 
-    def note_index(self, index: Index | None) -> None:
-        """Stores the index that garbage collection listed on an object store, for the retention after this save.
+    def note_listing(self, listed: BucketListing | None) -> None:
+        """Stores what garbage collection listed on an object store, for the retention after this save.
 
-        The next :meth:`carry_out` uses it, once. Without it, that call lists the index again, which costs requests.
+        The next :meth:`carry_out` uses it, once. Without it, that call lists again, which costs requests.
         """
-        self._steps.index = index
+        self._steps.listed = listed
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
         """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
@@ -136,7 +136,7 @@ class Retention:
 
         True only on object stores, where ``begin`` detects steps that another process has written since.
         """
-        return self._steps.has_index and self._latest is not None and step > self._latest
+        return not self._storage.commits_by_rename and self._latest is not None and step > self._latest
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
         """The metrics of a step; None takes the latest, in any layout.

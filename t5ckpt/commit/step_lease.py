@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.run_catalog import Index, Leases
+from t5ckpt.catalog.run_catalog import BucketListing, Leases
 from t5ckpt.commit.lease_files import live_steps, write_leases_of
 from t5ckpt.commit.lease_owner import COLLECT, DELETE, REPLACE, SAVE, UNKNOWN, Owner, read_owner
 from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
@@ -72,7 +72,7 @@ def acquire_lease(
     clock: Clock,
     action: str = SAVE,
     *,
-    index: Index | None = None,
+    listed: BucketListing | None = None,
     stale_after: float = TAKE_OVER_SECONDS,
 ) -> WriteLease:
     """Acquires the write lease of a step.
@@ -82,16 +82,16 @@ def acquire_lease(
       step: the step.
       clock: unix seconds.
       action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``COLLECT`` wait a few seconds for another owner.
-      index: the markers as they were listed before. If they show a save of the step, this function does not wait.
+      listed: the leases as they were listed before. If they show a save of the step, this function does not wait.
       stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
 
     Raises:
       BeingWrittenError: another process has a lease that has not expired.
       CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
     """
-    if index is not None:
-        owners = _owners(storage, (lease for lease in index.write_leases if lease.step == step))
-        # Only object stores have an index. There ``clock`` is the clock of the leases.
+    if listed is not None:
+        owners = _owners(storage, (lease for lease in listed.leases.of_writers if lease.step == step))
+        # Only on object stores. There ``clock`` is the clock of the leases.
         live = _first_live(owners, clock, stale_after)
         if live is not None and live[1].action == SAVE:
             raise BeingWrittenError(_owned_by_other(storage, step, *live))

@@ -12,7 +12,7 @@ from t5ckpt.commit.by_manifest import ManifestTransaction
 from t5ckpt.commit.by_rename import RenameTransaction, hide_by_rename
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import check_room_in_bucket, check_room_on_disk, occupant_in_bucket, occupant_on_disk
-from t5ckpt.commit.prunable_steps import IndexedSteps, PrunableSteps, StepsOnDisk
+from t5ckpt.commit.prunable_steps import PrunableSteps, StepsInBucket, StepsOnDisk
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
@@ -62,7 +62,7 @@ _BY_MANIFEST = CommitStrategy(
     occupant=occupant_in_bucket,
     check_room=check_room_in_bucket,
     hide=hide_in_bucket,
-    prunable_steps=IndexedSteps,
+    prunable_steps=StepsInBucket,
     can_rename=False,
 )
 
@@ -80,8 +80,7 @@ def open_transaction(
 ) -> Transaction:
     """Creates and locks the directory that a checkpoint is written to, or that of a write which ``options`` resume.
 
-    Garbage collection runs before, here or in the caller. On object stores it also writes missing steps markers; listings do not
-    search for these after the marker of this step exists.
+    Garbage collection runs before, here or in the caller.
 
     Raises:
       StepTakenError: the step is complete and may not be replaced, or another process is writing it.
@@ -89,8 +88,8 @@ def open_transaction(
     transaction = strategy_of(storage).transaction
     unfinished = transaction.unfinished(storage, step, clock, options)
     # The lock of the unfinished write is held, so garbage collection leaves its directory.
-    index = collect(storage, clock)[1] if options.collects else options.index
+    listed = collect(storage, clock)[1] if options.collects else options.listed
     if unfinished is not None:
         return unfinished
     storage.make_dir('')
-    return transaction.open(storage, step, clock, options, index)
+    return transaction.open(storage, step, clock, options, listed)

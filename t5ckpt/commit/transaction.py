@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from t5ckpt._version import __version__
-from t5ckpt.catalog.run_catalog import Index
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_owner import process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, StepTakenError
 from t5ckpt.core.keys import join
@@ -64,7 +64,7 @@ class TransactionOptions:
         Otherwise object stores get a directory for each write.
       kept_after: the errors after which the files stay for another attempt.
       collects: whether garbage collection runs before, but after the directory to resume is locked.
-      index: the index that the garbage collection of the caller returned, where ``collects`` is not set.
+      listed: what the garbage collection of the caller has listed, where ``collects`` is not set.
       keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
         file systems.
     """
@@ -74,7 +74,7 @@ class TransactionOptions:
     has_source_names: bool = False
     kept_after: tuple[type[BaseException], ...] = ()
     collects: bool = False
-    index: Index | None = None
+    listed: BucketListing | None = None
     keeps_replaced: bool = False
 
     def writer(self) -> dict[str, Any]:

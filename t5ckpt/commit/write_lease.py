@@ -6,8 +6,8 @@ or replaces a step has the file ``deleting_<step>.<nonce>``. A lease names the p
 heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. All files that remain
 after a crash have a lease, and garbage collection removes nothing without one.
 
-    save     +lease, [alone?], arrays, sidecar, [is the lease still there?], manifest, steps marker, -lease
-    delete   +lease, [alone? no read lease?], -manifest, [no pin?], -steps marker, [is the lease still there?], -files, -lease
+    save     +lease, [alone?], arrays, sidecar, [is the lease still there?], manifest, -lease
+    delete   +lease, [alone? no read lease?], -manifest, [no pin?], [is the lease still there?], -files, -lease
     read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
 
 ``commit/step_lease.py`` acquires the lease of a step, and excludes other owners.
@@ -15,7 +15,7 @@ after a crash have a lease, and garbage collection removes nothing without one.
 A lease ends with its process, which other processes on the same machine can check. On other machines it expires without a
 heartbeat: after ten minutes for another writer of the same step, and after an hour for garbage collection. The process that
 takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
-then, the step is committed and gets its steps marker; otherwise its files are removed.
+then, the step is committed; otherwise its files are removed.
 
 While an owner lives, it ends its lease in one of four ways:
 
@@ -27,7 +27,7 @@ While an owner lives, it ends its lease in one of four ways:
 
 On an object store, a request that a process has given up may arrive later. A record that lingers has no owner, so that another
 process may take the step at once. Garbage collection takes the step when the record is an hour old (it is written as twenty
-minutes old). It removes the files that have arrived by then, or marks the step if its manifest has arrived.
+minutes old). It removes the files that have arrived by then, unless their manifest has arrived.
 
 Requests of dead owners may arrive late as well. So after a takeover, ``leave`` lets the record linger, and ``release`` does so
 if the takeover came within an hour of the last heartbeat. In that hour, a request may arrive after the files were listed.

@@ -20,7 +20,7 @@ t5ckpt's names:
     checkpoint_<step>/t5ckpt-<hex>/        on object stores, arrays and file checksums of one save; t5ckpt.<hex>.json its sidecar
     held_<step>.<unix>.<who>s<seconds>     a read lease of <seconds>, until <unix>, during which the step is not deleted
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
-    .t5ckpt/                               on object stores, see ``catalog/step_index.py``
+    .t5ckpt/                               on object stores, the leases, see ``catalog/bucket_catalog.py``
 
 :func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
 """
@@ -28,7 +28,6 @@ t5ckpt's names:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Collection, Iterable
 
@@ -48,7 +47,6 @@ TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
 READ_LEASE_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'
-_COMPLETE = '.t5ckpt/complete.'
 
 _GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
 _SIDECAR_OF = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
@@ -58,11 +56,9 @@ _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|pruned|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
-_OTHER = re.compile(r'\.t5ckpt/others/((?:checkpoint_)?[0-9]{1,18})')
 _READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.(?:[0-9a-f]{16}s([0-9]{1,12})|[0-9a-z]{1,32})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*[_\-]([0-9]{1,18})')
-_MARKER = re.compile(r'\.t5ckpt/(steps|busy)/(0|[1-9][0-9]{0,17})(\.[0-9a-z]{1,32})?')
 _WRITE_LEASE = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9a-z]{1,32}))?')
 # A chunk in its array's directory; '/' may be the separator.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
@@ -177,11 +173,6 @@ def parse_read_lease(name: str) -> ReadLease | None:
     return None if match is None else ReadLease(name, int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
 
 
-def step_marker(step: int) -> str:
-    """The marker of a committed step."""
-    return f'{INDEX}/steps/{step}'
-
-
 def to_persist_file(step: int) -> str:
     """The file of a local directory that says that a step waits for its upload."""
     return f'{TO_PERSIST}/{step}'
@@ -201,35 +192,6 @@ def parse_write_lease(key: str) -> WriteLeaseName | None:
     """Parses :func:`busy_key` or :func:`deleting_file`; None for any other key."""
     match = _WRITE_LEASE.fullmatch(key)
     return None if match is None else WriteLeaseName(key, int(match.group(1)), match.group(2) or '')
-
-
-def other_marker(name: str) -> str:
-    """The marker of a step in another layout."""
-    return f'{INDEX}/others/{name}'
-
-
-def parse_other(key: str) -> str | None:
-    """The name in :func:`other_marker`, or None for any other key."""
-    match = _OTHER.fullmatch(key)
-    return None if match is None else match.group(1)
-
-
-def index_complete(url: str) -> str:
-    """The key whose existence means that every step of the run at ``url`` has its marker."""
-    return f'{_COMPLETE}{hashlib.sha256(url.encode()).hexdigest()[:16]}'
-
-
-def is_index_complete(key: str) -> bool:
-    """Whether a key is :func:`index_complete` of any URL."""
-    return key.startswith(_COMPLETE)
-
-
-def parse_index(key: str) -> tuple[str, int] | None:
-    """``('steps', 5)`` or ``('busy', 5)``, or None for any other key."""
-    match = _MARKER.fullmatch(key)
-    if match is None or (match.group(3) is not None and match.group(1) == 'steps'):
-        return None
-    return match.group(1), int(match.group(2))
 
 
 def parse_step_dir(name: str) -> int | None:

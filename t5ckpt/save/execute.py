@@ -100,12 +100,12 @@ class _Leader:
         reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(context.storage))
         codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
-            _, index = collect(context.storage, context.clock)
-            context.retention.note_index(index)
-            elsewhere = None if index is None else listed_elsewhere(context.storage, request.step, index.others)
+            _, listed = collect(context.storage, context.clock)
+            context.retention.note_listing(listed)
+            elsewhere = None if listed is None else listed_elsewhere(context.storage, request.step, listed.names)
             if elsewhere is not None and not request.decide_to_replace(elsewhere):
                 return {'skip': True}
-            options = TransactionOptions(may_replace=request.may_replace, index=index)
+            options = TransactionOptions(may_replace=request.may_replace, listed=listed)
             work = open_transaction(context.storage, request.step, context.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)

@@ -100,13 +100,13 @@ def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
 def _opened(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
     request, context = prepared.request, prepared.request.context
-    _, index = collect(context.storage, context.clock)
-    context.retention.note_index(index)
+    _, listed = collect(context.storage, context.clock)
+    context.retention.note_listing(listed)
     if not request.call.overwrite and strategy_of(context.storage).occupant(context.storage, request.step) is not None:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(context.storage, request.step, context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    options = TransactionOptions(may_replace=request.may_replace, index=index, keeps_replaced=True)
+    options = TransactionOptions(may_replace=request.may_replace, listed=listed, keeps_replaced=True)
     return open_transaction(context.storage, request.step, context.clock, options)
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -115,7 +115,7 @@ class AzureStorage(BucketStorage):
     def url(self, key: str = '') -> str:
         return f'az://{self._bucket}/{self._key(key)}'.rstrip('/')
 
-    def _children(self, key: str, beginning: str = '') -> list[tuple[str, Any]]:
+    def _blobs(self, key: str, beginning: str = '') -> list[tuple[str, Any]]:
         """The names directly below ``key`` with this beginning, each with its properties, or None for a directory."""
         below = self._below(key)
         with bucket_errors(self.url(key), 'listing'):
@@ -127,19 +127,16 @@ class AzureStorage(BucketStorage):
             (name.rstrip('/'), blob) for name, blob in names if name.strip('/') and not (blob and name.endswith('/'))
         ]
 
-    def entries(self, key: str = '') -> list[Entry]:
+    def _children(self, key: str, beginning: str = '') -> list[tuple[str, bool]]:
+        return [(name, blob is None) for name, blob in self._blobs(key, beginning)]
+
+    def _entries(self, key: str, beginning: str) -> list[Entry]:
         entries: dict[str, Entry] = {}
-        for name, blob in self._children(key):
+        for name, blob in self._blobs(key, beginning):
             is_dir = blob is None
             mtime = 0.0 if is_dir else blob.last_modified.timestamp()
             entries.setdefault(name, Entry(name, is_dir, 0 if is_dir else blob.size, mtime))
         return [entries[name] for name in sorted(entries)]
-
-    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
-        # One request for all of several beginnings.
-        shared = beginning if isinstance(beginning, str) else ''
-        names = {name for name, _ in self._children(key, shared) if name.startswith(beginning)}
-        return sorted(names.difference(without))
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         below = self._below(key)
@@ -151,12 +148,9 @@ class AzureStorage(BucketStorage):
             if relative and not relative.endswith('/'):
                 yield join(key, relative), size
 
-    def _has_keys(self, key: str) -> bool:
-        return bool(self._children(key))
-
     def size(self, key: str) -> int | None:
         parent, _, name = key.rpartition('/')
-        return next((blob.size for child, blob in self._children(parent, name) if blob and child == name), None)
+        return next((blob.size for child, blob in self._blobs(parent, name) if blob and child == name), None)
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
         with bucket_errors(self.url(target), 'writing'):

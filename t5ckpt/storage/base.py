@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.errors import StorageError
@@ -81,8 +81,6 @@ class Storage(ABC):
     """Whether ``link`` works."""
     copies = False
     """Whether ``copy_unchanged`` may work, as far as is known."""
-    seeks = True
-    """Whether a listing can begin at any key, so that ``names`` can skip directories."""
     orbax_commits = False
     """Whether Orbax writes in place here, and marks a complete checkpoint with a file ``commit_success.txt``."""
     is_shared = True
@@ -154,6 +152,10 @@ class Storage(ABC):
         """``is_file`` of each key, with concurrent requests where possible."""
         return [self.is_file(key) for key in keys]
 
+    def heads(self, keys: Sequence[str], nbytes: int) -> list[bytes | None]:
+        """The first ``nbytes`` of each key, None where there is no file, with concurrent requests where possible."""
+        return [self.read_range(key, 0, nbytes) if self.is_file(key) else None for key in keys]
+
     def check_reachable(self, key: str) -> None:
         """Called before a missing checkpoint is reported: raises StorageError if the bucket does not exist."""
         del key
@@ -211,21 +213,13 @@ class Storage(ABC):
         """Writes the bytes of a key again, as :meth:`replace`, so that it has a new version; where it cannot, the old one."""
         return self.replace(key, data, version)
 
-    def version_of(self, data: bytes) -> Any:
-        """Returns the version that a file of these bytes has, on most servers; None if it depends on other things."""
-        del data
-
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
         """Returns the entries directly below ``key``, by name; an empty list if there are none."""
 
-    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
-        """The names directly below ``key`` with this beginning, in order, except for the directories ``without``.
-
-        On an object store this lists all keys below these names, and no others.
-        """
-        names = (entry.name for entry in self.entries(key))
-        return [name for name in names if name.startswith(beginning) and name not in without]
+    def names(self, key: str, beginning: str | tuple[str, ...]) -> list[str]:
+        """The names directly below ``key`` with this beginning, in order."""
+        return [entry.name for entry in self.entries(key) if entry.name.startswith(beginning)]
 
     @abstractmethod
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import collections
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -20,13 +21,13 @@ from t5ckpt.core.text import counted
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.conditional_writes import ABSENT, ConditionalWrites
-from t5ckpt.storage.connection import NOTHING, Connection
+from t5ckpt.storage.connection import Connection
 from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.file_cache import FileCache
 from t5ckpt.storage.key_listing import KeyListing, key_range
 from t5ckpt.storage.key_reader import KeyReader
 from t5ckpt.storage.process_locks import ProcessLock
-from t5ckpt.storage.server_requests import ServerRequests
+from t5ckpt.storage.server_requests import RefusedError, ServerRequests
 
 # A key that is never written. Reading it shows whether the server answers and grants access.
 _PROBE = '.t5ckpt/probe'
@@ -178,12 +179,10 @@ class BucketStorage(Storage):
         return self.are_files([key])[0]
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
-        futures = [self._kvstore().read(self._key(key), byte_range=NOTHING) for key in keys]
-        exist: list[bool] = []
-        for key, future in zip(keys, futures, strict=True):
-            with bucket_errors(self.url(key)):
-                exist.append(self.wait(future).state == 'value')
-        return exist
+        return [head is not None for head in self.heads(keys, 0)]
+
+    def heads(self, keys: Sequence[str], nbytes: int) -> list[bytes | None]:
+        return self._reader.heads({self._key(key): self.url(key) for key in keys}, nbytes)
 
     def kind(self, key: str) -> str | None:
         if self._key(key) and self.is_file(key):
@@ -191,7 +190,7 @@ class BucketStorage(Storage):
         return 'dir' if self._has_keys(key) else None
 
     def _has_keys(self, key: str) -> bool:
-        return bool(self._keys(key))
+        return bool(self._children(key))
 
     def root_kind(self) -> str | None:
         return 'dir'
@@ -212,24 +211,49 @@ class BucketStorage(Storage):
         return -1
 
     def entries(self, key: str = '') -> list[Entry]:
-        return self._entries(key, self._keys(key))
+        return self._entries(key, '')
 
-    def _entries(self, key: str, names: Sequence[str]) -> list[Entry]:
+    def names(self, key: str, beginning: str | tuple[str, ...]) -> list[str]:
+        # One request for all of several beginnings.
+        entries = self._entries(key, beginning if isinstance(beginning, str) else '')
+        return [entry.name for entry in entries if entry.name.startswith(beginning)]
+
+    def _entries(self, key: str, beginning: str) -> list[Entry]:
         entries: dict[str, Entry] = {}
-        for name in names:
-            first, slash, _ = name.partition('/')
-            if first not in entries:
-                size = 0 if slash else self._size_of(join(key, first))
-                entries[first] = Entry(first, bool(slash), size)
+        for name, is_dir in self._children(key, beginning):
+            # A file and a directory may have one name.
+            entries.setdefault(name, Entry(name, is_dir, 0 if is_dir else self._size_of(join(key, name))))
         return [entries[name] for name in sorted(entries)]
 
-    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
-        beginnings = (beginning,) if isinstance(beginning, str) else beginning
-        if without and self.seeks:
-            keys = self._listing.keys_without(self._below(key), beginnings, without, self.url(key))
-        else:
-            keys = self._keys(key, beginnings)
-        return sorted({name.partition('/')[0] for name in keys}.difference(without))
+    def _children(self, key: str, beginning: str = '') -> list[tuple[str, bool]]:
+        """The names directly below ``key`` with this beginning, and whether each is a directory."""
+        below = self._below(key)
+        names = self._delimited(f'{below}{beginning}', self.url(key))
+        if names is None:
+            return sorted({(first, bool(slash)) for first, slash, _ in map(_split, self._keys(key, (beginning,)))})
+        # Consoles create keys that end with a slash to show a directory.
+        return [
+            (first, bool(slash)) for first, slash, _ in map(_split, (name[len(below) :] for name in names)) if first
+        ]
+
+    def _delimited(self, prefix: str, where: str) -> list[str] | None:
+        """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a refusal."""
+        # Also checks the name of the bucket.
+        self._connection.check()
+        if self._requests is None:
+            return None
+        started = time.monotonic()
+        try:
+            children = self._requests.children(prefix)
+        except RefusedError as error:
+            if error.status == 0:
+                self._connection.check(started)
+            if error.status == 0 or not error.is_transient:
+                return None
+            with bucket_errors(where, 'listing'):
+                raise
+        self._listing.is_found = True
+        return children
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         for name in self._keys(key):
@@ -279,3 +303,7 @@ class BucketStorage(Storage):
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {**self._connection.spec, 'path': self._below(key)}
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    return name.partition('/')

@@ -159,6 +159,15 @@ class Connection:
                 if not self._answers(self.patience / 2, started):
                     raise self._silence() from None
 
+    def check(self, started: float | None = None) -> None:
+        """Raises the error of an outage that goes on, or of one since a request that another client ``started``."""
+        self.kvstore()
+        outage = self._outage
+        if started is not None and outage is None:
+            outage = Outage(started, (self.patience or 0) / 2)
+        if outage is not None and not self._answers(outage.seconds, outage.since):
+            raise self._silence()
+
     def _answers(self, seconds: float, since: float) -> bool:
         """Sends a probe; ``since`` is the start of the last wait without an answer."""
         with self._lock:

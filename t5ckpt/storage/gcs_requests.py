@@ -1,4 +1,7 @@
-"""The requests to Google Cloud Storage that TensorStore does not send: ``rewriteTo`` with ``ifSourceGenerationMatch``.
+"""The requests to Google Cloud Storage that TensorStore does not send.
+
+- ``objects.list`` with a delimiter.
+- ``rewriteTo`` with ``ifSourceGenerationMatch``.
 
 The token is that of google-auth, if it is installed, or of the machine's service account.
 """
@@ -15,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5ckpt.storage.server_requests import ServerRequests, needs_no_proxy
+from t5ckpt.storage.server_requests import RefusedError, ServerRequests, needs_no_proxy
 
 _SCOPE = 'https://www.googleapis.com/auth/devstorage.read_write'
 _METADATA = 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'
@@ -37,8 +40,7 @@ class GcsRequests(ServerRequests):
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:
         quoted = [urllib.parse.quote(text, safe='') for text in (self._bucket, source, target)]
         path = f'/storage/v1/b/{quoted[0]}/o/{quoted[1]}/rewriteTo/b/{quoted[0]}/o/{quoted[2]}'
-        query = {'ifSourceGenerationMatch': str(int.from_bytes(version[_GENERATION], 'little'))}
-        query |= {} if self._project is None else {'userProject': self._project}
+        query = {'ifSourceGenerationMatch': str(int.from_bytes(version[_GENERATION], 'little')), **self._payer()}
         for _ in range(_MOST_PARTS):
             reply = self._send('COPY', 'POST', f'{path}?{urllib.parse.urlencode(query)}', {})
             try:
@@ -49,6 +51,33 @@ class GcsRequests(ServerRequests):
             except (ValueError, KeyError, TypeError):
                 return None
         return None
+
+    def children(self, prefix: str) -> list[str]:
+        """See the base class."""
+        path = f'/storage/v1/b/{urllib.parse.quote(self._bucket, safe="")}/o'
+        query = {
+            'delimiter': '/',
+            'fields': 'kind,nextPageToken,prefixes,items/name',
+            'prefix': prefix,
+            **self._payer(),
+        }
+        children: list[str] = []
+        while True:
+            reply = self._send('LIST', 'GET', f'{path}?{urllib.parse.urlencode(query)}', {})
+            try:
+                answer = json.loads(reply)
+                children += [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]
+                is_listing = answer['kind'] == 'storage#objects'
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise RefusedError.of(200, f'the answer is not a listing of Google ({error})') from error
+            if not is_listing:
+                raise RefusedError.of(200, f'the answer is a {answer["kind"]}, not a listing of Google')
+            if not answer.get('nextPageToken'):
+                return children
+            query['pageToken'] = answer['nextPageToken']
+
+    def _payer(self) -> dict[str, str]:
+        return {} if self._project is None else {'userProject': self._project}
 
     def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
         """The headers with a token."""

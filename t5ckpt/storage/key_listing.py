@@ -5,7 +5,7 @@ A listing pages through all keys below a prefix, since TensorStore has no delimi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -37,18 +37,6 @@ class KeyListing:
             keys = self._list([key_range(below + beginning) for beginning in beginnings])
         # Consoles create keys that end with a slash to show a directory.
         return sorted(name for raw in keys if (name := raw.decode()[len(below) :]) and not name.endswith('/'))
-
-    def keys_without(self, below: str, beginnings: Sequence[str], without: Collection[str], where: str) -> list[str]:
-        """As :meth:`keys`, without those in some directories, and not sorted. Requires that a listing can begin at any key."""
-        ranges = [
-            gap
-            for beginning in beginnings
-            for gap in _gaps(below + beginning, [f'{below}{name}/' for name in without if name.startswith(beginning)])
-        ]
-        with bucket_errors(where, 'listing'):
-            # Not ``_pages``: most ranges are empty, and GCS repeats the requests of empty ranges.
-            listed = self._requested([ts.KvStore.KeyRange(*ends) for ends in ranges])
-        return [raw.decode()[len(below) :] for names in listed for raw in names]
 
     def _list(self, ranges: Sequence[Any]) -> list[bytes]:
         try:
@@ -91,10 +79,3 @@ def key_range(prefix: str) -> Any:
 def _after(prefix: str) -> str:
     """The first key after all keys that begin with a prefix."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-def _gaps(prefix: str, without: Sequence[str]) -> list[tuple[str, str]]:
-    """The ranges of keys that begin with ``prefix`` and are in none of the directories ``without``."""
-    starts = [prefix, *(_after(directory) for directory in sorted(without))]
-    ends = [*sorted(without), _after(prefix)]
-    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

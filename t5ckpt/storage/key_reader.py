@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
@@ -45,6 +45,22 @@ class KeyReader:
                 if _BEYOND_THE_END not in str(error):
                     raise
         return b''
+
+    def heads(self, urls: Mapping[str, str], nbytes: int) -> list[bytes | None]:
+        """The first bytes of some keys, with concurrent requests; None for a key that does not exist."""
+        kvstore = self._connection.kvstore()
+        futures = {key: kvstore.read(key, byte_range=slice(0, nbytes)) for key in urls}
+        heads: list[bytes | None] = []
+        for key, future in futures.items():
+            try:
+                with bucket_errors(urls[key]):
+                    result = self._connection.wait(future)
+                heads.append(bytes(result.value) if result.state == 'value' else None)
+            except StorageError as error:
+                if _BEYOND_THE_END not in str(error):
+                    raise
+                heads.append(self.read_range(key, urls[key], 0, nbytes))
+        return heads
 
     def version(self, key: str, url: str) -> Any:
         """The version of a key; None if there is none."""

@@ -27,7 +27,7 @@ from t5ckpt.storage.options import (
     s3_endpoint,
     s3_region,
 )
-from t5ckpt.storage.s3_requests import etag_version, s3_requests
+from t5ckpt.storage.s3_requests import s3_requests
 
 _log = logging.getLogger('t5ckpt')
 
@@ -40,8 +40,6 @@ class S3Storage(BucketStorage):
     """A prefix of an S3 bucket."""
 
     driver = 'file'
-    # TensorStore lists a prefix in S3, but cannot begin a listing after a key.
-    seeks = False
     scheme = 's3'
 
     def __init__(self, bucket: str, prefix: str, options: S3Options, environ: Mapping[str, str] = os.environ):
@@ -71,9 +69,6 @@ class S3Storage(BucketStorage):
         with bucket_errors(self.url(key), 'writing'):
             written = None if self._requests is None else self._requests.rewrite(self._key(key), data, version)
         return written or self.replace(key, data, version)
-
-    def version_of(self, data: bytes) -> Any:
-        return etag_version(data)
 
     def url(self, key: str = '') -> str:
         return f'{self.scheme}://{self._bucket}/{self._key(key)}'.rstrip('/')

@@ -1,5 +1,6 @@
 """The requests to S3 that TensorStore does not send, with Amazon's signature (version 4).
 
+- ``ListObjectsV2`` with a delimiter.
 - ``CopyObject`` with ``x-amz-copy-source-if-match``.
 - ``DeleteObject`` with ``If-Match``: a late deletion of a manifest does not hide the step that was saved again.
 - ``DeleteObjects``: 1000 keys a request.
@@ -16,6 +17,7 @@ import dataclasses
 import datetime
 import hashlib
 import hmac
+import html
 import importlib
 import os
 import re
@@ -32,6 +34,8 @@ _UPLOAD = re.compile(rb'<UploadId>(.+?)</UploadId>', re.DOTALL)
 _PART = re.compile(rb'<Part>.*?<ETag>(.+?)</ETag>', re.DOTALL)
 _UPLOADED = re.compile(rb'<CompleteMultipartUploadResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
 _ETAG = re.compile(rb'<CopyObjectResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
+_CHILD = re.compile(rb'<(?:Contents|CommonPrefixes)>.*?<(?:Key|Prefix)>(.+?)</', re.DOTALL)
+_NEXT_PAGE = re.compile(rb'<NextContinuationToken>(.+?)</')
 # TensorStore's version of an object is this byte and its ETag.
 _ETAG_FOLLOWS = b'\0'
 
@@ -74,6 +78,23 @@ class S3Requests(ServerRequests):
         }
         # S3 answers 200 before it copies, and may report an error in the body.
         return _version(_ETAG.search(self._send('COPY', 'PUT', self._target(target), headers)))
+
+    def children(self, prefix: str) -> list[str]:
+        """See the base class."""
+        query = {'delimiter': '/', 'encoding-type': 'url', 'list-type': '2', 'prefix': prefix}
+        children: list[str] = []
+        while True:
+            # The signature needs the names in order.
+            encoded = urllib.parse.urlencode(sorted(query.items()), quote_via=urllib.parse.quote, safe='-._~')
+            reply = self._send('LIST', 'GET', f'/{self._bucket}?{encoded}', {})
+            if b'</ListBucketResult>' not in reply:
+                raise RefusedError.of(200, 'the answer is not a listing of S3')
+            decode = urllib.parse.unquote if b'<EncodingType>url<' in reply else html.unescape
+            children += [decode(child.decode()) for child in _CHILD.findall(reply)]
+            page = _NEXT_PAGE.search(reply)
+            if page is None:
+                return children
+            query['continuation-token'] = html.unescape(page[1].decode())
 
     def rewrite(self, key: str, data: bytes, version: bytes) -> bytes | None:
         """Uploads the bytes in one part: the ETag of such an object is the MD5 of the part's, with the number of parts."""
@@ -165,11 +186,6 @@ class S3Requests(ServerRequests):
             key = hmac.new(key, part.encode(), hashlib.sha256).digest()
         named = f'Credential={keys.access}/{scope}, SignedHeaders={";".join(names)}, Signature={key.hex()}'
         return given | {'Authorization': f'AWS4-HMAC-SHA256 {named}'}
-
-
-def etag_version(data: bytes) -> bytes:
-    """TensorStore's version of an object that is uploaded in one PUT, unless the bucket encrypts with keys of the user."""
-    return _ETAG_FOLLOWS + f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'.encode()
 
 
 def _version(match: re.Match[bytes] | None) -> bytes | None:

@@ -1,11 +1,11 @@
-"""Requests to an object store that TensorStore does not send: copies inside the store, and conditional or bulk deletions.
+"""Requests to an object store that TensorStore does not send: listings with a delimiter, copies, conditional or bulk deletions.
 
 The requests are sent with the standard library, from any thread, over connections that are kept. A failed request is
 retried with growing, random delays until the patience is over. Errors have the texts of TensorStore's, so
 ``storage/error_mapping.py`` maps them.
 
 Without credentials that this module can read, or through an HTTP proxy, an object store has none of these requests: arrays are
-uploaded, and keys are deleted one by one.
+uploaded, keys are deleted one by one, and a listing of steps lists the keys of their chunks.
 """
 
 from __future__ import annotations
@@ -136,6 +136,10 @@ class ServerRequests(ABC):
 
     @abstractmethod
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
+
+    @abstractmethod
+    def children(self, prefix: str) -> list[str]:
+        """The keys that begin with a prefix and have no slash after it, and the directories, which end with one."""
 
     def delete_unchanged(self, key: str, version: bytes) -> bool | None:
         """Deletes an object if it has this version; returns False if it has another or is gone, None if unsupported."""

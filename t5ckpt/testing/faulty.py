@@ -7,7 +7,7 @@ array chunks directly; for these, the operation that can fail is the request for
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,6 @@ class FaultyStorage(Storage):
         """
         self.commits_by_rename = inner.commits_by_rename
         self.links = inner.links
-        self.seeks = inner.seeks
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
         self.caches = inner.caches
@@ -91,9 +90,6 @@ class FaultyStorage(Storage):
         self.before_operation('rewrite', key)
         return self._inner.rewrite(key, data, version)
 
-    def version_of(self, data: bytes) -> Any:
-        return self._inner.version_of(data)
-
     def delete_unchanged(self, key: str, version: Any) -> bool:
         self.before_operation('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)
@@ -124,9 +120,13 @@ class FaultyStorage(Storage):
         self.before_operation('are_files', ' '.join(keys))
         return self._inner.are_files(keys)
 
-    def names(self, key: str, beginning: str | tuple[str, ...], without: Collection[str] = ()) -> list[str]:
+    def heads(self, keys: Sequence[str], nbytes: int) -> list[bytes | None]:
+        self.before_operation('heads', ' '.join(keys))
+        return self._inner.heads(keys, nbytes)
+
+    def names(self, key: str, beginning: str | tuple[str, ...]) -> list[str]:
         self.before_operation('names', f'{key}/{beginning}')
-        return self._inner.names(key, beginning, without)
+        return self._inner.names(key, beginning)
 
     def wait(self, future: Any) -> Any:
         return self._inner.wait(future)

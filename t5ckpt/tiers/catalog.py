@@ -248,9 +248,9 @@ class TierCatalog(StepCatalog):
 
     def retain(self, step: int) -> None:
         """Runs garbage collection and retention on the run's storage after the upload of a step."""
-        _, index = collect(self.run, self.clock)
+        _, listed = collect(self.run, self.clock)
         with self._guard:
-            self._run_retention.note_index(index)
+            self._run_retention.note_listing(listed)
             self._run_retention.carry_out(step)
 
     def delete(self, step: int) -> None:

@@ -194,9 +194,8 @@ class SimulatedBucket(BucketStorage):
     driver = 'gcs'
     _compares_deletions = True
 
-    def __init__(self, bucket: Bucket, prefix: str = 'run', *, seeks: bool = True):
-        """Takes the server and the run's prefix; ``seeks``: whether listings can begin at any key, as in GCS."""
-        self.seeks = seeks
+    def __init__(self, bucket: Bucket, prefix: str = 'run'):
+        """Takes the server and the run's prefix."""
         self._server = bucket
         super().__init__('bucket', prefix, _SimulatedConnection(_Client(bucket)))
         self.caches = True

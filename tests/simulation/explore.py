@@ -15,11 +15,9 @@ from simulation.world import World
 from t5ckpt.errors import T5CkptError, UnsupportedFormatError
 
 _LEFTOVER_SECONDS = 7200.0
-# The files that may remain after a save without faults: the steps, and the index of a bucket.
+# The files that may remain after a save without faults.
 _RANDOM = re.compile('[0-9a-f]{16}')
-_OWN = re.compile(
-    r'checkpoint_([0-9]+)/|\.t5ckpt/(steps/([0-9]+)$|complete\.|(run_id|tier\.json|taken\.json)$)|checkpoint_[0-9]+\.damaged-'
-)
+_OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(run_id|tier\.json|taken\.json)$|checkpoint_[0-9]+\.damaged-')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Explorer:
         for observer, keys in ((world.observer, world.keys()), (world.local, world.local_keys())):
             for key in sorted(keys):
                 match = _OWN.match(key)
-                step = None if match is None else match.group(1) or match.group(3)
+                step = None if match is None else match.group(1)
                 if match is None or (step is not None and int(step) not in observer.visible):
                     return key
         return None

@@ -121,6 +121,7 @@ class OwnStorage(FaultyStorage):
     kind = _pointed('kind')
     is_file = _pointed('is_file')
     are_files = _pointed('are_files')
+    heads = _pointed('heads')
     names = _pointed('names')
     size = _pointed('size')
     entries = _pointed('entries')

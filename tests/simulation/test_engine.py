@@ -126,7 +126,7 @@ def test_a_storage_of_ones_own(storage):
     environment = {**os.environ, 'PYTHONPATH': TESTS, 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (int(storage == 'Careless'), '')
-    assert ('Careless: step 7 is listed, and checkpoint_7/' in done.stdout) == (storage == 'Careless')
+    assert ('Careless: step 7 ' in done.stdout) == (storage == 'Careless')
     if storage == 'Careless':
         violation, again = re.search(
             '(Careless: step 7 .*)\nafter .*; again: PYTHONPATH=tests python (.*)', done.stdout
@@ -148,7 +148,7 @@ def test_a_good_storage_passes_all_scenarios():
 @pytest.mark.slow
 @pytest.mark.parametrize('storage', ['Careless', 'Twofold', 'Unconditional'])
 def test_a_storage_without_conditions_fails(storage):
-    found = simulate([f'{storage}-late'], range(100), module='simulation.own_scenarios')
+    found = simulate([f'{storage}-late'], range(300), module='simulation.own_scenarios')
     assert re.search('is missing|is gone', found.failures[0].violation)
 
 

@@ -2,7 +2,7 @@
 
 The arrays of each save have a directory of their own, the sidecar's name has the checksum of its manifest, and the write of the
 manifest and its deletion have a condition, so a late request of an earlier save of the step changes nothing. What stays is pinned
-here, too, see docs/storage.md: a server may refuse the condition of a deletion, and a step's marker has a fixed name.
+here, too, see docs/storage.md: a server may refuse the condition of a deletion.
 """
 
 import re
@@ -147,30 +147,6 @@ def test_positions_of_data_iterators_have_fixed_names(bucket):
     assert [damage.file for damage in report.damages] == ['train_ds-000-of-001.index']
 
 
-@pytest.mark.parametrize('was_there', [False, True], ids=['written now', 'written by an earlier version'])
-def test_a_late_deletion_of_the_steps_marker(bucket, was_there):
-    """Each save writes another marker, and the deletion has the version of the one that it deletes."""
-    url, clock = bucket.url(), FakeClock()
-    with checkpointer(url, clock) as ck:
-        ck.save(state(1), step=STEP)
-        if was_there:
-            open_storage(url).write('.t5ckpt/steps/5', b'')
-        delay(bucket, 'delete', 'steps/5')
-        ck.delete(STEP)
-        ck.save(state(2), step=STEP)
-    release(bucket)
-    assert is_whole(url)
-
-
-def test_a_late_deletion_of_the_steps_marker_without_a_condition(s3):
-    """On a server that refuses the condition, the step is not listed; by its number it is found."""
-    url, _ = saved_twice(s3, 'delete', 'steps/5', '501')
-    assert is_of(loaded(url), 2)
-    assert t5ckpt.all_steps(url) == []
-    t5ckpt.reindex_steps(url)
-    assert t5ckpt.all_steps(url) == [STEP]
-
-
 def fail(bucket, kind, ending):
     """Has all requests of a kind, for a key with this ending, fail; the first one arrives when it is released."""
 
@@ -261,25 +237,6 @@ def test_a_late_deletion_without_a_condition_of_a_step_that_could_not_be_deleted
         ck.save(state(2), step=6)
     assert t5ckpt.all_steps(url) == [6]
     assert not keys(url)
-    assert not leases(url)
-
-
-def test_a_late_deletion_of_the_marker_of_a_deletion_that_failed(bucket):
-    """The step was saved again meanwhile. Its lease lists it until garbage collection has written the marker again."""
-    url, clock = bucket.url(), FakeClock()
-    with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
-        ck.save(state(1), step=STEP)
-        fail(bucket, 'delete', 'steps/5')
-        with pytest.raises(StorageError):
-            ck.delete(STEP)
-        heal(bucket)
-        ck.save(state(2), step=STEP)
-        release(bucket)
-        assert is_whole(url)
-        clock.advance(7200)
-        ck.save(state(3), step=6)
-    assert t5ckpt.all_steps(url) == [STEP, 6]
-    assert open_storage(url).is_file('.t5ckpt/steps/5')
     assert not leases(url)
 
 

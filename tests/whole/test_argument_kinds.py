@@ -43,7 +43,6 @@ FUNCTIONS = {
     'open_checkpoint': ['/run'],
     'open_run': ['/run'],
     'pin_checkpoint': ['/run/checkpoint_1'],
-    'reindex_steps': ['/run'],
     'repair': ['/run'],
     'restore_or_init': [t5ckpt.Checkpointer, dict],
     'rewrite_checkpoint': ['/run', '/new'],

@@ -1,0 +1,137 @@
+"""Finds the steps of a run on an object store: lists the names in its directory, and reads the beginning of each manifest.
+
+One listing with a delimiter has the names, whatever the number of chunks below them. A step of T5X exists if its manifest does.
+The first bytes of a manifest are its version in T5X's layout, and in no other; ``catalog/layouts.py`` inspects all other names.
+
+``.t5ckpt/`` has the leases, see ``commit/write_lease.py``:
+
+    busy/<step>.<writer>   a write lease of a step that is being written or deleted
+    held_...               read leases, see ``commit/read_lease.py``
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
+from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
+from t5ckpt.core.keys import join
+from t5ckpt.format.manifest import is_tensorflow_state, version_of
+from t5ckpt.format.names import (
+    INDEX,
+    MANIFEST,
+    PINNED,
+    busy_key,
+    parse_prefixed_step,
+    parse_read_lease,
+    parse_step_dir,
+    parse_write_lease,
+    step_dir,
+)
+from t5ckpt.storage import Entry, Storage
+
+# The version and the next key of a manifest.
+_HEAD_BYTES = 32
+
+
+def list_bucket(storage: Storage) -> BucketListing:
+    """Lists the names that may be steps, and the leases."""
+    return BucketListing(tuple(_names(storage)), _leases(storage))
+
+
+def _names(storage: Storage) -> list[str]:
+    return [name for name in storage.names('', '') if parse_prefixed_step(name) is not None]
+
+
+def _leases(storage: Storage) -> Leases:
+    keys = [key for key, _ in storage.walk(INDEX)]
+    return Leases(
+        tuple(owned for key in keys if (owned := parse_write_lease(key)) is not None),
+        tuple(lease for key in keys if (lease := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None),
+    )
+
+
+def complete_steps(storage: Storage, names: Sequence[str]) -> list[ListedStep]:
+    """The complete steps among some names, ascending."""
+    own = [name for name in names if parse_step_dir(name) is not None]
+    # The write of a manifest is one PUT, so one that exists is complete.
+    heads = storage.heads([join(name, MANIFEST) for name in own], _HEAD_BYTES)
+    own_steps = {
+        name: ListedStep(step, name)
+        for name, head in zip(own, heads, strict=True)
+        if head is not None and version_of(head) is not None and (step := parse_step_dir(name)) is not None
+    }
+    other_steps = [inspect_name(storage, name) for name in names if name not in own_steps]
+    return one_a_step([*own_steps.values(), *(step for step in other_steps if step is not None)])
+
+
+class BucketCatalog(RunCatalog):
+    """A run on an object store."""
+
+    absence = 'there is no run: no key begins with it'
+    incomplete_state = 'unfinished'
+    lease_directory = INDEX
+    may_arrive_late = True
+    # The files are removed one by one, and another writer may write some of the same names before its manifest.
+    is_deleted_whole = False
+
+    def exists(self) -> bool:
+        return self._storage.kind('') is not None
+
+    def bucket_listing(self) -> BucketListing | None:
+        return list_bucket(self._storage)
+
+    def listing(self) -> Listing:
+        return Listing(tuple(complete_steps(self._storage, _names(self._storage))))
+
+    def newest(self) -> ListedStep | None:
+        names = sorted(_names(self._storage), key=_number, reverse=True)
+        for _, same in itertools.groupby(names, _number):
+            steps = complete_steps(self._storage, [*same])
+            if steps:
+                return steps[-1]
+        return None
+
+    def with_other_name(self, step: int) -> ListedStep | None:
+        usual_names = step_dir(step), str(step)
+        names = [name for name in _names(self._storage) if _number(name) == step and name not in usual_names]
+        return next(iter(complete_steps(self._storage, names)), None)
+
+    def is_beside_manifest(self) -> bool:
+        # The steps are listed only if the file is the state file of TensorFlow, because a listing costs requests.
+        return is_tensorflow_state(self._storage.read_range(MANIFEST, 0, 64)) and self.newest() is not None
+
+    def directories(self) -> list[str]:
+        return [listed_step.directory for listed_step in self.listing().steps if listed_step.directory]
+
+    def sidecars(self, directory: str) -> list[str]:
+        return sidecars_in(self._storage, directory)
+
+    def leases(self) -> Leases:
+        return _leases(self._storage)
+
+    def write_lease_key(self, step: int, nonce: str) -> str:
+        return busy_key(step, nonce)
+
+    def waiting(self) -> set[int]:
+        return set()
+
+    def incomplete(self) -> list[str]:
+        # Interrupted saves leave files under the name of the step, so the files do not show whether it is complete.
+        return []
+
+    def entries(self, complete: Iterable[str]) -> list[Entry]:
+        names = {*complete, *(name for name in _names(self._storage) if parse_step_dir(name) is not None)}
+        return [Entry(name, True) for name in sorted(names)]
+
+    def files(self, entry: Entry) -> dict[str, Entry] | None:
+        return {PINNED: Entry(PINNED, False)} if self._storage.is_file(join(entry.name, PINNED)) else {}
+
+    def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
+        del name, files
+        return recorded
+
+
+def _number(name: str) -> int:
+    return parse_prefixed_step(name) or 0

@@ -60,8 +60,8 @@ def run_restore(request: RestoreRequest) -> Any:
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     leaves, data = summary
-    sent = requests_between(before, request.storage.requests())
-    _log.info('t5ckpt: restored %s: %s, in %.2f s%s%s', _source(planned.contents.located), leaves, seconds, data, sent)
+    data += request.sources() + requests_between(before, request.storage.requests())
+    _log.info('t5ckpt: restored %s: %s, in %.2f s%s', _source(planned.contents.located), leaves, seconds, data)
     return restored
 
 

@@ -73,6 +73,7 @@ class RestoreRequest:
       reading: the options of reads, such as memory maps.
       continues: whether the caller may train on, so that data without its position is worth a warning.
       note_read: called with the bytes of arrays that this process has read.
+      sources: returns what the log line of the restore says of the tiers that the arrays came from.
       note_step: called after the restore, with the step of the run; None for one from a ``path``.
       no_step: makes the error for a step that does not exist; None lists the steps of ``storage`` in it.
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
@@ -91,6 +92,7 @@ class RestoreRequest:
     notices: Notices
     continues: bool
     note_read: Callable[[int], None] = lambda _: None
+    sources: Callable[[], str] = lambda: ''
     note_step: Callable[[int | None], None] = lambda _: None
     no_step: Callable[[int], T5CkptError] | None = None
     local_part: LocalPart | None = None

@@ -55,8 +55,14 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
     choice = catalog.choose(request.call.step)
     step, counted = choice.step, BytesRead()
     call = dataclasses.replace(request.call, step=step)
-    from_run = dataclasses.replace(request, call=call, note_read=counted)
     fetched, is_local = 0, choice.is_local
+
+    def sources() -> str:
+        # The files that were fetched are read from the local directory, too.
+        local_bytes, run_bytes = (max(0, counted.nbytes - fetched), fetched) if is_local else (0, counted.nbytes)
+        return f'; {local_bytes} bytes of arrays from {catalog.local.url()}, {run_bytes} from {catalog.run.url()}'
+
+    from_run = dataclasses.replace(request, call=call, note_read=counted, sources=sources)
     catalog.begin_restore(step)
     if step is None or not is_local:
         with catalog.noting_damage(step, catalog.run):
@@ -74,17 +80,6 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
                     restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local:
                 _put_damaged_aside(catalog, step)
-    # The files that were fetched are read from the local directory, too.
-    local_bytes, run_bytes = (max(0, counted.nbytes - fetched), fetched) if is_local else (0, counted.nbytes)
-    urls = catalog.local.url(), catalog.run.url()
-    _log.info(
-        't5ckpt: restored step %s: %d bytes of arrays from %s, %d from %s',
-        step,
-        local_bytes,
-        urls[0],
-        run_bytes,
-        urls[1],
-    )
     if request.call.step is None and step is not None:
         for each, reason in sorted(catalog.unusable().items()):
             if each > step or (each == step and not choice.is_local):

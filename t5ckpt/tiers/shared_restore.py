@@ -34,7 +34,7 @@ from t5ckpt.storage import Storage, is_disk_error, means_damage
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.local_reads import LocalReads
 from t5ckpt.tiers.part import LocalParts, Part, parts_in, time_of_save
-from t5ckpt.tiers.provide import Provider, completed
+from t5ckpt.tiers.provide import Provided, Provider, completed
 from t5ckpt.tiers.restore import BytesRead
 from t5ckpt.tiers.shared_choice import (
     ACTION as CHOICE_ACTION,
@@ -148,12 +148,16 @@ class SharedRestore:
             )
         call = dataclasses.replace(request.call, step=request.call.step if found.step is None else found.step)
         read, at = BytesRead(), self._coordinator.round('a restore')
-        restored = run_restore(dataclasses.replace(request, call=call, round=at, note_read=read))
-        _log.info(
-            't5ckpt: restored step %s: 0 bytes of arrays from %s, 0 from other processes, %d from %s',
-            found.step, self._local.url(), read.nbytes, self._run.url(),
-        )  # fmt: skip
-        return restored
+        of_run = dataclasses.replace(
+            request, call=call, round=at, note_read=read, sources=lambda: self._sources(Provided(run=read.nbytes))
+        )
+        return run_restore(of_run)
+
+    def _sources(self, nbytes: Provided) -> str:
+        return (
+            f'; {nbytes.own} bytes of arrays from {self._local.url()}, {nbytes.peers} from other processes, {nbytes.run} from '
+            f'{self._run.url()}'
+        )
 
     def _of_disks(
         self, request: RestoreRequest, found: SharedChoice, step: int, part: Part | None, *, last: bool
@@ -169,7 +173,12 @@ class SharedRestore:
         call = dataclasses.replace(request.call, step=step)
         local_part = LocalPart(part.located, part.manifest, part.sidecar, provider)
         of_part = dataclasses.replace(
-            request, call=call, storage=self._local, local_part=local_part, round=self._coordinator.round('a restore')
+            request,
+            call=call,
+            storage=self._local,
+            local_part=local_part,
+            round=self._coordinator.round('a restore'),
+            sources=lambda: self._sources(provider.provided),
         )
         try:
             restored = run_restore(of_part)
@@ -180,11 +189,6 @@ class SharedRestore:
             if self._choose_again(error, provider, last=last):
                 return None
             raise
-        nbytes = provider.provided
-        _log.info(
-            't5ckpt: restored step %s: %d bytes of arrays from %s, %d from other processes, %d from %s',
-            found.step, nbytes.own, self._local.url(), nbytes.peers, nbytes.run, self._run.url(),
-        )  # fmt: skip
         return (restored,)
 
     def _choose_again(self, error: Exception, provider: Provider, *, last: bool) -> bool:

@@ -192,7 +192,8 @@ def test_one_process_continues_from_a_disk_with_all_chunks(four, place, caplog):
 
     restored_alone(2)
     size = 2048 * 1024 * 4
-    assert f'restored step 2: {size} bytes of arrays from {place.disks[1]}, 0 from' in caplog.text
+    assert f'restored step 2 from {place.disks[1]}/checkpoint_2: ' in caplog.text
+    assert f'; {size} bytes of arrays from {place.disks[1]}, 0 from' in caplog.text
     assert place.steps_on(1) == ['checkpoint_1', 'checkpoint_2']
     # A damaged chunk comes from the bucket, which has step 1.
     chunk = min((place.disks[2] / 'checkpoint_1/target.everywhere').glob('[0-9]*'))

@@ -7,6 +7,7 @@ import errno
 import logging
 import pathlib
 import pickle
+import re
 import threading
 import time
 
@@ -236,7 +237,7 @@ def tiers_restore(step=None, seed=None, iterator=True):
     finally:
         logging.getLogger('t5ckpt').removeHandler(handler)
     (line,) = [line for line in handler.lines if 'bytes of arrays from' in line]
-    at = int(line.split('restored step ')[1].split(':')[0].split(' ')[0])
+    at = int(line.split('restored step ')[1].split(' ')[0])
     for name in _held['leaves']:
         size, dtype, _ = scenarios.LEAVES[name]
         group, leaf = name.split('/')
@@ -248,10 +249,9 @@ def tiers_restore(step=None, seed=None, iterator=True):
         for line in handler.lines
         if any(words in line for words in ('not restored', 'not taken', 'was to be uploaded'))
     ]
-    numbers = (
-        [int(word) for word in line.split(':', 1)[1].replace(',', ' ').split() if word.isdigit()] if ':' in line else []
-    )
-    return {'step': at, 'position': _held['positions'].at, 'bytes': numbers, 'line': line, 'why': why}
+    numbers = re.search(r'; (\d+) bytes of arrays from .*, (\d+) from other processes, (\d+) from ', line).groups()
+    position = _held['positions'].at
+    return {'step': at, 'position': position, 'bytes': [*map(int, numbers)], 'line': line, 'why': why}
 
 
 def tiers_prefetch(action='restore'):

@@ -54,7 +54,7 @@ def lines(caplog, text):
 
 def restored_bytes(caplog):
     (line,) = lines(caplog, 'bytes of arrays from')
-    return [int(found) for found in re.findall(r': ([0-9]+) bytes of arrays from .*, ([0-9]+) from', line)[0]]
+    return [int(found) for found in re.findall(r'; ([0-9]+) bytes of arrays from .*, ([0-9]+) from', line)[0]]
 
 
 @pytest.mark.parametrize('what', ['chunk', 'position', 'metadata'])

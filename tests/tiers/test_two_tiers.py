@@ -458,7 +458,8 @@ def test_the_newest_step_of_either_tier_is_restored(run_dir, local, caplog):
     t5ckpt.Checkpointer(state(0), None, run_dir).save(state(5))
     with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([6])) as ck:
         same(ck.restore(), 5)
-        assert said(caplog, 'restored step 5: 0 bytes of arrays from')
+        assert said(caplog, f'restored step 5 from {run_dir}/checkpoint_5: ')
+        assert said(caplog, '; 0 bytes of arrays from')
         ck.save(state(6))
         ck.save(state(7))
         ck.save(state(8))
@@ -469,9 +470,9 @@ def test_the_newest_step_of_either_tier_is_restored(run_dir, local, caplog):
         same(ck.restore(), 8)
         same(ck.restore(6), 6)
         same(ck.restore(7), 7)
-    assert said(
-        caplog, f'restored step 8: {state(8)["w"].nbytes + state(8)["v"].nbytes} bytes of arrays from {local}, 0 from'
-    )
+    nbytes = state(8)['w'].nbytes + state(8)['v'].nbytes
+    (line,) = [line for line in caplog.messages if line.startswith('t5ckpt: restored step 8 ')]
+    assert f'; {nbytes} bytes of arrays from {local}, 0 from {run_dir}' in line
 
 
 def test_a_restart_reads_nothing_of_the_bucket_but_its_index(gs, local):

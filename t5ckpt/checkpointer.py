@@ -510,7 +510,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
 
-        Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete``, ``prefetch`` and
+        Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete`` and
         ``wait_until_persisted``. ``restore`` still works, except with ``local_dir`` in a job of several processes.
         """
         self._is_closed = True
@@ -605,15 +605,6 @@ class Checkpointer:
 
     def _note_step(self, step: int | None) -> None:
         self.restored_step = step
-
-    def prefetch(self) -> None:
-        """Starts to fetch the newest step in the background, for a later :meth:`restore`; needs no state.
-
-        A local step is read into memory, and one of ``checkpoints_dir`` is copied to ``local_dir``: of several processes, each
-        copies the chunks that its template needs. All processes of the job call it.
-        """
-        call = RestoreCall(resize=Resize(None), strict=strictness(None, is_t5x=self._is_t5x))
-        self._tiers.prefetch(functools.partial(self._restore_request, call))
 
     def restore_leaves(
         self,

@@ -213,7 +213,7 @@ class SaveFailedError(T5CkptError, RuntimeError):
 
 
 class ClosedError(T5CkptError, ValueError):
-    """A save with a checkpointer that was closed; with ``local_dir`` also a deletion, a prefetch or a wait for uploads."""
+    """A save with a checkpointer that was closed; with ``local_dir`` also a deletion or a wait for uploads."""
 
 
 class ReadOnlyError(T5CkptError, ValueError):

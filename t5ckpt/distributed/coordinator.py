@@ -48,16 +48,6 @@ class Coordinator:
         processes = self.processes_of_job()
         return Channel(processes, processes.next_channel(), self._timeout)
 
-    def apart(self) -> Coordinator:
-        """Returns a coordinator with a channel of its own, for rounds in another thread; all processes call it at the same point.
-
-        Raises:
-          UnsupportedTopologyError: as for :meth:`round`.
-        """
-        other = Coordinator(self._storage, self._processes, self._timeout)
-        other._channel = other._checked_channel()
-        return other
-
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round of all processes.
 

@@ -79,15 +79,6 @@ class _Planned:
     fallback: LeafTable
 
 
-def files_to_read(request: RestoreRequest, contents: Contents) -> list[str]:
-    """The chunk files of a checkpoint that a restore reads in this process.
-
-    Raises:
-      TreeMismatchError: the checkpoint does not fit the template.
-    """
-    return _chunk_files(request, _plan(request, contents).plan)
-
-
 def _planned(request: RestoreRequest) -> _Planned:
     if request.call.lazy and getattr(request.partitioner, 'params_on_devices', False):
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import Channel, Phase
+from t5ckpt.distributed.rounds import Phase
 from t5ckpt.tiers.coverage import interrupted_uploads
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.lost_files import LostFiles, find_lost_files
@@ -32,14 +32,11 @@ class Join:
         self._uploads = uploads
         self._clock = clock
 
-    def run(
-        self, coordinator: Coordinator, new_channel: Callable[[], Channel], open_directory: Callable[[], None]
-    ) -> LocalParts | None:
+    def run(self, coordinator: Coordinator, open_directory: Callable[[], None]) -> LocalParts | None:
         """Agrees with the other processes, and begins the uploads; every process calls it.
 
         Args:
-          coordinator: for the rounds.
-          new_channel: returns the channel for the orders about uploads.
+          coordinator: for the rounds, and the channel of the orders about uploads.
           open_directory: locks and checks the local directory; an error is raised in all processes.
 
         Returns:
@@ -65,16 +62,14 @@ class Join:
         if decided['put_back']:
             with at.together(Phase.COMMIT):
                 put_back_saves(storage, dict(decided['put_back']), dict(saves), self._clock)
-            return self.run(coordinator, new_channel, open_directory)
+            return self.run(coordinator, open_directory)
         if decided['is_new']:
             with at.together(Phase.COMMIT):
                 self._dir.adopt(decided['id'], is_shared=decided['is_shared'])
-        self._begin_uploads(coordinator, new_channel, decided)
+        self._begin_uploads(coordinator, decided)
         return None if decided['incomplete'] else local
 
-    def _begin_uploads(
-        self, coordinator: Coordinator, new_channel: Callable[[], Channel], decided: dict[str, Any]
-    ) -> None:
+    def _begin_uploads(self, coordinator: Coordinator, decided: dict[str, Any]) -> None:
         """Begins the uploads, after the files of a lost disk have been found on the others."""
         waiting, dropped, lost = decided['waiting'], decided['dropped'], None
         for step, save, index, sender in decided['incomplete']:
@@ -85,7 +80,7 @@ class Join:
                 dropped.append([step, f'files that process {index} of the save was to upload are on no disk'])
             else:
                 waiting.append(step)
-        channel = new_channel()
+        channel = coordinator.new_channel()
         orders = Orders(channel.processes, channel.prefix, lost or LostFiles())
         self._uploads.join(orders, waiting, dropped, decided['overwriting'])
 

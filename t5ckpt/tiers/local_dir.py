@@ -95,7 +95,7 @@ class LocalDir:
     """The local directory of one checkpointer.
 
     Attributes:
-      guard: held while the directory is opened or gets its record, which a prefetch does in its thread.
+      guard: held while the directory is opened or gets its record.
       lock: of the directory.
     """
 

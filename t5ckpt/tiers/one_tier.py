@@ -11,7 +11,6 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
-from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import NoEffectWarning, T5CkptError
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
@@ -128,10 +127,6 @@ class StepTiers(ABC):
         """Restores a step from the tier that has it; see ``run_restore``."""
 
     @abstractmethod
-    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:
-        """Begins to fetch the newest step in the background, for the restore that ``make_request`` describes."""
-
-    @abstractmethod
     def delete(self, step: int) -> None:
         """Deletes a step from all tiers, and ends its upload; see :func:`delete_step`."""
 
@@ -186,10 +181,6 @@ class OneTier(StepTiers):
 
     def restore(self, request: RestoreRequest) -> Any:
         return run_restore(request)
-
-    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:  # noqa: ARG002
-        text = 'prefetch has no effect without local_dir. Pass local_dir= to the constructor, or leave it out.'
-        self._notices.warn('prefetch', NoEffectWarning(text))
 
     def delete(self, step: int) -> None:
         delete_step(self.local, step, self._clock)

@@ -13,7 +13,6 @@ from t5ckpt.commit.deletion import check_deletable, delete_step, rename_damaged
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import Channel, CoordinationRound
 from t5ckpt.errors import CheckpointNotFoundError, ClosedError, T5CkptError, UnsupportedTopologyError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.restore.execute import run_restore
@@ -26,9 +25,7 @@ from t5ckpt.tiers.join import Join
 from t5ckpt.tiers.local_dir import LocalDir, open_local
 from t5ckpt.tiers.one_tier import StepTiers
 from t5ckpt.tiers.part import LocalParts, is_incomplete
-from t5ckpt.tiers.prefetch import Prefetch, fetch_alone
 from t5ckpt.tiers.restore import restore_from_tiers
-from t5ckpt.tiers.shared_prefetch import fetch_together
 from t5ckpt.tiers.shared_restore import SharedRestore
 from t5ckpt.tiers.uploads import Uploads
 
@@ -68,7 +65,6 @@ class Tiers(StepTiers):
         )
         self._uploads = Uploads(options, self._dir, self._catalog)
         self._join_once = Join(self._dir, self._uploads, clock)
-        self._prefetch: Prefetch | None = None
         self._has_joined = self._is_closed = False
 
     @property
@@ -88,12 +84,8 @@ class Tiers(StepTiers):
                 self._uploads.resume()
             return True
 
-    def _join(self, coordinator: Coordinator, channel: Channel | None = None) -> LocalParts | None:
+    def _join(self) -> LocalParts | None:
         """Agrees on the run's id with the other processes, and begins the uploads; the first call does, in all processes.
-
-        Args:
-          coordinator: for the rounds.
-          channel: for the orders about uploads; None makes one.
 
         Returns:
           The parts in the local directory; None if they were not read, or have changed since.
@@ -104,7 +96,7 @@ class Tiers(StepTiers):
         """
         if self._has_joined:
             return None
-        local = self._join_once.run(coordinator, lambda: channel or self._coordinator.new_channel(), self._open_in_job)
+        local = self._join_once.run(self._coordinator, self._open_in_job)
         self._has_joined = True
         return local
 
@@ -124,8 +116,7 @@ class Tiers(StepTiers):
             self._open(create=True)
             self._dir.check_id_before_save()
         else:
-            self._end_prefetch()
-            self._join(self._coordinator)
+            self._join()
             self._dir.open(create=True)
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
@@ -158,56 +149,25 @@ class Tiers(StepTiers):
 
     def wait_until_persisted(self, step: int | None) -> None:
         self._check_not_closed('wait_until_persisted')
-        if not self._is_single:
-            self._end_prefetch()
         self._open()
         self._uploads.wait(step)
 
     def restore(self, request: RestoreRequest) -> Any:
         if request.call.path is not None:
             return run_restore(request)
-        self._end_prefetch()
         request = dataclasses.replace(request, no_step=self._catalog.no_step)
         if not self._is_single:
             # It would write to the local directory.
             self._check_not_closed('restore')
-            local = self._join(self._coordinator)
+            local = self._join()
             shared = SharedRestore(self._catalog, self._coordinator, self._uploads.drop, local)
             return shared.restore(request)
         return restore_from_tiers(self._catalog, request)
 
-    def prefetch(self, make_request: Callable[[CoordinationRound], RestoreRequest]) -> None:
-        self._check_not_closed('prefetch')
-        if self._prefetch is not None:
-            return
-        if self._is_single:
-            self._prefetch = Prefetch(functools.partial(fetch_alone, self._catalog, self._begin_fetch))
-            return
-        # Channels are numbered in the order of their begin, so both begin in this thread.
-        coordinator, channel = self._coordinator.apart(), self._coordinator.new_channel()
-        request = make_request(coordinator.round('a prefetch'))
-
-        def fetch(check: Callable[[], None]) -> None:
-            local = self._join(coordinator, channel)
-            restore = SharedRestore(self._catalog, coordinator, self._uploads.drop, local)
-            fetch_together(self._catalog, coordinator, restore, request, check)
-
-        self._prefetch = Prefetch(fetch)
-
-    def _end_prefetch(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.wait()
-
-    def _begin_fetch(self) -> None:
-        """As :meth:`begin_save`, also with a record, for a step that comes from the run's storage."""
-        self.begin_save()
-        self._dir.ensure_record()
-
     def begin_deletion(self) -> None:
         self._check_not_closed('delete')
         if not self._is_single:
-            self._end_prefetch()
-            self._join(self._coordinator)
+            self._join()
 
     def deletion_vote(self, step: int) -> tuple[str, bool]:
         try:
@@ -225,17 +185,9 @@ class Tiers(StepTiers):
 
     def delete(self, step: int) -> None:
         self._check_not_closed('delete')
-        if self._is_single:
-            self._stop_prefetch()
-        self._end_prefetch()
         self._open()
         with self._uploads.without(step):
             self._catalog.delete(step)
-
-    def _stop_prefetch(self) -> None:
-        """Ends a prefetch; it could otherwise commit a step that is being deleted."""
-        if self._prefetch is not None:
-            self._prefetch.stop()
 
     def _check_not_closed(self, call: str) -> None:
         """Raises ClosedError after :meth:`close`, which has released the lock of the local directory."""
@@ -248,7 +200,6 @@ class Tiers(StepTiers):
     def close(self) -> None:
         self._is_closed = True
         try:
-            self._stop_prefetch()
             self._uploads.close()
         finally:
             self.retention.wait()

@@ -95,16 +95,6 @@ def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):
     job.run('tiers', url, leaves, options, each=[f'{disk}-new' for disk in disks])
     assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 4
     job.run('tiers_close')
-    # A prefetch fetches what each process reads, once, and leaves nothing to the restore.
-    job.run('tiers', url, leaves, options, each=[f'{disk}-newer' for disk in disks])
-    bucket.proxy.clear()
-    answers = job.run('tiers_prefetch')
-    assert [(answer['step'], answer['bytes'][1:], answer['ended']) for answer in answers] == [(2, [0, 0], [])] * 4
-    reads = [
-        request.key for request in bucket.proxy.clear() if request.kind == 'read' and '/target.both/' in request.key
-    ]
-    assert len(reads) == len(set(reads)) == 8
-    job.run('tiers_close')
 
 
 @pytest.mark.parametrize('lost', [0, 1])

@@ -254,32 +254,6 @@ def tiers_restore(step=None, seed=None, iterator=True):
     return {'step': at, 'position': position, 'bytes': [*map(int, numbers)], 'line': line, 'why': why}
 
 
-def tiers_prefetch(action='restore'):
-    """Prefetches while the program runs collectives, and restores; or at once restores, saves a step, or closes.
-
-    Returns what was fetched.
-    """
-    handler, ck = _Lines(), _held['ck']
-    logging.getLogger('t5ckpt').addHandler(handler)
-    try:
-        ck.prefetch()
-        total = jax.jit(lambda array: jnp.sum(array + 1.0))
-        array = scenarios.sharded(np.ones((64, 4096), np.float32), ('data', 'model'))
-        for _ in range(30 if action == 'restore' else 0):
-            assert float(total(array)) == 2 * 64 * 4096
-            ck.latest_step()
-        if action in ('restore', 'restore at once'):
-            answer = tiers_restore()
-        elif action == 'close':
-            answer = {'step': tiers_close()}
-        else:
-            answer = {'step': tiers_save(action)}
-    finally:
-        logging.getLogger('t5ckpt').removeHandler(handler)
-    fetched = [line.partition(':')[2] for line in handler.lines if 'fetched step' in line]
-    return answer | {'fetched': fetched, 'ended': [line for line in handler.lines if 'prefetch ended' in line]}
-
-
 def tiers_exchange():
     """Restores lazily, so that the files are exchanged and no array is read; the most memory that this took, in bytes."""
     before = _resident(resets=True)

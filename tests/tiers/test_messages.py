@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -108,16 +107,6 @@ def test_an_upload_that_a_newer_step_replaces_is_skipped(gs, local, caplog):
     run = save_while_the_bucket_is_away(gs, local, (2, 3, 4))
     assert lines(caplog, f'skipping the upload of step 3 to {run}: step 4 is newer')
     assert not lines(caplog, 'is not uploaded to')
-
-
-def test_a_prefetch_names_its_source(run_dir, local, caplog):
-    with checkpointer(run_dir, local) as ck:
-        ck.save(state(1))
-    shutil.rmtree(local)
-    with checkpointer(run_dir, local) as ck:
-        ck.prefetch()
-        ck.restore()
-    assert lines(caplog, f'fetched step 1 from {run_dir} to {local}')
 
 
 @pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])

@@ -1,10 +1,8 @@
 """Saves to a local directory, with uploads behind: what is where, what waits, and what a restore takes."""
 
-import ctypes
 import json
 import logging
 import math
-import mmap
 import os
 import pathlib
 import re
@@ -619,56 +617,6 @@ def test_a_bucket_that_is_away_leaves_the_local_steps(gs, local, caplog):
         t5ckpt.restore_or_init(ck, lambda: state(0))
 
 
-@pytest.mark.parametrize('lost', [False, True])
-def test_prefetching(run_dir, local, caplog, lost):
-    with checkpointer(run_dir, local) as ck:
-        ck.save(state(1))
-    if lost:
-        shutil.rmtree(local)
-    with checkpointer(run_dir, local) as ck:
-        ck.prefetch()
-        same(ck.restore(), 1)
-        ck.prefetch()
-    assert said(caplog, f'bytes of arrays from {local}, 0 from')
-    assert bool(said(caplog, 'fetched step 1')) == lost
-
-
-def in_memory(file):
-    """The share of a file's pages that are in the page cache, by mincore."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    size = file.stat().st_size
-    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
-    with file.open('rb') as opened:
-        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, opened.fileno(), 0)
-    try:
-        assert library.mincore(address, size, pages) == 0
-    finally:
-        library.munmap(address, size)
-    return sum(page & 1 for page in pages) / len(pages)
-
-
-@pytest.mark.skipif(not hasattr(os, 'posix_fadvise'), reason='the system has no posix_fadvise')
-def test_prefetching_reads_a_local_step_into_the_page_cache(run_dir, local):
-    with checkpointer(run_dir, local) as ck:
-        ck.save(state(1))
-    files = [file for file in (local / 'checkpoint_1').rglob('*') if file.is_file()]
-    for file in files:
-        with file.open('rb') as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if in_memory(chunk(local, 1)):
-        pytest.skip('this file system keeps its files in memory')
-    with checkpointer(run_dir, local) as ck:
-        ck.prefetch()
-        deadline = time.monotonic() + 30
-        while min(map(in_memory, files)) < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
 class SlowLock(FaultyStorage):
     """A disk that takes a while for its lock."""
 
@@ -676,17 +624,6 @@ class SlowLock(FaultyStorage):
         super().before_operation(name, key)
         if name == 'try_lock':
             time.sleep(0.2)
-
-
-def test_a_program_goes_on_during_a_prefetch(run_dir, tmp_path):
-    """Both open the local directory, and give it a record."""
-    t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
-    for number, action in enumerate([lambda ck: ck.latest_step(), lambda ck: ck.save(state(2)), lambda ck: ck.close()]):
-        with checkpointer(run_dir, SlowLock(open_storage(tmp_path / f'{number}'))) as ck:
-            ck.prefetch()
-            action(ck)
-            same(ck.restore(1), 1)
-        assert not [each for each in threading.enumerate() if each.name == 't5ckpt-prefetch']
 
 
 class SlowCommit(FaultyStorage):
@@ -700,20 +637,6 @@ class SlowCommit(FaultyStorage):
         self.is_committing.set()
         time.sleep(0.3)
         super().publish(source, target)
-
-
-def test_a_step_that_is_deleted_during_its_prefetch_stays_deleted(run_dir, tmp_path):
-    with checkpointer(run_dir, tmp_path / 'one') as ck:
-        ck.save(state(1))
-        ck.save(state(2))
-    slow = SlowCommit(open_storage(tmp_path / 'two'))
-    with checkpointer(run_dir, slow) as ck:
-        ck.prefetch()
-        assert slow.is_committing.wait(30)
-        ck.delete(2)
-        time.sleep(0.5)
-        assert ck.all_steps() == [1]
-        same(ck.restore(), 1)
 
 
 def test_metrics_and_deletions_know_both_tiers(run_dir, local):
@@ -910,12 +833,6 @@ print(json.dumps([modules, threads, lines]))
     words = ('tier', 'local_dir', 'local director', 'upload', 'persist')
     assert not [line for line in lines if any(word in line.replace(str(run_dir), '') for word in words)]
     assert [each.name for each in run_dir.iterdir()] == ['checkpoint_4']
-
-
-def test_prefetching_without_a_local_directory_says_so(run_dir):
-    ck = t5ckpt.Checkpointer(state(0), None, run_dir)
-    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='prefetch has no effect without local_dir'):
-        ck.prefetch()
 
 
 def test_waiting_for_uploads_without_a_local_directory_says_so_once(run_dir):

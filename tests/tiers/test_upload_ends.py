@@ -172,7 +172,7 @@ def test_after_close_nothing_waits_and_nothing_is_deleted(remote, local):
     ck.close()
     remote.is_away = False
     with checkpointer(remote, local) as new:
-        for call in (ck.wait_until_persisted, lambda: ck.delete(2), ck.prefetch):
+        for call in (ck.wait_until_persisted, lambda: ck.delete(2)):
             with pytest.raises(ClosedError, match='is closed'):
                 call()
         assert ck.all_steps() == [1, 2]

@@ -58,6 +58,7 @@ _MARKS = (
     (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
     # A group of zarr v3 that has arrays opens.
     (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
+    (r'attributes\.json', 'N5 arrays, which TensorStore and zarr-python convert to zarr'),
     (r'\.zgroup', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
 # The same for the directory of a step: the files that it contains, a description, and how to read it.
@@ -109,13 +110,24 @@ _FILES = (
         'a pickle, which can run any code and is not read',
         'load it as the init_fn of restore_or_init (docs/migration.md)',
     ),
-    ('.zip', 'a zip archive', 'unpack it, and pass the directory'),
+    (
+        ('.zip', '.tar', '.gz', '.tgz', '.bz2', '.xz', '.zst'),
+        'an archive or compressed',
+        'unpack it, and pass the result',
+    ),
     (
         ('.bin', '.pt', '.pth'),
         'a PyTorch file, which needs pickle and is not read',
         'load it with PyTorch and save safetensors',
     ),
 )
+# The first bytes of some of these files, and their usual name.
+_BEGINNINGS = {
+    rb'\x89HDF': '.h5',
+    rb'\x80[\x04\x05]\x95': '.pkl',
+    rb'PK\x03\x04.{,200}data\.pkl': '.pt',
+    rb'PK\x03\x04|\x1f\x8b|\x28\xb5\x2f\xfd': '.zip',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,6 +389,12 @@ def _damaged_steps(storage: Storage) -> list[int]:
 def foreign_file(name: str) -> str | None:
     """Describes a file of another program by its name, with a cure, to end a sentence; None for a possible manifest."""
     return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
+
+
+def foreign_bytes(data: bytes) -> str | None:
+    """As :func:`foreign_file`, by the first bytes of the file."""
+    names = (name for beginning, name in _BEGINNINGS.items() if re.match(beginning, data, re.DOTALL))
+    return next(map(foreign_file, names), None)
 
 
 def not_a_run(storage: Storage) -> T5CkptError:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.layouts import is_levanter
-from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.locate import Located, foreign_bytes
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -153,7 +153,8 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         if name == MANIFEST or name.endswith('.msgpack') or parse_step_dir(name) is not None:
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
-        raise UnsupportedFormatError(f'{located.url} is not a checkpoint. Check the path.') from error
+        what = foreign_bytes(raw.manifest) or 'not a checkpoint. Check the path'
+        raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:
         return Contents(located, orbax.manifest, orbax.sidecar, None, raw.versions)

@@ -1,9 +1,12 @@
 """Arrays and trees of other writers of zarr: each is read to the bit, or refused as unsupported, which is not damage."""
 
+import gzip
 import itertools
 import json
 import pathlib
+import pickle
 import shutil
+import zipfile
 from typing import Any
 
 import jax
@@ -385,6 +388,7 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
         'model.keras': r'Keras.*load_model.*init_fn',
         'params.pkl': r'pickle.*init_fn',
         'tree.zip': 'unpack it',
+        'run.tar.gz': 'an archive or compressed.*unpack it',
     }
     for name, found in named.items():
         (tmp_path / name).write_bytes(b'PK')
@@ -394,3 +398,24 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
             (tmp_path / name).unlink()
     with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='files of Equinox'):
         t5ckpt.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('write', 'named'),
+    [
+        (lambda path: path.write_bytes(pickle.dumps({'w': np.ones(3)})), r'pickle, which can run any code.*init_fn'),
+        (lambda path: path.write_bytes(gzip.compress(b'\x81\xa1w\x01')), 'compressed.*unpack it'),
+        (lambda path: zipfile.ZipFile(path, 'w').writestr('model/data.pkl', b''), 'PyTorch file.*save safetensors'),
+    ],
+)
+def test_files_without_their_usual_name_are_named_by_their_first_bytes(tmp_path, write, named):
+    write(tmp_path / 'model.ckpt')
+    with pytest.raises(UnsupportedFormatError, match=named):
+        t5ckpt.open_checkpoint(tmp_path / 'model.ckpt')
+
+
+def test_a_directory_of_n5_is_named(tmp_path):
+    spec = {'driver': 'n5', 'kvstore': {'driver': 'file', 'path': str(tmp_path / 'a.n5')}}
+    ts.open(spec, create=True, dtype=ts.float32, shape=[10]).result().write(1).result()
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='N5 arrays, which TensorStore'):
+        t5ckpt.open_checkpoint(tmp_path / 'a.n5')

@@ -44,7 +44,9 @@ def find(bug, root):
     plant(bug, root)
     total = 0
     for scenario in bug['scenarios']:
-        found = simulate([scenario], range(SCHEDULES), workers=1, path=root)
+        # A rare one names the seed before it.
+        first = bug.get('first', 0)
+        found = simulate([scenario], range(first, first + SCHEDULES), workers=1, path=root)
         if found.failures:
             return found.failures[0], total + found.failures[0].schedules
         total += found.schedules

@@ -110,6 +110,7 @@ _FILES = (
         'a pickle, which can run any code and is not read',
         'load it as the init_fn of restore_or_init (docs/migration.md)',
     ),
+    ('.lfs', 'a pointer of Git LFS', 'fetch the file itself with git lfs pull'),
     (
         ('.zip', '.tar', '.gz', '.tgz', '.bz2', '.xz', '.zst'),
         'an archive or compressed',
@@ -123,6 +124,7 @@ _FILES = (
 )
 # The first bytes of some of these files, and their usual name.
 _BEGINNINGS = {
+    rb'version https://git-lfs': '.lfs',
     rb'\x89HDF': '.h5',
     rb'\x80[\x04\x05]\x95': '.pkl',
     rb'PK\x03\x04.{,200}data\.pkl': '.pt',

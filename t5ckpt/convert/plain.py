@@ -32,6 +32,7 @@ from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWri
 from t5ckpt.convert.source_arrays import Source, boxes_of, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import leaf_name, path_of
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import cast
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
@@ -227,7 +228,12 @@ def import_npz(
     with contextlib.ExitStack() as opened:
         with npz_errors(path):
             archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_source(path))))
-        headers = npz_arrays(archive, path)
+        headers, unread = npz_arrays(archive, path)
+        if unread:
+            raise UnsupportedFormatError(
+                f'{path}: a checkpoint cannot hold the dtypes of {some_of([f"{name} ({unread[name]})" for name in unread], 5)}. '
+                'Save the file without them.'
+            )
         arrays = {array.member: (array.name, _npy(archive, array, path)) for array in headers}
         return _import(path, checkpoints_dir, options, arrays, [path])
 

@@ -97,9 +97,10 @@ def header_bytes(first: bytes, size: int, where: str) -> int:
         raise CorruptCheckpointError(f'{where} has {size} bytes, too few for a safetensors file. Copy it again.')
     length = int.from_bytes(first[:8], 'little')
     if length > min(MAX_HEADER, size - 8):
+        cure = 'It is a pointer of Git LFS: run git lfs pull.' if first.startswith(b'version ') else 'Copy it again.'
         raise CorruptCheckpointError(
             f'{where}: a header of {length} bytes in a file of {size} bytes: the file is truncated, or not a safetensors file. '
-            'Copy it again.'
+            f'{cure}'
         )
     return length
 

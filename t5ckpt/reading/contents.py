@@ -144,6 +144,9 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out, unread=orbax.unread)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
+    what = foreign_bytes(raw.manifest)
+    if raw.manifest.startswith(b'version') and what is not None:
+        raise UnsupportedFormatError(f'{located.url} is {what}.')
     sidecar, recorded = _recorded(located, raw)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     try:
@@ -153,7 +156,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         if name == MANIFEST or name.endswith('.msgpack') or parse_step_dir(name) is not None:
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
-        what = foreign_bytes(raw.manifest) or 'not a checkpoint. Check the path'
+        what = what or 'not a checkpoint. Check the path'
         raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:

@@ -3,7 +3,7 @@
 The format: numpy.org/doc/stable/reference/generated/numpy.lib.format.html, and APPNOTE.TXT of PKWARE, 4.3.7, for the archive.
 
 npz has no bfloat16, float8 and int4. t5ckpt writes such an array as its bits, with the dtype at the end of its name,
-``target/w::bfloat16``.
+``target/w::bfloat16``. numpy.savez writes bfloat16 as opaque values of two bytes, which no other dtype of JAX has.
 """
 
 from __future__ import annotations
@@ -69,35 +69,46 @@ class NpzArray:
     obstacle: str
 
 
-def npz_arrays(archive: zipfile.ZipFile, where: str) -> list[NpzArray]:
-    """The arrays of an archive; reads their headers only.
+def npz_arrays(archive: zipfile.ZipFile, where: str) -> tuple[list[NpzArray], dict[str, str]]:
+    """The arrays of an archive, and the dtypes by name of those that a checkpoint cannot hold; reads the headers only.
 
     Raises:
       CorruptCheckpointError: a header does not decode, or does not match the size of its file.
-      UnsupportedFormatError: an array of Python objects or records, a compression method that NumPy does not use, or two
-        arrays of one name.
+      UnsupportedFormatError: a compression method that NumPy does not use, or two arrays of one name.
     """
     twice = [member for member, count in collections.Counter(archive.namelist()).items() if count > 1]
     if twice:
         raise UnsupportedFormatError(
             f'{where} has several arrays of the name {twice[0]}. Save it again with one of them.'
         )
-    return [_array(archive, member, f'{where}: {member}') for member in archive.namelist()]
+    arrays: list[NpzArray] = []
+    unread: dict[str, str] = {}
+    for member in archive.namelist():
+        array = _array(archive, member, f'{where}: {member}')
+        if isinstance(array, NpzArray):
+            arrays.append(array)
+        else:
+            unread[member.removesuffix('.npy')] = str(array)
+    return arrays, unread
 
 
-def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray:
+def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray | np.dtype:
+    """An array, or its dtype if a checkpoint cannot hold it."""
     with npz_errors(where), archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
         header = file.tell()
-    if dtype.hasobject or dtype.names is not None:
-        raise UnsupportedFormatError(f'{where} has the dtype {dtype}, which a checkpoint cannot hold. Leave it out.')
+    stored = native_dtype(dtype)
+    native = np.dtype('bfloat16') if stored == np.dtype('V2') and dtype.names is None else stored
+    try:
+        dtype_from_name(native.name)
+    except KeyError:
+        return dtype
     info = archive.getinfo(member)
     _check_size(info, header, math.prod(shape) * dtype.itemsize, where)
     whole = member.removesuffix('.npy')
     name, _, bits = whole.rpartition('::')
-    native = native_dtype(dtype)
     extended = extended_dtype(bits, native)
     obstacles = {
         'compressed': info.compress_type != zipfile.ZIP_STORED,
@@ -106,8 +117,8 @@ def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray:
     }
     obstacle = next((text for text, applies in obstacles.items() if applies), '')
     if extended is None:
-        return NpzArray(member, whole, native, native, shape, header, obstacle)
-    return NpzArray(member, name, extended, native, shape, header, obstacle)
+        return NpzArray(member, whole, native, stored, shape, header, obstacle)
+    return NpzArray(member, name, extended, stored, shape, header, obstacle)
 
 
 def stored_range(file: BinaryIO, archive: zipfile.ZipFile, array: NpzArray) -> int:

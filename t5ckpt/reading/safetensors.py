@@ -60,7 +60,7 @@ def read_headers(
 ) -> tuple[dict[str, tuple[Header, int]], dict[str, Any]]:
     """The header and the size of a file, or of each file that an index names.
 
-    A tensor is in one of the headers. Logs the tensors that are left out, since NumPy lacks their dtype.
+    A tensor is in one of the headers. Logs the tensors that are left out because of their dtype.
 
     Returns:
       The headers by file, and the ``Storage.version`` of each file from before it was read.
@@ -91,7 +91,7 @@ def read_headers(
     unread = {tensor: dtype for found, _ in files.values() for tensor, dtype in found.unread.items()}
     if unread:
         text = some_of([f'{tensor} ({dtype})' for tensor, dtype in unread.items()], 5)
-        text = f'{where}: NumPy lacks the dtypes of these tensors, which are left out: {text}'
+        text = f'{where}: a checkpoint cannot hold the dtypes of these tensors, which are left out: {text}'
         if not any(found.tensors for found, _ in files.values()):
             raise UnsupportedFormatError(f'{text}. There is no other tensor: save them in another dtype.')
         _log.warning('t5ckpt: %s', printable(text))
@@ -199,9 +199,9 @@ class _Local:
     def npz(self, file: str, where: str) -> tuple[Header, int]:
         """The arrays of an npz file as a header, and the file's size."""
         with self._opened(file, where) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
-            return Header(
-                tuple(_npz_entry(opened, archive, array, where) for array in npz_arrays(archive, where))
-            ), size
+            arrays, unread = npz_arrays(archive, where)
+            tensors = tuple(_npz_entry(opened, archive, array, where) for array in arrays)
+            return Header(tensors, unread=unread), size
 
     @contextlib.contextmanager
     def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:
@@ -241,12 +241,6 @@ def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, wher
             f'{where}: {array.name} is {array.obstacle}, so it cannot be read in place. Convert the file: '
             't5ckpt import npz FILE RUN.'
         )
-    try:
-        dtype_from_name(array.dtype.name)
-    except KeyError:
-        raise UnsupportedFormatError(
-            f'{where}: {array.name} has the dtype {array.dtype}, which a checkpoint cannot hold. Leave it out.'
-        ) from None
     return Tensor(array.name, array.dtype, array.shape, stored_range(opened, archive, array))
 
 

@@ -418,3 +418,12 @@ def test_convert_for_a_model_with_transforms(tf_golden, tmp_path):
     ck.convert_from_tf_checkpoint(tf_golden / NAMES[2], state_transformation_fns=[halve])
     assert sorted(flatten(t5ckpt.load_t5x_checkpoint(tmp_path))['state/step'].shape) == []
     assert not any('param_states' in key for key in t5ckpt.open_checkpoint(tmp_path))
+
+
+def test_a_saved_model_names_the_checkpoint_in_it(tmp_path):
+    (tmp_path / 'model' / 'variables').mkdir(parents=True)
+    (tmp_path / 'model' / 'variables' / 'variables.index').write_bytes(b'')
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'SavedModel, whose checkpoint is .*/variables/variables\.'
+    ):
+        open_tf(tmp_path / 'model')

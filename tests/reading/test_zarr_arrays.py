@@ -404,6 +404,10 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
     ('write', 'named'),
     [
         (lambda path: path.write_bytes(pickle.dumps({'w': np.ones(3)})), r'pickle, which can run any code.*init_fn'),
+        (
+            lambda path: path.write_bytes(b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n'),
+            'git lfs pull',
+        ),
         (lambda path: path.write_bytes(gzip.compress(b'\x81\xa1w\x01')), 'compressed.*unpack it'),
         (lambda path: zipfile.ZipFile(path, 'w').writestr('model/data.pkl', b''), 'PyTorch file.*save safetensors'),
     ],

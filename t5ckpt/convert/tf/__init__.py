@@ -127,6 +127,9 @@ def _latest_in(directory: str) -> str:
             return os.path.join(directory, os.path.basename(match[1]))
     if not prefixes:
         _refuse_readable(directory)
+        below = os.path.join(directory, 'variables', 'variables')
+        if os.path.exists(f'{below}.index'):
+            raise CheckpointNotFoundError(f'{directory} is a SavedModel, whose checkpoint is {below}. Pass that.')
     if len(prefixes) != 1:
         contents = (
             f'several TensorFlow checkpoints: {", ".join(prefixes[:10])}. Pass one' if prefixes else 'no file *.index'

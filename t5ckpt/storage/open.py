@@ -238,7 +238,9 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
     if parsed.scheme not in _BACKENDS:
         # Neither a password nor a query is shown.
         url = f'{parsed.scheme}://{_PASSWORD.sub("", parsed.bucket)}/{parsed.path.partition("?")[0]}'
-        written = _azure_spelling(f'{parsed.scheme}://{parsed.bucket}/{parsed.path}')
+        scheme = {'gcs': 'gs', 's3a': 's3', 's3n': 's3'}.get(parsed.scheme)
+        below = f'://{parsed.bucket}/{parsed.path}'
+        written = f'{scheme}{below}' if scheme else _azure_spelling(f'{parsed.scheme}{below}')
         if written is not None:
             raise UnsupportedFormatError(f'{url}: write {written}.')
         raise UnsupportedFormatError(

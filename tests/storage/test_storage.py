@@ -375,3 +375,9 @@ def test_tensorstore_has_no_other_place_for_the_endpoint_of_gcs(field):
         ts.KvStore.Spec({'driver': 'gcs', 'bucket': 'some-bucket', field: 'http://127.0.0.1:1'})
     with pytest.raises(ValueError, match=r'extra members|Invalid context resource'):
         ts.Context({'gcs_user_project': {field: 'http://127.0.0.1:1'}})
+
+
+@pytest.mark.parametrize(('url', 'cure'), [('gcs://b/run', 'write gs://b/run'), ('s3a://b/run', 'write s3://b/run')])
+def test_the_spelling_of_another_program_is_named(url, cure):
+    with pytest.raises(errors.UnsupportedFormatError, match=cure):
+        t5ckpt.all_steps(url)

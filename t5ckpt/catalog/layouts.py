@@ -258,18 +258,19 @@ def _inspect_prefixed(storage: Storage, name: str) -> ListedStep | None:
     manifest = None if parse_padded_step(name) is None else _map_file(storage, join(name, MANIFEST))
     if manifest is not None and not has_placeholder(manifest):
         return ListedStep(number, name, PADDED)
-    if is_levanter(storage, name):
-        return ListedStep(number, name, ZARR, manifest='')
-    return ListedStep(number, name, ORBAX, manifest='') if _is_prefixed(storage, name) else None
+    layout = _layout_of_prefixed(storage, name)
+    return None if layout is None else ListedStep(number, name, layout, manifest='')
 
 
-def _is_prefixed(storage: Storage, name: str) -> bool:
-    """Whether a directory with a prefix in its name is a step of Orbax; one that may not be read counts as another directory."""
+def _layout_of_prefixed(storage: Storage, name: str) -> str | None:
+    """The layout of a directory with a prefix in its name; one that may not be read counts as another directory."""
     try:
-        return is_orbax(storage, name) and _is_committed(storage, name)
+        if is_levanter(storage, name):
+            return ZARR
+        return ORBAX if is_orbax(storage, name) and _is_committed(storage, name) else None
     except StorageError as error:
         if isinstance(error, AccessDeniedError) or error.errno == errno.ELOOP:
-            return False
+            return None
         raise
 
 

@@ -180,7 +180,7 @@ class ManifestTransaction(Transaction):
             work.generation = generation_dir(secrets.token_hex(8))
         try:
             # Files that have arrived since then have names of their own, and a manifest is not replaced.
-            if listed is None or work.directory in listed.names:
+            if listed is None or not work.generation or work.directory in listed.names:
                 work._find_others(options.may_replace)
         except BaseException:
             work._lease.leave()

@@ -63,8 +63,8 @@ class Findings:
         """
         if isinstance(error, StorageError) and not self._files.storage.is_file_system:
             raise error
-        if isinstance(error, UnsupportedFormatError):
-            # It says nothing about the bytes.
+        if isinstance(error, UnsupportedFormatError) and all(damage.file != name for damage in self.damages):
+            # It says nothing about the bytes, unless they are damaged.
             raise error
         match error:
             case UnsafeSpecError():

@@ -27,9 +27,8 @@ from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    StorageError,
+    FormatError,
     T5CkptError,
-    UnsafeSpecError,
 )
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
@@ -244,8 +243,8 @@ class _Check:
             return
         try:
             entries = FileChecksums.decode(data, name)
-        except CorruptCheckpointError as error:
-            self.findings.add('undecodable', name, str(error))
+        except FormatError as error:
+            self.findings.failed(name, error)
             return
         twice = [file for file, entry in entries.items() if not self.checksums.matches(file, entry)]
         if twice:
@@ -281,7 +280,7 @@ class _Check:
                     f'not verified: {some_of(contents.left_out, 8)}.'
                     + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
                 )
-        except (CorruptCheckpointError, UnsafeSpecError, StorageError, CheckpointNotFoundError) as error:
+        except T5CkptError as error:
             self.findings.failed(self.located.manifest or TREE_METADATA, error)
             return
         leaves = self.findings.leaves

@@ -228,7 +228,7 @@ class BucketStorage(Storage):
     def _children(self, key: str, beginning: str = '') -> list[tuple[str, bool]]:
         """The names directly below ``key`` with this beginning, and whether each is a directory."""
         below = self._below(key)
-        names = self._delimited(f'{below}{beginning}', self.url(key))
+        names = self._delimited(f'{below}{beginning}')
         if names is None:
             return sorted({(first, bool(slash)) for first, slash, _ in map(_split, self._keys(key, (beginning,)))})
         # Consoles create keys that end with a slash to show a directory.
@@ -236,8 +236,8 @@ class BucketStorage(Storage):
             (first, bool(slash)) for first, slash, _ in map(_split, (name[len(below) :] for name in names)) if first
         ]
 
-    def _delimited(self, prefix: str, where: str) -> list[str] | None:
-        """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a refusal."""
+    def _delimited(self, prefix: str) -> list[str] | None:
+        """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a failure."""
         # Also checks the name of the bucket.
         self._connection.check()
         if self._requests is None:
@@ -246,12 +246,9 @@ class BucketStorage(Storage):
         try:
             children = self._requests.children(prefix)
         except RefusedError as error:
-            if error.status == 0:
+            if error.is_transient:
                 self._connection.check(started)
-            if error.status == 0 or not error.is_transient:
-                return None
-            with bucket_errors(where, 'listing'):
-                raise
+            return None
         self._listing.is_found = True
         return children
 

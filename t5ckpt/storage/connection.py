@@ -164,7 +164,7 @@ class Connection:
         self.kvstore()
         outage = self._outage
         if started is not None and outage is None:
-            outage = Outage(started, (self.patience or 0) / 2)
+            outage = Outage(started, started + (self.patience or 0) - time.monotonic())
         if outage is not None and not self._answers(outage.seconds, outage.since):
             raise self._silence()
 

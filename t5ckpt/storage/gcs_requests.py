@@ -63,7 +63,7 @@ class GcsRequests(ServerRequests):
         }
         children: list[str] = []
         while True:
-            reply = self._send('LIST', 'GET', f'{path}?{urllib.parse.urlencode(query)}', {})
+            reply = self._list(f'{path}?{urllib.parse.urlencode(query)}')
             try:
                 answer = json.loads(reply)
                 children += [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]

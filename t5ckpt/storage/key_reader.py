@@ -57,7 +57,7 @@ class KeyReader:
                     result = self._connection.wait(future)
                 heads.append(bytes(result.value) if result.state == 'value' else None)
             except StorageError as error:
-                if _BEYOND_THE_END not in str(error):
+                if _BEYOND_THE_END not in str(error) or not nbytes:
                     raise
                 heads.append(self.read_range(key, urls[key], 0, nbytes))
         return heads

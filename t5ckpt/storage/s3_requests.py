@@ -86,7 +86,7 @@ class S3Requests(ServerRequests):
         while True:
             # The signature needs the names in order.
             encoded = urllib.parse.urlencode(sorted(query.items()), quote_via=urllib.parse.quote, safe='-._~')
-            reply = self._send('LIST', 'GET', f'/{self._bucket}?{encoded}', {})
+            reply = self._list(f'/{self._bucket}?{encoded}')
             if b'</ListBucketResult>' not in reply:
                 raise RefusedError.of(200, 'the answer is not a listing of S3')
             decode = urllib.parse.unquote if b'<EncodingType>url<' in reply else html.unescape

@@ -158,7 +158,19 @@ class ServerRequests(ABC):
     def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
         """The headers of a request with those that show who sends it."""
 
-    def _send(self, kind: str, method: str, target: str, headers: Mapping[str, str], body: bytes = b'') -> bytes:
+    def _list(self, target: str) -> bytes:
+        """Sends a request for a listing, for half of the patience: TensorStore's listing follows if it fails."""
+        return self._send('LIST', 'GET', target, {}, patience=self._patience / 2)
+
+    def _send(
+        self,
+        kind: str,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes = b'',
+        patience: float | None = None,
+    ) -> bytes:
         """Sends a request until it succeeds or is refused; returns the body of the answer.
 
         Raises:
@@ -175,7 +187,7 @@ class ServerRequests(ABC):
                 return data
             raise RefusedError.of(status, data[:300].decode(errors='replace'))
 
-        return retried(attempt, self._patience)
+        return retried(attempt, self._patience if patience is None else patience)
 
     def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         while True:

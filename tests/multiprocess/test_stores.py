@@ -53,7 +53,7 @@ def test_retention_and_a_step_that_is_there(job_and_bucket):
     assert job.run('many_saves', url, 2) == [[2, 3]] * 4
     assert job.run('save', url, 3, 5) == [[1, None]] * 4
     names = {key.partition('/')[0] for key, _ in open_storage(url).walk('')}
-    assert names == {'.t5ckpt', 'checkpoint_2', 'checkpoint_3'}
+    assert names == {'checkpoint_2', 'checkpoint_3'}
 
 
 def test_replace_and_delete(job_and_bucket):

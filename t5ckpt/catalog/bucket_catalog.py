@@ -1,7 +1,8 @@
 """Finds the steps of a run on an object store: lists the names in its directory, and reads the beginning of each manifest.
 
 One listing with a delimiter has the names, whatever the number of chunks below them. A step of T5X exists if its manifest does.
-The first bytes of a manifest are its version in T5X's layout, and in no other; ``catalog/layouts.py`` inspects all other names.
+A manifest of t5ckpt begins with its version. ``catalog/layouts.py`` inspects all other steps, those of T5X included, whose keys Flax
+may have sorted: it reads the whole manifest.
 
 ``.t5ckpt/`` has the leases, see ``commit/write_lease.py``:
 
@@ -69,7 +70,7 @@ def complete_steps(storage: Storage, names: Sequence[str]) -> list[ListedStep]:
 class BucketCatalog(RunCatalog):
     """A run on an object store."""
 
-    absence = 'there is no run: no key begins with it'
+    absence = 'no object has this prefix'
     incomplete_state = 'unfinished'
     lease_directory = INDEX
     may_arrive_late = True

@@ -58,7 +58,7 @@ _MARKS = (
     (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
     # A group of zarr v3 that has arrays opens.
     (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
-    (r'attributes\.json', 'N5 arrays, which TensorStore and zarr-python convert to zarr'),
+    (r'attributes\.json', 'N5 arrays, which TensorStore reads'),
     (r'\.zgroup', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )
 # The same for the directory of a step: the files that it contains, a description, and how to read it.
@@ -110,10 +110,9 @@ _FILES = (
         'a pickle, which can run any code and is not read',
         'load it as the init_fn of restore_or_init (docs/migration.md)',
     ),
-    ('.lfs', 'a pointer of Git LFS', 'fetch the file itself with git lfs pull'),
     (
         ('.zip', '.tar', '.gz', '.tgz', '.bz2', '.xz', '.zst'),
-        'an archive or compressed',
+        'an archive or a compressed file',
         'unpack it, and pass the result',
     ),
     (
@@ -124,7 +123,6 @@ _FILES = (
 )
 # The first bytes of some of these files, and their usual name.
 _BEGINNINGS = {
-    rb'version https://git-lfs': '.lfs',
     rb'\x89HDF': '.h5',
     rb'\x80[\x04\x05]\x95': '.pkl',
     rb'PK\x03\x04.{,200}data\.pkl': '.pt',

@@ -66,8 +66,8 @@ def hide_in_bucket(
 ) -> Hidden | None:
     """Like ``by_rename.hide_by_rename``, but deletes the manifest.
 
-    Checks that the manifest's format is known; the caller checks the sidecar's. Without a manifest nothing is removed: what a
-    deleter that was killed has left is in its lease.
+    Checks that the manifest's format is known; the caller checks the sidecar's. Without a manifest, it removes nothing: garbage
+    collection finds the files of a killed deleter by its lease.
     """
     # Only steps of a local directory wait.
     del even_waiting

@@ -17,7 +17,7 @@ from t5ckpt.commit.removal import check_known
 from t5ckpt.commit.step_facts import StepFacts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.format.names import MANIFEST, parse_prefixed_step, step_dir
+from t5ckpt.format.names import MANIFEST, parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.policies import WAITS, Decision, StepInfo
 from t5ckpt.storage import Storage
 
@@ -131,13 +131,15 @@ class StepsOnDisk(PrunableSteps):
 class StepsInBucket(PrunableSteps):
     """The steps in a listing of an object store.
 
-    The layout of a step does not change, so it is inspected once.
+    The layout of a step does not change, so it is inspected once. Retention deletes no step whose name is not T5X's. A directory
+    with another name is inspected once, too.
     """
 
     def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
         """As of the base class."""
         super().__init__(storage, clock, facts, stay_log, prunes_others=prunes_others)
         self._inspected: dict[str, ListedStep] = {}
+        self._no_steps = set[str]()
 
     def _with_leased(self) -> tuple[list[int], set[int]]:
         listed = list_bucket(self._storage)
@@ -157,8 +159,10 @@ class StepsInBucket(PrunableSteps):
             for name in listed.names
             if (step := self._inspected.get(name)) is not None and step.step not in listed.busy and name not in own
         }
-        unseen = [name for name in listed.names if name not in seen and name not in own]
+        skipped = {*seen, *own, *self._no_steps}
+        unseen = [name for name in listed.names if name not in skipped]
         new = {step.name: step for step in complete_steps(self._storage, unseen)}
+        self._no_steps |= {name for name in unseen if name not in new and parse_step_dir(name) is None}
         self._inspected = seen | new | own
         steps = self.prunable(one_a_step([*self._inspected.values()]))
         leased = live_steps(self._storage, listed.leases.of_readers, self._clock)

@@ -1,6 +1,7 @@
 """Acquires the write lease of a step, so that two processes never write or delete it at once.
 
-Two processes never hold leases of one step at once. Each writes a record with its own nonce in the name, and then lists the
+Two processes never hold leases of one step at once, except two deleters on a file system: one of them renames the directory,
+and the other finds it gone. Each writes a record with its own nonce in the name, and then lists the
 records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
 has removed its record. A process gives a step up only if it finds the record of another one after it has removed its own, so
 not all of them give it up. A reader and a deleter exclude each other in the same way before the step is hidden: see

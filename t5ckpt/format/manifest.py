@@ -178,6 +178,17 @@ def is_of_others(data: bytes) -> bool:
     return unpacker.tell() == len(data)
 
 
+# github.com/git-lfs/git-lfs/blob/main/docs/spec.md, "The Pointer".
+_GIT_LFS = b'version https://git-lfs'
+
+
+def refuse_pointer(data: bytes, where: str) -> None:
+    """Raises UnsupportedFormatError for the text that Git LFS puts in the place of a file, by its first 8 bytes or more."""
+    head = data[: len(_GIT_LFS)]
+    if len(head) >= 8 and _GIT_LFS.startswith(head):
+        raise UnsupportedFormatError(f'{where} is a pointer of Git LFS. Fetch the file itself with git lfs pull.')
+
+
 def version_of(data: bytes) -> int | None:
     """The version of a manifest, from all or the first of its bytes; None if these do not contain it."""
     unpacker = msgpack.Unpacker(strict_map_key=False)

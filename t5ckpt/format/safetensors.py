@@ -19,6 +19,7 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.manifest import refuse_pointer
 from t5ckpt.tree.leaf_table import unique
 
 WHOLE_NAMES = ('model.safetensors', 'model.safetensors.index.json')
@@ -97,10 +98,10 @@ def header_bytes(first: bytes, size: int, where: str) -> int:
         raise CorruptCheckpointError(f'{where} has {size} bytes, too few for a safetensors file. Copy it again.')
     length = int.from_bytes(first[:8], 'little')
     if length > min(MAX_HEADER, size - 8):
-        cure = 'It is a pointer of Git LFS: run git lfs pull.' if first.startswith(b'version ') else 'Copy it again.'
+        refuse_pointer(first, where)
         raise CorruptCheckpointError(
             f'{where}: a header of {length} bytes in a file of {size} bytes: the file is truncated, or not a safetensors file. '
-            f'{cure}'
+            'Copy it again.'
         )
     return length
 

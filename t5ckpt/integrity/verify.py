@@ -28,6 +28,7 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    StorageError,
     T5CkptError,
 )
 from t5ckpt.format.array_spec import StoredLeaf
@@ -280,7 +281,7 @@ class _Check:
                     f'not verified: {some_of(contents.left_out, 8)}.'
                     + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
                 )
-        except T5CkptError as error:
+        except (FormatError, StorageError, CheckpointNotFoundError) as error:
             self.findings.failed(self.located.manifest or TREE_METADATA, error)
             return
         leaves = self.findings.leaves

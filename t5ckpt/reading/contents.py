@@ -25,7 +25,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.manifest import Manifest, decode_manifest
+from t5ckpt.format.manifest import Manifest, decode_manifest, refuse_pointer
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
@@ -144,9 +144,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out, unread=orbax.unread)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
-    what = foreign_bytes(raw.manifest)
-    if raw.manifest.startswith(b'version') and what is not None:
-        raise UnsupportedFormatError(f'{located.url} is {what}.')
+    refuse_pointer(raw.manifest, located.url)
     sidecar, recorded = _recorded(located, raw)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     try:
@@ -156,7 +154,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         if name == MANIFEST or name.endswith('.msgpack') or parse_step_dir(name) is not None:
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
-        what = what or 'not a checkpoint. Check the path'
+        what = foreign_bytes(raw.manifest) or 'not a checkpoint. Check the path'
         raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:

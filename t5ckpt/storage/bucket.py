@@ -229,19 +229,16 @@ class BucketStorage(Storage):
         """The names directly below ``key`` with this beginning, and whether each is a directory."""
         below = self._below(key)
         names = self._delimited(f'{below}{beginning}')
-        if names is None:
-            return sorted({(first, bool(slash)) for first, slash, _ in map(_split, self._keys(key, (beginning,)))})
+        keys = self._keys(key, (beginning,)) if names is None else [name[len(below) :] for name in names]
         # Consoles create keys that end with a slash to show a directory.
-        return [
-            (first, bool(slash)) for first, slash, _ in map(_split, (name[len(below) :] for name in names)) if first
-        ]
+        return sorted({(first, bool(slash)) for first, slash, _ in (name.partition('/') for name in keys) if first})
 
     def _delimited(self, prefix: str) -> list[str] | None:
         """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a failure."""
-        # Also checks the name of the bucket.
-        self._connection.check()
         if self._requests is None:
             return None
+        # Also checks the name of the bucket.
+        self._connection.check()
         started = time.monotonic()
         try:
             children = self._requests.children(prefix)
@@ -300,7 +297,3 @@ class BucketStorage(Storage):
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {**self._connection.spec, 'path': self._below(key)}
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    return name.partition('/')

@@ -89,9 +89,11 @@ class S3Requests(ServerRequests):
             reply = self._list(f'/{self._bucket}?{encoded}')
             if b'</ListBucketResult>' not in reply:
                 raise RefusedError.of(200, 'the answer is not a listing of S3')
-            decode = urllib.parse.unquote if b'<EncodingType>url<' in reply else html.unescape
+            decode = urllib.parse.unquote_plus if b'<EncodingType>url<' in reply else html.unescape
             children += [decode(child.decode()) for child in _CHILD.findall(reply)]
             page = _NEXT_PAGE.search(reply)
+            if page is None and b'<IsTruncated>true<' in reply:
+                raise RefusedError.of(200, 'the answer has no token of the next page')
             if page is None:
                 return children
             query['continuation-token'] = html.unescape(page[1].decode())

@@ -388,7 +388,7 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
         'model.keras': r'Keras.*load_model.*init_fn',
         'params.pkl': r'pickle.*init_fn',
         'tree.zip': 'unpack it',
-        'run.tar.gz': 'an archive or compressed.*unpack it',
+        'run.tar.gz': 'an archive or a compressed file.*unpack it',
     }
     for name, found in named.items():
         (tmp_path / name).write_bytes(b'PK')
@@ -404,10 +404,6 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
     ('write', 'named'),
     [
         (lambda path: path.write_bytes(pickle.dumps({'w': np.ones(3)})), r'pickle, which can run any code.*init_fn'),
-        (
-            lambda path: path.write_bytes(b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n'),
-            'git lfs pull',
-        ),
         (lambda path: path.write_bytes(gzip.compress(b'\x81\xa1w\x01')), 'compressed.*unpack it'),
         (lambda path: zipfile.ZipFile(path, 'w').writestr('model/data.pkl', b''), 'PyTorch file.*save safetensors'),
     ],
@@ -416,6 +412,16 @@ def test_files_without_their_usual_name_are_named_by_their_first_bytes(tmp_path,
     write(tmp_path / 'model.ckpt')
     with pytest.raises(UnsupportedFormatError, match=named):
         t5ckpt.open_checkpoint(tmp_path / 'model.ckpt')
+
+
+@pytest.mark.parametrize('name', ['run/checkpoint_1/checkpoint', 'model.safetensors', 'model.msgpack', 'model.ckpt'])
+def test_a_pointer_of_git_lfs_is_not_damaged(tmp_path, name):
+    with Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save({'w': np.ones(3)}, step=1)
+    pointer = b'version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n' % (b'4d7a' * 16)
+    (tmp_path / name).write_bytes(pointer)
+    with pytest.raises(UnsupportedFormatError, match=r'Git LFS.*git lfs pull'):
+        t5ckpt.open_checkpoint(tmp_path / name)
 
 
 def test_a_directory_of_n5_is_named(tmp_path):

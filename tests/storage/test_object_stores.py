@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import msgpack
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -313,6 +314,32 @@ def test_a_listing_without_credentials_of_our_own_lists_all_keys(s3, monkeypatch
     assert t5ckpt.all_steps(storage) == [1, 2]
     assert t5ckpt.latest_step(storage) == 2
     assert storage.names('', '') == ['checkpoint_1', 'checkpoint_2']
+
+
+def test_directories_that_are_no_steps_are_inspected_once(bucket):
+    url, others = bucket.url(), ('logs_7', 'eval-9', 'tb_100000')
+    for name in others:
+        open_storage(url).write(f'{name}/x', b'x')
+    with checkpointer(url, keep=2) as ck:
+        ck.save(at(1))
+        ck.save(at(2))
+        assert any('logs_7' in request.key for request in bucket.proxy.clear())
+        for step in (3, 4, 5):
+            ck.save(at(step))
+    assert not [request.key for request in bucket.proxy.clear() if any(name in request.key for name in others)]
+    assert t5ckpt.all_steps(url) == [4, 5]
+
+
+def test_retention_never_deletes_a_step_of_orbax_that_begins_like_one_of_t5x(bucket, caplog):
+    url = bucket.url()
+    state_dict = {'target': {'w': 'PLACEHOLDER://target.w'}}
+    manifest = msgpack.packb({'version': 3, 'optimizer': state_dict})
+    bucket.put(f'{url}/checkpoint_1/checkpoint', manifest)
+    with checkpointer(url, keep=1) as ck:
+        for step in (2, 3, 4):
+            ck.save(at(step))
+    assert bucket.raw(f'{url}/checkpoint_1/checkpoint') == manifest
+    assert 4 in t5ckpt.all_steps(url)
 
 
 def test_steps_that_others_add_and_take_away(bucket):

@@ -1,7 +1,10 @@
 """Requests that TensorStore does not send: copies of unchanged arrays inside the store, and deletions of many keys."""
 
 import datetime
+import http.server
+import threading
 import time
+import urllib.parse
 
 import jax
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import t5ckpt
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.s3_requests import AccessKeys, S3Requests
+from t5ckpt.storage.server_requests import RefusedError
 
 
 def state(step=0, size=2**20):
@@ -333,3 +337,39 @@ def test_through_an_http_proxy_nothing_is_copied(bucket, monkeypatch):
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('no_proxy', '')
     assert not open_storage(bucket.url()).copies
+
+
+PAGES = {
+    '': b'<Contents><Key>run/a+b%2Bc</Key></Contents><IsTruncated>true</IsTruncated>'
+    b'<NextContinuationToken>x&amp;/=</NextContinuationToken>',
+    'x&/=': b'<CommonPrefixes><Prefix>run/checkpoint_%31/</Prefix></CommonPrefixes><IsTruncated>false</IsTruncated>',
+}
+
+
+@pytest.mark.parametrize('has_token', [True, False])
+def test_the_pages_of_a_listing_as_amazon_encodes_them(has_token):
+    """A space is a plus. A page without the token of the next one is not taken for the last."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+            page = PAGES[query.get('continuation-token', [''])[0]]
+            page = page if has_token else page.partition(b'<NextContinuationToken>')[0]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'<ListBucketResult><EncodingType>url</EncodingType>%s</ListBucketResult>' % page)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            requests = S3Requests('b', f'http://127.0.0.1:{server.server_address[1]}', 'r', 5.0, lambda: None)
+            if has_token:
+                assert requests.children('run/') == ['run/a b+c', 'run/checkpoint_1/']
+            else:
+                with pytest.raises(RefusedError, match='no token'):
+                    requests.children('run/')
+        finally:
+            server.shutdown()

@@ -90,7 +90,7 @@ def test_what_reads_a_path_reads_a_storage_of_ones_own(tmp_path):
     for read in (t5ckpt.open_checkpoint, t5ckpt.load_t5x_checkpoint, t5ckpt.verify):
         with pytest.raises(errors.CheckpointNotFoundError, match='step 3 does not exist, complete steps are: 1, 2'):
             read(run, 3)
-        with pytest.raises(errors.CheckpointNotFoundError, match=f'mine://{name}/none: there is no run'):
+        with pytest.raises(errors.CheckpointNotFoundError, match=f'mine://{name}/none: no object has this prefix'):
             read(Mine(name, 'none'))
     run.delete_file('checkpoint_2/checkpoint')
     assert not t5ckpt.verify(run, 2).ok

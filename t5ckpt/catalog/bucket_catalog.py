@@ -1,8 +1,7 @@
 """Finds the steps of a run on an object store: lists the names in its directory, and reads the beginning of each manifest.
 
 One listing with a delimiter has the names, whatever the number of chunks below them. A step of T5X exists if its manifest does.
-A manifest of t5ckpt begins with its version. ``catalog/layouts.py`` inspects all other steps, those of T5X included, whose keys Flax
-may have sorted: it reads the whole manifest.
+A manifest of T5X or t5ckpt begins with its version. ``catalog/layouts.py`` inspects all other steps.
 
 ``.t5ckpt/`` has the leases, see ``commit/write_lease.py``:
 

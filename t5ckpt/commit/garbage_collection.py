@@ -35,19 +35,15 @@ STALE_AFTER_SECONDS = 3600.0
 _log = logging.getLogger('t5ckpt')
 
 
-def collect_leftovers(storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS) -> list[str]:
-    """Removes leftovers of dead writers and deleters.
-
-    Returns:
-      The names that were removed. One that cannot be removed is logged and does not stop the rest.
-    """
-    return collect(storage, clock, stale_after)[0]
-
-
 def collect(
     storage: Storage, clock: Clock, stale_after: float = STALE_AFTER_SECONDS
 ) -> tuple[list[str], BucketListing | None]:
-    """As :func:`collect_leftovers`; also returns the names and leases that it has listed on an object store."""
+    """Removes leftovers of dead writers and deleters.
+
+    Returns:
+      The names that were removed (one that cannot be removed is logged and does not stop the rest), and the names and leases
+      that it has listed on an object store.
+    """
     catalog = catalog_of(storage)
     listed = catalog.bucket_listing()
     leases = catalog.leases() if listed is None else listed.leases

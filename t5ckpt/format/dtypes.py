@@ -61,9 +61,6 @@ _WITHOUT_NAN = ('float4_e2m1fn', 'float6_e2m3fn', 'float6_e3m2fn')
 _BY_VALUE = {'uint2': 'uint8', 'uint4': 'uint8', 'uint16': 'uint32'}
 _BY_BITS = {'float8_e4m3': 'uint8', 'float6_e2m3fn': 'uint8', 'float6_e3m2fn': 'uint8'}
 
-NOT_IN_XLA = frozenset({'float6_e2m3fn', 'float6_e3m2fn'})
-"""Names of dtypes that JAX 0.10.2 puts on no device."""
-
 STORED_AS = {**_BY_VALUE, **_BY_BITS}
 """The dtype on disk of each dtype that is stored as another one, by name."""
 

@@ -26,7 +26,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredLeaf
-from t5ckpt.format.dtypes import NOT_IN_XLA, kind, name_of
+from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
@@ -35,7 +35,7 @@ from t5ckpt.planning.renaming import renaming_rules
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
-from t5ckpt.tree.leaves import KeyData, LeafTemplate, as_instance, canonical_dtype
+from t5ckpt.tree.leaves import KeyData, LeafTemplate, as_instance, canonical_dtype, is_on_devices
 
 # The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
 # 'contains' also allows a checkpoint with more leaves than the template.
@@ -337,7 +337,7 @@ class _Matcher:
             return LeafProblem(pair.name, 'shape', f'{pair.label}{shape}', str(template.shape))
         if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not both_python_ints(dtype, template):
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
-        if template.device and self._shardings is not None and name_of(cast) in NOT_IN_XLA:
+        if template.device and self._shardings is not None and not is_on_devices(cast):
             hint = f'JAX has no {cast.name} on devices: give the template a NumPy array there.'
             return LeafProblem(
                 pair.name, 'dtype', f'{pair.label}{cast.name}', f'{template_dtype.name} on a device', hint

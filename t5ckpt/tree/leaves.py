@@ -311,6 +311,18 @@ def canonical_dtype(dtype: np.dtype) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
+@functools.cache
+def is_on_devices(dtype: np.dtype) -> bool:
+    """Whether JAX puts a dtype on a device: 0.10 does not with float6, 0.12 does, and only a trial tells."""
+    import jax
+
+    try:
+        jax.device_put(np.zeros((), dtype), jax.local_devices()[0])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 class LeafToSave(NamedTuple):
     """A leaf of a state to be saved.
 

@@ -20,7 +20,7 @@ from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.read_lease import leased_directory, read_lease
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.step_lease import acquire_lease
@@ -447,12 +447,12 @@ def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keepe
     (tmp_path / 'other' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1')
     if keeper == 'pin':
         run.write('checkpoint_1.replaced-1000/PINNED', b'1')
-        assert collect_leftovers(run, time.time) == []
+        assert collect(run, time.time)[0] == []
         assert run.read('checkpoint_1/t5ckpt.json') == old
         assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
     else:
         with read_lease(run, 1, 60, time.time):
-            assert collect_leftovers(run, time.time) == []
+            assert collect(run, time.time)[0] == []
             assert run.read('checkpoint_1.replaced-1000/t5ckpt.json') == old
-    assert collect_leftovers(run, time.time) == ['checkpoint_1.replaced-1000']
+    assert collect(run, time.time)[0] == ['checkpoint_1.replaced-1000']
     assert t5ckpt.all_steps(run.url()) == [1]

@@ -19,7 +19,7 @@ import t5ckpt
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import delete_step, remove_hidden
-from t5ckpt.commit.garbage_collection import collect, collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
@@ -84,7 +84,7 @@ def test_a_lease_of_another_process_is_neither_overwritten_nor_removed():
     # A request of the dead owner may arrive for an hour, so garbage collection inspects the step again.
     assert [each.key for each in write_leases_of(storage, 1)] == [lease.key]
     clock.advance(3601)
-    collect_leftovers(storage, clock)
+    collect(storage, clock)
     assert write_leases_of(storage, 1) == []
 
 
@@ -106,7 +106,7 @@ def test_a_late_file_of_a_pin_is_collected_after_a_deletion_of_an_hour():
     remove_hidden(run, hidden, clock)
     assert [key for key, _ in run.walk('checkpoint_1')] == ['checkpoint_1/PINNED']
     clock.advance(3601)
-    collect_leftovers(run, clock)
+    collect(run, clock)
     assert list(run.walk('checkpoint_1')) == []
     assert write_leases_of(run, 1) == []
 
@@ -226,7 +226,7 @@ def test_a_deleter_that_was_killed_is_not_waited_for(run):
     assert time.monotonic() - began < 2
     saved_run(run.url(), [3])
     assert run.commits_by_rename == (write_leases_of(run, 1) == [])
-    collect_leftovers(run, lambda: time.time() + 7200)
+    collect(run, lambda: time.time() + 7200)
     assert write_leases_of(run, 1) == []
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
     remove_hidden(run, strategy_of(run).hide(run, 1, time.time), time.time)
@@ -332,7 +332,7 @@ def test_the_file_of_a_pin_that_was_killed_is_collected():
     with pytest.raises(Killed):
         pin_in(Dying(run), 'checkpoint_1', '1', time.time)
     assert [key for key, _ in run.walk('checkpoint_1')] == ['checkpoint_1/PINNED']
-    collect_leftovers(run, lambda: time.time() + 7200)
+    collect(run, lambda: time.time() + 7200)
     assert list(run.walk('checkpoint_1')) == []
     assert write_leases_of(run, 1) == []
     pin_in(run, 'checkpoint_2', '1', time.time)
@@ -368,7 +368,7 @@ def test_who_takes_a_lease_over_and_finishes_nothing_leaves_a_record(act):
     plant(run, 1, beat=time.time() - 700)
     act(run)
     assert len(write_leases_of(run, 1)) == 1
-    collect_leftovers(run, FakeClock(time.time() + 4000))
+    collect(run, FakeClock(time.time() + 4000))
     assert steps_in(run) == [1, 2]
     assert write_leases_of(run, 1) == []
 
@@ -435,7 +435,7 @@ def test_leases_of_a_clock_years_ahead_are_named(caplog):
     plant(run, 1, beat=4102444800.0)
     held = f'.t5ckpt/{read_lease_file(2, 4102444800, 60, "0" * 16)}'
     run.write(held, b'')
-    collect_leftovers(run, FakeClock(1_700_000_000.0))
+    collect(run, FakeClock(1_700_000_000.0))
     for key in (busy_key(1, 'other'), held):
         assert f'{run.url(key)} expires at 2100-01-01 00:' in caplog.text
     assert 'now is 2023-11-14 22:13:20 UTC' in caplog.text
@@ -445,7 +445,7 @@ def test_leases_of_a_clock_years_ahead_are_named(caplog):
         run.delete_file(key)
     with read_lease(run, 2, 60, time.time):
         plant(run, 1)
-        collect_leftovers(run, time.time)
+        collect(run, time.time)
     assert caplog.text == ''
 
 

@@ -17,7 +17,7 @@ from support import independent_reader
 import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
-from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.lease_owner import read_owner
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.errors import (
@@ -379,7 +379,7 @@ def test_a_failure_at_each_operation(kind, sticky, caplog):
         assert t5ckpt.verify(url, full=True).ok, storage.operations[fail_at]
         assert t5ckpt.all_steps(url) == [1]
         # The process has ended; another one saves the next step.
-        collect_leftovers(open_storage(url), FakeClock(2**31))
+        collect(open_storage(url), FakeClock(2**31))
         assert value_of(url) == value
         left = keys(open_storage(url))
         assert len(left) == len(clean), (storage.operations[fail_at], left)

@@ -13,7 +13,7 @@ from support import forked
 
 import t5ckpt
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.lease_owner import COLLECT, EXPIRED, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.strategy import open_transaction
@@ -65,9 +65,9 @@ def test_where_directories_are_renamed_it_comes_too_late(is_saved, tmp_path):
         try:
             directory = writer.stdout.readline().strip()
             assert directory, writer.stderr.read()
-            assert collect_leftovers(open_storage(run), time.time) == []
+            assert collect(open_storage(run), time.time)[0] == []
             os.utime(run / directory / 't5ckpt.json', (time.time() - 3700,) * 2)
-            assert collect_leftovers(open_storage(run), time.time) == [directory]
+            assert collect(open_storage(run), time.time)[0] == [directory]
             if is_saved:
                 save(run, 2.0)
             writer.send_signal(signal.SIGCONT)
@@ -137,7 +137,7 @@ def test_in_place_the_first_manifest_counts(stops_at, value):
 @pytest.mark.parametrize('stops_at', ['/checkpoint', '.json', 'integrity.0.json'])
 def test_in_place_after_garbage_collection(stops_at):
     """Nobody else has saved the step, but the files of the stopped writer are gone: it is not told that it has saved."""
-    run, clock, late = stopped(stops_at, collect_leftovers)
+    run, clock, late = stopped(stops_at, collect)
     assert late is None
     assert t5ckpt.all_steps(run.url()) == []
     save(run, 2.0, clock)
@@ -147,7 +147,7 @@ def test_in_place_after_garbage_collection(stops_at):
 def test_in_place_garbage_collection_between_the_last_look_and_the_manifest():
     """The writer has looked at its lease after it went on; a lease that has expired may be taken over right after that."""
     run, clock = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock()
-    looked = Elsewhere(run, '/checkpoint', lambda: collect_leftovers(run, clock))
+    looked = Elsewhere(run, '/checkpoint', lambda: collect(run, clock))
     assert save(Elsewhere(looked, '.json', lambda: clock.advance(4000)), 1.0, clock) is None
     assert t5ckpt.all_steps(run.url()) == []
     assert list(run.walk('checkpoint_1')) == []
@@ -184,7 +184,7 @@ def test_in_place_garbage_collection_and_another_writer():
     found = []
 
     def collect_and_begin(run, clock):
-        assert collect_leftovers(run, clock) == (['checkpoint_1'])
+        assert collect(run, clock)[0] == (['checkpoint_1'])
         found.append(open_transaction(run, 1, clock))
 
     run, clock, late = stopped('/checkpoint', collect_and_begin)
@@ -223,7 +223,7 @@ def test_in_place_a_manifest_that_its_writer_removes_again():
 
     def collect_and_begin():
         clock.advance(4000)
-        assert collect_leftovers(run, clock) == ['checkpoint_1']
+        assert collect(run, clock)[0] == ['checkpoint_1']
         found.append(open_transaction(run, 1, clock))
 
     storage = Removing(run, '/checkpoint', collect_and_begin)
@@ -267,7 +267,7 @@ def test_in_place_a_collector_that_is_stopped_removes_nothing_of_a_later_save(ca
             clock.advance(4000)
             assert save(run, 2.0, clock) is not None
 
-    assert collect_leftovers(StoppedAtListing(run, stop), clock) == []
+    assert collect(StoppedAtListing(run, stop), clock)[0] == []
     assert stops
     assert 'could not collect' in caplog.text
     assert is_whole(run, 2.0)

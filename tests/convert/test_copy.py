@@ -12,7 +12,7 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.format.names import is_sidecar
 from t5ckpt.storage import open_storage
 
@@ -131,7 +131,7 @@ def test_a_copy_that_failed_goes_on(bucket, tmp_path):
     again = [request.key for request in passed if request.kind == 'write' and '/w/' in request.key]
     assert len(again) + report.resumed_files <= len(files(target))
     # A request of the first call may arrive, so its lease is removed an hour later.
-    collect_leftovers(open_storage(target), lambda: time.time() + 7200)
+    collect(open_storage(target), lambda: time.time() + 7200)
     assert open_storage(target).names('.t5ckpt/busy', '') == []
     assert t5ckpt.verify(target, full=True).ok
 

@@ -14,7 +14,7 @@ from support import forked
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.garbage_collection import collect_leftovers
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.read_lease import leased_directory
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
@@ -126,7 +126,7 @@ ck.save({'w': np.ones(3)}, step=1)
 def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
     forked.run(KILLED, tmp_path)
     (name,) = os.listdir(tmp_path)
-    assert collect_leftovers(open_storage(tmp_path), time.time) == [name]
+    assert collect(open_storage(tmp_path), time.time)[0] == [name]
 
 
 LIVE = """
@@ -149,13 +149,13 @@ def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
     with forked.start(LIVE, tmp_path, stdout=subprocess.PIPE) as writer:
         try:
             directory = writer.stdout.readline().strip()
-            assert collect_leftovers(storage, time.time) == []
+            assert collect(storage, time.time)[0] == []
             # Whatever the time: the process is there.
-            assert collect_leftovers(storage, lambda: time.time() + 10**6) == []
+            assert collect(storage, lambda: time.time() + 10**6)[0] == []
             assert storage.kind(directory) == 'dir'
         finally:
             writer.kill()
-    assert collect_leftovers(storage, time.time) == [directory]
+    assert collect(storage, time.time)[0] == [directory]
 
 
 def unfinished(storage, clock, **facts):
@@ -182,17 +182,17 @@ def test_host_names_are_not_compared(tmp_path, pid):
     storage, clock = open_storage(tmp_path), FakeClock()
     directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid())
     clock.advance(10_000)
-    assert collect_leftovers(storage, clock) == []
+    assert collect(storage, clock)[0] == []
     age(storage, f'{directory}/t5ckpt.json', 3500)
-    assert collect_leftovers(storage, clock) == []
+    assert collect(storage, clock)[0] == []
     age(storage, f'{directory}/t5ckpt.json', 3700)
-    assert collect_leftovers(storage, clock) == [directory]
+    assert collect(storage, clock)[0] == [directory]
 
 
 def test_a_process_with_the_number_of_a_dead_one_is_another(tmp_path):
     storage, clock = open_storage(tmp_path), FakeClock()
     directory = unfinished(storage, clock, pid=os.getppid(), born='1')
-    assert collect_leftovers(storage, clock) == [directory]
+    assert collect(storage, clock)[0] == [directory]
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory', 'gs', 's3'])

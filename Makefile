@@ -31,7 +31,8 @@ demo: $(VENV)/installed-docs
 PYTEST := $(BIN)/python -m pytest
 # One more than there are processors: tests wait for disks, servers and time-outs.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)))
-ALONG := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Each begins with tests that stand together, which share fixtures, and takes over from the others at the end.
+ALONG := -n $(WORKERS) --dist worksteal
 
 define fast_tests
 	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS) || test $$? -eq 5
@@ -81,6 +82,7 @@ soak: $(VENV)/installed-test
 	$(BIN)/python tests/crash/campaign.py --power --randoms 20 --seed $$(date +%s)
 	T5CKPT_RACE_STEPS=1000 T5CKPT_RACE_SEED=$$(date +%s) $(PYTEST) -o faulthandler_timeout=0 tests/commit/test_raced_steps.py
 	$(BIN)/python tests/multiprocess/chaos.py --seconds 600 --seed $$(date +%s)
+	T5CKPT_MODEL=whole $(PYTEST) tests/simulation/test_step_model.py
 	T5CKPT_SCHEDULES=1000000 T5CKPT_FIRST_SEED=$$(date +%s) $(PYTEST) tests/simulation/test_protocols.py
 
 # A distribution may ship Python without ensurepip; its own pip then fills the environment.

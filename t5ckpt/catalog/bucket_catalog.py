@@ -11,12 +11,12 @@ A manifest of T5X or t5ckpt begins with its version. ``catalog/layouts.py`` insp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
 from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
 from t5ckpt.core.keys import join
+from t5ckpt.errors import T5CkptError
 from t5ckpt.format.manifest import is_tensorflow_state, version_of
 from t5ckpt.format.names import (
     INDEX,
@@ -27,7 +27,6 @@ from t5ckpt.format.names import (
     parse_read_lease,
     parse_step_dir,
     parse_write_lease,
-    step_dir,
 )
 from t5ckpt.storage import Entry, Storage
 
@@ -82,21 +81,11 @@ class BucketCatalog(RunCatalog):
     def bucket_listing(self) -> BucketListing | None:
         return list_bucket(self._storage)
 
-    def listing(self) -> Listing:
-        return Listing(tuple(complete_steps(self._storage, _names(self._storage))))
+    def names(self) -> Mapping[str, T5CkptError | None]:
+        return dict.fromkeys(_names(self._storage))
 
-    def newest(self) -> ListedStep | None:
-        names = sorted(_names(self._storage), key=_number, reverse=True)
-        for _, same in itertools.groupby(names, _number):
-            steps = complete_steps(self._storage, [*same])
-            if steps:
-                return steps[-1]
-        return None
-
-    def with_other_name(self, step: int) -> ListedStep | None:
-        usual_names = step_dir(step), str(step)
-        names = [name for name in _names(self._storage) if _number(name) == step and name not in usual_names]
-        return next(iter(complete_steps(self._storage, names)), None)
+    def inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
+        return Listing(tuple(complete_steps(self._storage, [*names])))
 
     def is_beside_manifest(self) -> bool:
         # The steps are listed only if the file is the state file of TensorFlow, because a listing costs requests.
@@ -131,7 +120,3 @@ class BucketCatalog(RunCatalog):
     def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
         del name, files
         return recorded
-
-
-def _number(name: str) -> int:
-    return parse_prefixed_step(name) or 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
@@ -20,7 +19,6 @@ from t5ckpt.format.names import (
     parse_read_lease,
     parse_step_dir,
     parse_write_lease,
-    step_dir,
 )
 from t5ckpt.storage import Entry
 
@@ -40,28 +38,11 @@ class DirectoryCatalog(RunCatalog):
     def bucket_listing(self) -> BucketListing | None:
         return None
 
-    def listing(self) -> Listing:
-        return self._inspected(self._names())
-
-    def newest(self) -> ListedStep | None:
-        # The largest number first, because the manifest of each inspected step is read.
-        names = sorted(self._names().items(), key=_number, reverse=True)
-        for _, same in itertools.groupby(names, _number):
-            newest_step = self._inspected(dict(same)).newest
-            if newest_step is not None:
-                return newest_step
-        return None
-
-    def _names(self) -> dict[str, T5CkptError | None]:
-        """The names that may be steps, each with its error if it is a link to nothing.
-
-        Without these links the run would seem shorter than it is, or new.
-        """
+    def names(self) -> Mapping[str, T5CkptError | None]:
         names = [entry.name for entry in self._storage.entries() if parse_prefixed_step(entry.name) is not None]
         return {**dict.fromkeys(names), **self._broken()}
 
-    def _inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
-        """The complete steps among some names."""
+    def inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
         steps: list[ListedStep] = []
         unreadable: dict[str, T5CkptError] = {}
         for name, broken in names.items():
@@ -80,14 +61,6 @@ class DirectoryCatalog(RunCatalog):
         """The steps that are links to nothing."""
         links = self._storage.broken_links()
         return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
-
-    def with_other_name(self, step: int) -> ListedStep | None:
-        storage, usual_names = self._storage, (step_dir(step), str(step))
-        names = [entry.name for entry in storage.entries() if entry.name not in usual_names]
-        other_names = [name for name in names if parse_prefixed_step(name) == step]
-        return next(
-            (listed_step for name in other_names if (listed_step := inspect_name(storage, name)) is not None), None
-        )
 
     def is_beside_manifest(self) -> bool:
         return self.newest() is not None
@@ -131,8 +104,3 @@ class DirectoryCatalog(RunCatalog):
             return recorded
         listed = [size or 0 for _, size in self._storage.walk(name)]
         return sum(listed) if listed else sum(item.size or 0 for item in files.values())
-
-
-def _number(named: tuple[str, object]) -> int:
-    """The number of a step, for its name and its error."""
-    return parse_prefixed_step(named[0]) or 0

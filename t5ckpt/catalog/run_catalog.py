@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing
-from t5ckpt.format.names import ReadLease, WriteLeaseName
+from t5ckpt.errors import T5CkptError
+from t5ckpt.format.names import ReadLease, WriteLeaseName, parse_prefixed_step, step_dir
 from t5ckpt.storage import Entry, Storage
 
 
@@ -64,16 +66,31 @@ class RunCatalog(ABC):
         """The names and leases on an object store; None on a file system."""
 
     @abstractmethod
+    def names(self) -> Mapping[str, T5CkptError | None]:
+        """The names that may be steps, each with its error if it is a link to nothing.
+
+        Without these links the run would seem shorter than it is, or new.
+        """
+
+    @abstractmethod
+    def inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
+        """The complete steps among some of the names."""
+
     def listing(self) -> Listing:
         """The complete steps, and the errors of those that could not be inspected."""
+        return self.inspected(self.names())
 
-    @abstractmethod
     def newest(self) -> ListedStep | None:
         """The complete step with the largest number, or None."""
+        # The largest number first, because the manifest of each inspected step is read.
+        names = sorted(self.names().items(), key=_number, reverse=True)
+        groups = (self.inspected(dict(same)).newest for _, same in itertools.groupby(names, _number))
+        return next((found for found in groups if found is not None), None)
 
-    @abstractmethod
     def with_other_name(self, step: int) -> ListedStep | None:
         """A step with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding."""
+        named = [each for each in self.names().items() if _number(each) == step]
+        return self.inspected({name: error for name, error in named if name not in (step_dir(step), str(step))}).newest
 
     @abstractmethod
     def is_beside_manifest(self) -> bool:
@@ -116,3 +133,8 @@ class RunCatalog(ABC):
     @abstractmethod
     def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
         """The bytes of a step's files; None if neither the sidecar (``recorded``) nor a listing has them."""
+
+
+def _number(named: tuple[str, object]) -> int:
+    """The number of a step, for its name and its error."""
+    return parse_prefixed_step(named[0]) or 0

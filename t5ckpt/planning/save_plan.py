@@ -15,7 +15,6 @@ it is stored. With a partitioner, ``t5x_inlines`` names these leaves. Without on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,8 @@ from t5ckpt.tree.leaves import LeafToSave, is_jax_array, processes_of
 
 _OPTIMIZER_STATE = ('state', 'param_states')
 _FACTORS = frozenset({'v_row', 'v_col'})
-_MAX_DIFF_LINES = 40
+# Of each process. The cure comes after them.
+_MAX_DIFF_LINES = 8
 _ALL_OF_PROCESS = ', all of process '
 
 
@@ -311,19 +311,21 @@ def _process_text(sharding: Any) -> str:
 
 def difference(first: str, other: str, process: int) -> DisagreementError:
     """The error for a process whose plan differs from process 0's."""
-    changes = difflib.unified_diff(
-        first.splitlines(), other.splitlines(), 'process 0', f'process {process}', '', '', 0, ''
-    )
-    shown = [line for line in changes if not line.startswith('@@')]
-    more = [f'... and {len(shown) - _MAX_DIFF_LINES} more lines'] if len(shown) > _MAX_DIFF_LINES else []
-    head = 'the processes were asked to save different things; nothing was written:'
-    listed = lines(head, *shown[:_MAX_DIFF_LINES], *more, between='\n  ')
+    shown = [*_only_in(first, other, '-', 0), *_only_in(other, first, '+', process)]
+    listed = lines('the processes were asked to save different things; nothing was written:', *shown, between='\n  ')
     cures = ['Every process has to save the same tree, to the same directory, as the same step.']
-    if any(f'{_ALL_OF_PROCESS}{process}' in line for line in shown):
+    if f'{_ALL_OF_PROCESS}{process}' in listed:
         cures.append(
             f'Arrays on devices of process {process} only are its own, and other processes have others. Make them global: create '
             'them in a jitted function with out_shardings over the mesh of all processes, or with '
-            'jax.make_array_from_process_local_data. Values that are the same everywhere may also be NumPy arrays or numbers, '
-            'which are taken from process 0.'
+            'jax.make_array_from_process_local_data. Values that are the same everywhere may be NumPy arrays, which are taken '
+            'from process 0; for jax.pmap: jax.device_get(flax.jax_utils.unreplicate(state)).'
         )
     return DisagreementError(lines(listed, *cures))
+
+
+def _only_in(text: str, other: str, sign: str, process: int) -> list[str]:
+    known = {*other.splitlines()}
+    found = [f'{sign}{line}' for line in text.splitlines() if line not in known]
+    more = len(found) - _MAX_DIFF_LINES
+    return [f'{sign * 3} process {process}', *found[:_MAX_DIFF_LINES], *[f'... and {more} more lines'] * (more > 0)]

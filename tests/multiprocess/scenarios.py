@@ -449,7 +449,7 @@ def save_differently(directory, what):
 
 
 def save_local(directory):
-    tree = {'here': jnp.ones((4, 4)), 'everywhere': state()['target']['both']}
+    tree = {'here': [jnp.ones((4, 4))] * 30, 'everywhere': state()['target']['both']}
     with checkpointer(directory, tree) as ck:
         ck.save(tree, step=1)
 

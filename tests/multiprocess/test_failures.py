@@ -75,11 +75,15 @@ def test_a_leaf_that_one_process_cannot_save(four, tmp_path):
 def test_host_local_arrays_are_refused_with_the_cure(four, tmp_path):
     for kind, text in four.errors('save_local', tmp_path):
         assert kind == 'DisagreementError'
-        assert '-here: float32 (4, 4)' in text
+        assert '-here/0: float32 (4, 4)' in text
+        assert '+here/0: float32 (4, 4)' in text
         assert ', all of process 0' in text
         assert ', all of process 1' in text
         assert 'out_shardings' in text
+        assert 'jax.device_get' in text
         assert 'everywhere:' not in text
+        # Two lines of each leaf would hide the cure.
+        assert len(text.splitlines()) < 30
     assert list(tmp_path.iterdir()) == []
 
 

@@ -171,6 +171,7 @@ def restore_or_init(
       donate: as in ``Checkpointer.restore``.
 
     Raises:
+      ValueError: ``restore_iterator=True`` of several sources, or without a data iterator.
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
       UnsupportedFormatError: t5ckpt does not read the format of the latest checkpoint, or of an array in it.
       TreeMismatchError: checkpoint and template differ.
@@ -302,7 +303,7 @@ def _warm_start(
         given |= shares[-1].found
     asked = given.union(*(share.lacking for share in shares))
     from_init = [path for path in template if path not in asked]
-    iterator_from = _iterator_source(sources)
+    iterator_from = _iterator_source(sources, has_iterator=checkpointer.has_iterator)
     values: LeafTable = {}
     *earlier, last = shares
     for share in earlier:
@@ -335,18 +336,23 @@ def _warm_start(
         _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.location, len(share.found), len(template))
     _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(template))
     if checkpointer.has_iterator:
-        continues, starts = 'the data continues at the position in %s', 'the data starts at its beginning%s'
-        where = ' (WarmStart(restore_iterator=True) continues it)' if iterator_from is None else iterator_from.location
-        _log.info(f't5ckpt: {starts if iterator_from is None else continues}', where)
+        starts = 'starts at its beginning (WarmStart(restore_iterator=True) continues it)'
+        where = starts if iterator_from is None else f'continues at the position in {iterator_from.location}'
+        _log.info('t5ckpt: the data %s', where)
     return state
 
 
-def _iterator_source(sources: Sequence[WarmStart]) -> WarmStart | None:
+def _iterator_source(sources: Sequence[WarmStart], *, has_iterator: bool) -> WarmStart | None:
     """The source whose position of the data iterator is restored; None leaves the iterator as it is."""
     asked = [warm for warm in sources if warm.restore_iterator]
     if len(asked) > 1:
         raise ValueError(
             'initial_checkpoint: more than one source has restore_iterator=True. Leave it out of all but one.'
+        )
+    if asked and not has_iterator:
+        raise ValueError(
+            'initial_checkpoint has restore_iterator=True: the Checkpointer has no dataset_iterator to continue there. Pass '
+            'Checkpointer(dataset_iterator=), or leave restore_iterator out.'
         )
     (first, *others) = sources
     continues = not others and first.restore_iterator is None and first.take == WarmStart.take

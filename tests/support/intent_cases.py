@@ -1000,6 +1000,13 @@ FUNCTIONS: list[Case] = [
         'more than one source has restore_iterator=True',
         lambda s, _: started(s, [WarmStart(s.run, take=take, restore_iterator=True) for take in ('model/.*', '.*')]),
     ),
+    (
+        'WarmStart',
+        'restore_iterator',
+        ValueError,
+        'restore_iterator=True: .* no dataset_iterator',
+        lambda s, _: started(s, WarmStart(s.run, restore_iterator=True)),
+    ),
     ('WarmStart', 'strict', ValueError, 'strict', lambda s, _: started(s, WarmStart(s.run, strict='vey'))),
     ('apply_assignment_map', 'ckpt_optimizer_state optimizer_state', errors.MissingLeaves, 'params/c', mapped),
     ('apply_assignment_map', 'assignment_map require_all_rules_match', errors.TreeMismatchError, 'parms', mapped),

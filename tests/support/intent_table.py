@@ -223,7 +223,7 @@ mode least min_step | error | out of range
 take leave rename resize | error | a pattern matches nothing
 missing strict | error | unknown word
 restore_iterator | report | where the data starts: logged
-restore_iterator | error | True for several sources
+restore_iterator | error | True for several sources, or without dataset_iterator
 """,
     'WarmStart.is_taken': 'name | hint | asks',
     'WarmStart.transform': 'target_state_dict | hint | for the rules of rename',

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from t5ckpt.catalog.locate import open_run_storage
+from t5ckpt.catalog.locate import log_other_contents, open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.transaction import CommittedCheckpoint
@@ -814,8 +814,11 @@ class Checkpointer:
         return self._tiers.catalog.steps()
 
     def latest_step(self) -> int | None:
-        """The largest complete step, or None; with ``local_dir`` it may differ between processes, as :meth:`all_steps`."""
-        return self._tiers.catalog.latest()
+        """The largest complete step, or None, logged as by ``t5ckpt.latest_step``; see :meth:`all_steps` for ``local_dir``."""
+        step = self._tiers.catalog.latest()
+        if step is None:
+            log_other_contents(self._storage)
+        return step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps with data-iterator state, ascending."""

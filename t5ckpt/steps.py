@@ -19,7 +19,7 @@ from t5ckpt.catalog.layouts import (
     other_layout,
 )
 from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
-from t5ckpt.catalog.locate import locate
+from t5ckpt.catalog.locate import locate, log_other_contents
 from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -74,12 +74,18 @@ def latest_step(
 ) -> int | None:
     """The largest complete step, or None if there is none. Step 0 is a step.
 
+    Logs checkpoints in the directory that are no steps: of Flax with a fraction as their number, or those of a run in it.
+
     Args:
       checkpoints_dir: the run's directory.
       storage_options: see docs/storage.md.
     """
-    listed = newest(open_storage(checkpoints_dir, storage_options))
-    return None if listed is None else listed.step
+    storage = open_storage(checkpoints_dir, storage_options)
+    listed = newest(storage)
+    if listed is not None:
+        return listed.step
+    log_other_contents(storage)
+    return None
 
 
 @checks_kinds

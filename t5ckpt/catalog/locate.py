@@ -266,6 +266,14 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
         )
 
 
+def log_other_contents(storage: Storage) -> None:
+    """Logs, for a run without steps, what :func:`refuse_other_contents` will refuse at its first save."""
+    try:
+        refuse_other_contents(storage, marks=False)
+    except T5CkptError as error:
+        _log.warning('t5ckpt: %s', error)
+
+
 def open_target(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Opens the directory of a run to write steps to.
 

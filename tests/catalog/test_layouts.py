@@ -847,6 +847,22 @@ def test_a_run_names_the_checkpoints_that_are_not_among_its_steps(tmp_path, capl
         convert_checkpoint('flax', directory, tmp_path / 'two')
 
 
+@pytest.mark.parametrize('latest', [t5ckpt.latest_step, lambda path: open_ck(path).latest_step()])
+def test_the_latest_step_of_a_directory_with_other_checkpoints_is_none_and_names_them(tmp_path, caplog, latest):
+    directory = named_by_flax(tmp_path, 'checkpoint_0.5')
+    assert latest(directory) is None
+    assert f'Give the path of one: {directory}/checkpoint_0.5' in caplog.text
+    caplog.clear()
+    assert latest(tmp_path) is None
+    assert f'Give the path of one: {directory}' in caplog.text
+    caplog.clear()
+    (tmp_path / 'empty').mkdir()
+    shutil.copytree(tmp_path / 'empty', tmp_path / 'begun' / 'checkpoint_1.tmp-12')
+    for name in ('empty', 'begun', 'absent'):
+        assert latest(tmp_path / name) is None
+    assert not caplog.text
+
+
 def test_a_step_that_is_a_link_keeps_its_target(run_dir, caplog):
     caplog.set_level('INFO', 't5ckpt')
     with open_ck(run_dir) as ck:

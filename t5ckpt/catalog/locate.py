@@ -13,7 +13,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, is_checkpoint, is_orbax, is_state_file, is_zarr_tree
+from t5ckpt.catalog.layouts import (
+    T5X,
+    ListedStep,
+    inspect_name,
+    is_checkpoint,
+    is_orbax,
+    is_state_file,
+    is_zarr_tree,
+)
 from t5ckpt.catalog.listing import catalog_of, checkpoint_around, inspect_step, listing, newest, step_of
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
@@ -33,6 +41,8 @@ from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
 
 _log = logging.getLogger('t5ckpt')
 
+# The structure that pytree_serialization of JAX writes beside its arrays.
+JAX_TREE = 'pytreedef.json'
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
 _LEFTOVER = re.compile(r'checkpoint_([0-9]+\.[a-z]|tmp$)')
@@ -56,6 +66,7 @@ _MARKS = (
         'a PyTorch file, which needs pickle and is not read: load it with PyTorch and save safetensors',
     ),
     (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
+    (JAX_TREE, "a directory of JAX's pytree_serialization, which t5ckpt convert jax converts"),
     # A group of zarr v3 that has arrays opens.
     (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
     (r'attributes\.json', 'N5 arrays, which TensorStore reads'),
@@ -69,7 +80,7 @@ _STEP_MARKS = (
         'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
     ),
     ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
-    ({'.zattrs', '.zgroup'}, 'a run of seqax', 'import_seqax of t5ckpt.convert.seqax converts them'),
+    ({'.zattrs', '.zgroup'}, 'a run of seqax', 't5ckpt convert seqax converts them'),
 )
 # A file is recognized by its name, because it may be too large to read.
 _FILES = (
@@ -467,9 +478,10 @@ def log_newer_of_flax(storage: Storage, step: int) -> None:
 
 def no_checkpoint(storage: Storage) -> T5CkptError:
     """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
-    if storage.kind('') is None:
+    if storage.kind('') != 'dir':
         return not_a_run(storage)
-    model, below = model_file(storage), openable_below(storage)
+    # JAX's arrays have no names without the file of the tree.
+    model, below = model_file(storage), [] if storage.is_file(JAX_TREE) else openable_below(storage)
     # The directory above needs the options of a bucket, which a storage does not tell.
     around = checkpoint_around(storage) if storage.is_file_system else None
     cure = 'Check the path.' if around is None else f'Give the path of that checkpoint: {around}'
@@ -487,6 +499,16 @@ def no_checkpoint(storage: Storage) -> T5CkptError:
     contents = _contents_text(storage) if is_known else f'it contains {some_of(below, 5)}'
     part = '' if around is None else f' is a part of the checkpoint {around}'
     return CheckpointNotFoundError(f'{storage.url()}{part}: no complete checkpoint there; {contents}. {cure}')
+
+
+def not_of_format(source: str, text: str) -> T5CkptError:
+    """The error for a path without a checkpoint of the format that a conversion asks for; names the verb that takes the path."""
+    storage, (parent, name) = open_storage(source), split_path(source)
+    listed_step = inspect_name(open_storage(parent), name) or newest(storage)
+    if listed_step is None:
+        return CheckpointNotFoundError(f'{text}. {no_checkpoint(storage)}')
+    verb = 'cp' if listed_step.layout.startswith(T5X) else f'convert {listed_step.layout}'
+    return CheckpointNotFoundError(f'{text}. It is in the layout of {listed_step.layout}: use t5ckpt {verb}.')
 
 
 def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located, open_target
+from t5ckpt.catalog.locate import Located, not_of_format, open_target
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -126,9 +126,10 @@ def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str
         storage = open_storage(path)
         steps = _steps_in(storage)
         if not steps or (step is not None and step not in steps):
-            wanted = 'no complete checkpoint of seqax' if step is None else f'no complete step {step} of seqax'
+            if step is None:
+                raise not_of_format(os.fspath(path), f'{path} has no complete checkpoint of seqax')
             raise CheckpointNotFoundError(
-                f'{storage.url()}: {wanted}; complete steps: {", ".join(map(str, steps[-5:])) or "none"}.'
+                f'{storage.url()}: no complete step {step} of seqax; complete steps: {", ".join(map(str, steps[-5:])) or "none"}.'
             )
         directory = f'{steps[-1] if step is None else step:010}'
     if not _is_done(storage, directory):

@@ -97,12 +97,12 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
             f'{target}: Orbax would take the *, ? or [ in this path for a pattern, and the step would be unreadable. Convert to '
             'another directory, and move the step afterwards.'
         )
-    selected = select_leaves(linked_leaves(contents), optimizer=options.optimizer)
+    step = contents.located.step or 0
+    selected = select_leaves(linked_leaves(contents), step, source_of(located), optimizer=options.optimizer)
     check_cast(options.cast, selected.table)
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
     _check_names(leaves)
     left_out = _left_out(contents, is_step=is_step)
-    step = contents.located.step or 0
     started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
@@ -112,7 +112,7 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
             digests = _save(unflatten(leaves), temporary, Meter(options.progress, total), sidecar)
             _compare_with_written(leaves, digests, temporary, target)
             if is_step:
-                source = json.dumps({**source_of(located), **options.recorded})
+                source = json.dumps({**selected.source, **options.recorded})
                 pathlib.Path(temporary, CONVERTED_FROM).write_text(source, encoding='utf-8')
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     seconds = time.monotonic() - started

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import Located, locate, log_newer_of_flax, no_checkpoint
+from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer_of_flax, no_checkpoint, not_of_format
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
 from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
@@ -23,7 +23,6 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
     UnsupportedFormatError,
@@ -46,7 +45,6 @@ _log = logging.getLogger('t5ckpt')
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax', 'zarr')
 _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
-_JAX_TREE = 'pytreedef.json'
 _JAX_ARRAYS = 'array_store'
 
 
@@ -93,7 +91,8 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     """Reads the names, shapes and dtypes of a checkpoint; see :func:`convert_tree`."""
     if kind == 'seqax':
         table, step = read_seqax(source)
-        return _found(table, step, {'format': kind, 'path': os.fspath(source), 'step': step}, optimizer)
+        identity = {'format': kind, 'path': os.fspath(source), 'step': step}
+        return select_leaves(table, step, identity, optimizer=optimizer)
     large: dict[str, LazyArray] = {}
     check_word('the format', kind, TREE_FORMATS)
     contents = _OPENERS[kind](os.fspath(source))
@@ -104,7 +103,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
     table = {
         path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
     }
-    found = _found(table, located.step, identity, optimizer)
+    found = select_leaves(table, located.step, identity, optimizer=optimizer)
     sidecar = contents.sidecar
     # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
     recorded = Sidecar(
@@ -136,39 +135,18 @@ def stamp_of(located: Located) -> list[int] | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Selected:
-    """The leaves that a conversion writes under their names.
-
-    Attributes:
-      table: these leaves.
-      mapped, dropped, without_effect: see :class:`Found`.
-    """
-
-    table: LeafTable
-    mapped: Mapping[str, str]
-    dropped: tuple[str, ...]
-    without_effect: tuple[str, ...]
-
-
-def select_leaves(table: LeafTable, *, optimizer: bool) -> Selected:
-    """All leaves, or without ``optimizer`` those that are not of the optimizer's state."""
+def select_leaves(table: LeafTable, step: int | None, source: Mapping[str, Any], *, optimizer: bool) -> Found:
+    """The leaves that a conversion writes under their names: all, or without ``optimizer`` those of no optimizer's state."""
     dropped = set[Path]() if optimizer else optimizer_leaves(table)
     kept = {path: leaf for path, leaf in table.items() if path not in dropped}
-    idle = () if optimizer or dropped else ('optimizer',)
     names = list(map(leaf_name, kept))
-    return Selected(kept, dict(zip(names, names, strict=True)), tuple(sorted(map(leaf_name, dropped))), idle)
-
-
-def _found(table: LeafTable, step: int | None, identity: Mapping[str, Any], optimizer: bool) -> Found:
-    selected = select_leaves(table, optimizer=optimizer)
     return Found(
-        selected.table,
+        kept,
         step,
-        identity,
-        selected.mapped,
-        dropped=selected.dropped,
-        without_effect=selected.without_effect,
+        source,
+        dict(zip(names, names, strict=True)),
+        dropped=tuple(sorted(map(leaf_name, dropped))),
+        without_effect=() if optimizer or dropped else ('optimizer',),
     )
 
 
@@ -199,9 +177,7 @@ def _open_flax(source: str) -> Contents | LargeFile:
         if whole is None and FLAX_INDEX in names:
             return _open_flax_shards(f'{source.rstrip("/")}/{FLAX_INDEX}')
         if whole is None:
-            raise CheckpointNotFoundError(
-                f'{source} has no file of Flax such as checkpoint_100. If it has directories of that name, convert orbax.'
-            )
+            raise not_of_format(source, f'{source} has no file of Flax such as checkpoint_100')
         located = locate(f'{source.rstrip("/")}/{whole}')
     located = dataclasses.replace(located, step=_number(split_path(located.url)[1]))
     path = located.storage.local_path(join(located.directory, located.manifest))
@@ -253,10 +229,8 @@ def _number(name: str) -> int | None:
 
 def _open_jax(source: str) -> Contents:
     storage = open_storage(source)
-    if storage.kind(_JAX_TREE) != 'file':
-        raise CheckpointNotFoundError(
-            f'{source} has no {_JAX_TREE}, so it is not a directory of pytree_serialization. Check the path.'
-        )
+    if storage.kind(JAX_TREE) != 'file':
+        raise not_of_format(source, f"{source} has no {JAX_TREE} of JAX's pytree_serialization")
     name = split_path(source)[1]
     try:
         # The structure is in a flatbuffer, which only JAX decodes.
@@ -266,7 +240,7 @@ def _open_jax(source: str) -> Contents:
     try:
         tree = pytree_serialization.load_pytreedef(storage.url())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-        raise CorruptCheckpointError(f'{storage.url(_JAX_TREE)} does not decode ({error!s:.200}).') from error
+        raise CorruptCheckpointError(f'{storage.url(JAX_TREE)} does not decode ({error!s:.200}).') from error
     table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}

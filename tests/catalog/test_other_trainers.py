@@ -46,7 +46,7 @@ def seqax(run: pathlib.Path) -> None:
 CASES = [
     (torchtitan, r'torchtitan.*\(DCP\), with 2 steps: 500, 1000\..*pickle.*safetensors'),
     (axlearn, r'axlearn, with 2 steps: 100, 200\.'),
-    (seqax, r'seqax, with 2 steps: 1, 2\. import_seqax'),
+    (seqax, r'seqax, with 2 steps: 1, 2\. t5ckpt convert seqax'),
 ]
 
 

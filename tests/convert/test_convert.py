@@ -26,7 +26,7 @@ from support.golden import flatten
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import ConvertOptions, convert_checkpoint as convert
-from t5ckpt.convert.seqax import read_seqax
+from t5ckpt.convert.seqax import read_seqax, write_seqax
 from t5ckpt.convert.to_orbax import convert_to_orbax
 
 TREE = {
@@ -57,6 +57,18 @@ def check(path, wanted):
 
 def write(kind, folder):
     """A checkpoint of step 12 and its path."""
+    if kind == 'cp':
+        state = TREE | {'step': np.array(12, np.int32)}
+        t5ckpt.Checkpointer(state, checkpoints_dir=folder).save(state)
+        return folder
+    if kind == 'seqax':
+        write_seqax(folder, 12, {'w': np.ones((4, 4))})
+        return folder
+    if kind == 'zarr':
+        source = write('cp', folder.with_name('t5x')) / 'checkpoint_12'
+        shutil.copytree(next(source.glob('*kernel')), folder / 'step-12' / 'kernel')
+        (folder / 'step-12' / 'metadata.json').write_text('{"step": 12, "timestamp": "2026-01-01T00:00:00"}')
+        return folder
     if kind == 'orbax':
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder / '12', TREE)
@@ -70,6 +82,30 @@ def write(kind, folder):
     folder.mkdir()
     pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), folder / 'step_12')
     return folder / 'step_12'
+
+
+@pytest.mark.parametrize('asked', ['flax', 'jax', 'seqax', 'orbax'])
+@pytest.mark.parametrize('kind', ['cp', 'flax', 'jax', 'orbax', 'seqax', 'zarr'])
+def test_the_error_for_another_format_names_the_verb_that_opens_it(tmp_path, kind, asked):
+    source = write(kind, tmp_path / 'source')
+    sources = [source, *source.glob('*12')] if kind in ('orbax', 'zarr') else [source]
+    if kind == asked or (asked == 'orbax' and kind in ('flax', 'zarr')):
+        convert(asked, source, tmp_path / 'run')
+        return
+    for path in sources:
+        with pytest.raises(errors.T5CkptError, match=f't5ckpt (convert )?{kind}\\b') as caught:
+            convert(asked, path, tmp_path / 'run')
+        assert 'Give the path' not in str(caught.value)
+        t5ckpt_cli(*(['cp'] if kind == 'cp' else ['convert', kind]), path, tmp_path / f'from_{path.name}')
+
+
+@pytest.mark.parametrize('kind', ['jax', 'seqax'])
+def test_a_path_that_is_no_checkpoint_is_described(tmp_path, kind):
+    (tmp_path / 'file').write_text('text')
+    (tmp_path / 'empty').mkdir()
+    for name, text in (('file', 'is a file'), ('empty', 'the directory is empty'), ('absent', 'no such directory')):
+        with pytest.raises(errors.CheckpointNotFoundError, match=f'{tmp_path}/{name}.*{text}'):
+            convert(kind, tmp_path / name, tmp_path / 'run')
 
 
 @pytest.mark.parametrize('kind', ['orbax', 'flax', 'jax'])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import independent_reader, partitioner, states, t5x_rules
+from support import forked, independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same, random_bits
 from support.golden import flatten, nest
 from support.states import JAX_DTYPES, WIDE_DTYPES
@@ -313,6 +313,28 @@ def test_a_guard_against_implicit_transfers_does_not_stop_a_save_or_a_restore(ru
             ck.restore()
         with jax.transfer_guard('disallow'):
             ck.restore()
+
+
+FORBIDDEN_ONCE = """
+import sys
+import jax
+import t5ckpt
+state = {'w': jax.numpy.ones((64, 512))}
+with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1]) as ck:
+    ck.save(state, step=1)
+    try:
+        with jax.transfer_guard('disallow_explicit'):
+            ck.restore()
+    except t5ckpt.errors.T5CkptError as error:
+        assert 'transfer_guard' in str(error), error
+    assert (ck.restore()['w'] == 1).all()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_transfer_that_was_forbidden_once_is_made_later(run_dir):
+    """In a process that has restored nothing before: what it learns of devices under the guard says nothing of dtypes."""
+    assert forked.run(FORBIDDEN_ONCE, run_dir).stderr == ''
 
 
 def test_random_keys_go_on_as_they_would(run_dir):

@@ -1,21 +1,13 @@
 """The protocol of docs/decisions.md for a step in a bucket holds in every interleaving, and each of its rules is needed."""
 
-import os
-
 import pytest
 
 from simulation.step_model import BROKEN_BY, RULES, SCENARIOS, Model, explore
 
 BOUNDS = {'units': 5, 'crashes': 1, 'lates': 1}
-# Seconds.
+# Seconds, not minutes.
 SMALL = ('W', 'WG', 'WD', 'Jj', '+D', '+OG', '+DR', '+DG', '+DW', '+DGG')
 LONG = {'age', 'leave', 'monotone'}
-# Minutes: only ``make soak`` explores them, with T5CKPT_MODEL=whole.
-LARGE = set() if os.environ.get('T5CKPT_MODEL') == 'whole' else {'monotone', 'WDW', '+DDR', 'WDR'}
-
-
-def marked(names, slow):
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names if name not in LARGE]
 
 
 def test_every_rule_is_broken_somewhere():
@@ -23,14 +15,18 @@ def test_every_rule_is_broken_somewhere():
     assert set(SMALL) <= set(SCENARIOS)
 
 
-@pytest.mark.parametrize('kinds', marked(SCENARIOS, set(SCENARIOS).difference(SMALL)))
+@pytest.mark.parametrize(
+    'kinds', [kinds if kinds in SMALL else pytest.param(kinds, marks=pytest.mark.slow) for kinds in SCENARIOS]
+)
 def test_the_invariants_hold_in_every_state(kinds):
     states, broken, trace = explore(Model(), kinds, **BOUNDS)
     assert (broken, trace) == ('', [])
     assert states > 100
 
 
-@pytest.mark.parametrize('rule', marked(RULES, LONG))
+@pytest.mark.parametrize(
+    'rule', [pytest.param(rule, marks=pytest.mark.slow) if rule in LONG else rule for rule in RULES]
+)
 def test_each_rule_is_needed(rule):
     _, broken, trace = explore(Model(rule), BROKEN_BY[rule], **BOUNDS)
     assert broken

@@ -168,8 +168,8 @@ class Case:
         assert 1 in steps or self.operation in (retain, delete)
         assert done != -1 or 1 not in steps
         for step in steps:
-            # Compares each file with its checksum.
             same(t5ckpt.load_t5x_checkpoint(self.url, step), step)
+            assert t5ckpt.verify(f'{self.url}/checkpoint_{step}', full=True).ok
         # An hour later, when nothing that has failed can arrive anymore.
         with checkpointer(self.url, keep=1, clock=FakeClock(2**31)) as ck:
             ck.save(state(3), step=3)

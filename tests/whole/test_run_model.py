@@ -361,7 +361,7 @@ def test_a_run_has_what_its_dictionary_has(machine):
 @pytest.mark.slow
 @pytest.mark.parametrize('machine', [OnDisk, InMemory])
 def test_a_run_has_what_its_dictionary_has_in_long_runs(machine):
-    settings = hypothesis.settings(max_examples=30, stateful_step_count=60)
+    settings = hypothesis.settings(max_examples=60, stateful_step_count=60)
     run_state_machine_as_test(machine, settings=settings)
 
 
@@ -373,4 +373,4 @@ def test_a_run_in_a_bucket_has_what_its_dictionary_has(bucket):
         def new_url(self):
             return bucket.url()
 
-    run_state_machine_as_test(InBucket, settings=hypothesis.settings(max_examples=6, stateful_step_count=30))
+    run_state_machine_as_test(InBucket, settings=hypothesis.settings(max_examples=10, stateful_step_count=30))

@@ -59,8 +59,7 @@ class DirectoryCatalog(RunCatalog):
 
     def _broken(self) -> dict[str, T5CkptError]:
         """The steps that are links to nothing."""
-        links = self._storage.broken_links()
-        return {name: error for name, error in links.items() if parse_step_dir(name) is not None}
+        return {name: error for name, error in self._storage.broken_links().items() if parse_step_dir(name) is not None}
 
     def is_beside_manifest(self) -> bool:
         return self.newest() is not None
@@ -70,8 +69,9 @@ class DirectoryCatalog(RunCatalog):
 
     def sidecars(self, directory: str) -> list[str]:
         # Copies from an object store have another name.
-        is_there = self._storage.is_file(join(directory, SIDECAR))
-        return [SIDECAR] if is_there else sidecars_in(self._storage, directory)
+        if self._storage.is_file(join(directory, SIDECAR)):
+            return [SIDECAR]
+        return sidecars_in(self._storage, directory)
 
     def leases(self) -> Leases:
         names = self._storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))

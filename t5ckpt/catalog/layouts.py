@@ -234,11 +234,9 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     step = parse_step_name(name)
     if step is None:
         return _inspect_prefixed(storage, name)
-    key = join(name, MANIFEST)
-    manifest = _map_file(storage, key)
+    manifest = _map_file(storage, join(name, MANIFEST))
     if manifest is not None:
-        is_t5x = name == step_dir(step) and not has_placeholder(manifest)
-        if is_t5x:
+        if name == step_dir(step) and not has_placeholder(manifest):
             return ListedStep(step, name)
         return ListedStep(step, name, ORBAX) if _is_committed(storage, name) else None
     if is_orbax(storage, name) and _is_committed(storage, name):
@@ -246,8 +244,7 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     if parse_step_dir(name) is None:
         return None
     # Where the size is unknown, the file may be large.
-    is_large = storage.known_size(name) == -1
-    is_flax = storage.is_file(name) if is_large else _map_file(storage, name) is not None
+    is_flax = storage.is_file(name) if storage.known_size(name) == -1 else _map_file(storage, name) is not None
     return ListedStep(step, name, FLAX, manifest=name) if is_flax else None
 
 

@@ -441,8 +441,8 @@ def foreign_layout(storage: Storage) -> str | None:
 
 def _run_of_others(storage: Storage) -> str | None:
     """Describes the run of a trainer whose steps t5ckpt does not read; None if it is not one."""
-    entries = storage.entries()
-    steps = {entry.name: int(match[1]) for entry in entries if entry.is_dir and (match := _STEP.fullmatch(entry.name))}
+    directories = [entry.name for entry in storage.entries() if entry.is_dir]
+    steps = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
     if steps:
         latest = max(steps, key=lambda name: steps[name])
         names = {below.name for below in storage.entries(latest)}

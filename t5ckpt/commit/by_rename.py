@@ -123,9 +123,8 @@ class RenameTransaction(Transaction):
 
     def _take_lease(self) -> None:
         """Writes the write lease into the directory and renews it until it is closed."""
-        key = join(self.directory, SIDECAR)
         record = sidecar_record(self._options.writer(), self.step)
-        self._lease = WriteLease(self.storage, key, self._clock, self._lock, record)
+        self._lease = WriteLease(self.storage, join(self.directory, SIDECAR), self._clock, self._lock, record)
         self._lease.start()
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:

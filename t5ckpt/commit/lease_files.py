@@ -28,8 +28,9 @@ def write_leases_of(storage: Storage, step: int) -> list[WriteLeaseName]:
     """Lists the write leases of one step."""
     beginning = catalog_of(storage).write_lease_key(step, '').removesuffix('.')
     directory, _, prefix = beginning.rpartition('/')
-    names = storage.names(directory, prefix)
-    leases = [parse_write_lease(f'{directory}/{name}' if directory else name) for name in names]
+    leases = [
+        parse_write_lease(f'{directory}/{name}' if directory else name) for name in storage.names(directory, prefix)
+    ]
     return [lease for lease in leases if lease is not None and lease.step == step]
 
 

@@ -331,5 +331,4 @@ def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> No
     storage.delete_files([join(directory, key) for key in sorted({*keys}.difference(foreign))])
     if not foreign:
         return
-    where = storage.url(directory)
-    _log.warning('t5ckpt: %s keeps files that neither T5X nor t5ckpt wrote: %s', where, few(foreign))
+    _log.warning('t5ckpt: %s keeps files that neither T5X nor t5ckpt wrote: %s', storage.url(directory), few(foreign))

@@ -217,21 +217,17 @@ def _has_owner(storage: Storage, step: int, clock: Clock, stale_after: float) ->
 
 def _first_live(owners: Mapping[str, Owner], clock: Clock, stale_after: float) -> tuple[str, Owner] | None:
     """Returns the key of the lease and the live owner with the smallest nonce; None where there is none."""
-    live = [(key, owner) for key, owner in owners.items() if not owner.is_dead(clock, stale_after)]
+    live = ((key, owner) for key, owner in owners.items() if not owner.is_dead(clock, stale_after))
     return min(live, key=lambda item: item[1].nonce, default=None)
 
 
 def has_live_lease(storage: Storage, leases: Iterable[WriteLeaseName], clock: Clock, stale_after: float) -> bool:
     """Returns whether one of the leases is of a process that has not ended."""
     now = lease_clock(storage, clock)
-    live = [
-        (lease, owner)
-        for lease in leases
-        if (owner := read_owner(storage, lease.key)) is not None and not owner.is_dead(now, stale_after)
-    ]
-    for lease, owner in live:
+    live = [(key, owner) for key, owner in _owners(storage, leases).items() if not owner.is_dead(now, stale_after)]
+    for key, owner in live:
         if not owner.is_local and owner is not UNKNOWN:
-            warn_if_ahead(storage, lease.key, owner.last_beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
+            warn_if_ahead(storage, key, owner.last_beat + TAKE_OVER_SECONDS, TAKE_OVER_SECONDS, now())
     return bool(live)
 
 
@@ -246,9 +242,9 @@ def is_being_deleted(storage: Storage, step: int, clock: Clock) -> bool:
 
     ``clock`` is a :func:`~t5ckpt.commit.lease_time.lease_clock`.
     """
-    owners = _owners(storage, write_leases_of(storage, step))
     return any(
-        owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS) for owner in owners.values()
+        owner.action in (DELETE, REPLACE) and not owner.is_dead(clock, TAKE_OVER_SECONDS)
+        for owner in _owners(storage, write_leases_of(storage, step)).values()
     )
 
 

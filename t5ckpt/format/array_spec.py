@@ -148,7 +148,7 @@ class StoredArray:
 
 def is_spec(value: Any) -> bool:
     """Whether a map is a TensorStore spec and not a subtree (T5X's own test, state_utils.tensorstore_leaf)."""
-    return isinstance(value, SpecDict) or (isinstance(value, Mapping) and set(value.keys()) >= _SPEC_KEYS)
+    return isinstance(value, SpecDict) or (isinstance(value, Mapping) and value.keys() >= _SPEC_KEYS)
 
 
 def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:

@@ -197,18 +197,14 @@ def version_of(data: bytes) -> int | None:
     try:
         for _ in range(unpacker.read_map_header()):
             key = unpacker.unpack()
-            fields[key] = None
-            if fields.keys() >= {'version', 'optimizer'} and isinstance(fields['version'], int):
+            fields[key] = unpacker.unpack() if key == 'version' else None
+            if 'optimizer' in fields and isinstance(fields.get('version'), int):
                 return fields['version']
-            if key == 'version':
-                fields[key] = unpacker.unpack()
-            else:
+            if key != 'version':
                 unpacker.skip()
     except (*_DAMAGED, CorruptCheckpointError):
-        return None
-    return (
-        fields['version'] if fields.keys() >= {'version', 'optimizer'} and isinstance(fields['version'], int) else None
-    )
+        pass
+    return None
 
 
 def manifest_of(contents: Any, where: str) -> Manifest:

@@ -161,8 +161,7 @@ def _find(shapes: Shapes, pattern: str, ranks: Sequence[int]) -> tuple[int, ...]
     Raises:
       UnsupportedFormatError: no name matches, or the shape has another rank.
     """
-    compiled = re.compile(pattern)
-    name = next((name for name in shapes if compiled.fullmatch(name)), None)
+    name = next((name for name in shapes if re.fullmatch(pattern, name)), None)
     if name is None:
         readable = re.sub(r'\\(.)', r'\1', pattern.replace(r'\w+', '*'))
         raise UnsupportedFormatError(f'not a T5: no array is named {readable}. The arrays are {_few(shapes)}.')
@@ -173,9 +172,8 @@ def _find(shapes: Shapes, pattern: str, ranks: Sequence[int]) -> tuple[int, ...]
 
 def _count(names: Iterable[str], pattern: str) -> int:
     """One more than the largest number in the pattern's group; 0 if no name matches."""
-    compiled = re.compile(pattern)
-    largest = max((int(m[1][:9]) + 1 for m in map(compiled.fullmatch, names) if m is not None), default=0)
-    return _bounded(largest, 'layers or experts')
+    numbers = (int(m[1][:9]) + 1 for name in names if (m := re.fullmatch(pattern, name)))
+    return _bounded(max(numbers, default=0), 'layers or experts')
 
 
 def _bounded(count: int, what: str) -> int:
@@ -185,8 +183,7 @@ def _bounded(count: int, what: str) -> int:
 
 
 def _sparse(names: Iterable[str], pattern: str) -> frozenset[tuple[str, int]]:
-    compiled = re.compile(pattern)
-    return frozenset((m[1], int(m[2])) for m in map(compiled.fullmatch, names) if m is not None)
+    return frozenset((m[1], int(m[2])) for name in names if (m := re.fullmatch(pattern, name)))
 
 
 def _few(names: Iterable[str]) -> str:

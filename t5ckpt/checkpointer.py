@@ -38,7 +38,14 @@ from t5ckpt.datasets import DatasetState, MapPositions
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
-from t5ckpt.errors import CheckpointNotFoundError, ClosedError, DisagreementError, ReadOnlyError, StepKeptError
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    DisagreementError,
+    ReadOnlyError,
+    SaveFailedError,
+    StepKeptError,
+)
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.resizing import Patterns, Resize
@@ -231,11 +238,17 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            # An error may have ended the loop before its first maybe_save.
-            self._schedule.is_used = True
-        self.close()
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
+        # An error may have ended the loop before its first maybe_save.
+        self._schedule.is_used |= error is not None
+        try:
+            self.close()
+        except SaveFailedError as failed:
+            # The error of the loop is the one to read; sys.exit(0) would hide the failure.
+            if not isinstance(error, Exception):
+                raise
+            error.add_note(f'{failed}')
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import os
 import threading
 import time
@@ -62,10 +63,9 @@ class PendingSave:
         An interrupt at any moment, even between the start of the thread and the next line, cancels the save.
         """
         work = self._work
-        if work is None:
-            return
         try:
-            self._run_until(work.staging.is_staged)
+            if work is not None:
+                self._run_until(work.staging.is_staged)
         except BaseException:
             # Interrupted.
             self.cancel()
@@ -168,7 +168,7 @@ class PendingSave:
             self._call_back()
 
     def __repr__(self) -> str:
-        state = 'under way' if not self.done() else 'done' if self._error is None else f'failed: {self._error}'
+        state = f'failed: {self._error}' if self.failed() else 'done' if self.done() else 'under way'
         return printable(f'PendingSave(step={self.step}, {state})')
 
     def __reduce__(self) -> Any:
@@ -198,7 +198,7 @@ class PendingSave:
 
     def _call_back(self) -> None:
         """Calls each callback once, whichever thread comes first."""
-        while self._callbacks:
+        while True:
             try:
                 callback = self._callbacks.popleft()
             except IndexError:
@@ -228,7 +228,7 @@ class PendingSave:
                 f'the save of step {self.step} was asked to wait for itself, by a callback that it called. Call save, wait '
                 'and close in the thread that trains.'
             )
-        end = None if timeout is None else time.monotonic() + timeout
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         if not (self._has_caller() and self._ensure_begun()):
             self._cancel_once()
         return _wait_until(self._ended, end)
@@ -255,19 +255,20 @@ class PendingSave:
 
     def raise_unreported(self) -> None:
         """Raises the error of a failed save, once, unless ``result`` has raised it."""
-        if self.done() and self._error is not None and not self._is_reported:
+        if self.failed() and not self._is_reported:
             self._is_reported = True
-            text = f'the save of step {self.step} in the background failed: '
-            raise SaveFailedError(lines(text, str(self._error), between='')) from self._error
+            raise SaveFailedError(
+                lines(f'the save of step {self.step} in the background failed: ', f'{self._error}', between='')
+            ) from self._error
 
 
-def _wait_until(event: InterruptSafeEvent, end: float | None) -> bool:
+def _wait_until(event: InterruptSafeEvent, end: float) -> bool:
     """Waits for an event until a time of ``time.monotonic``; returns whether it is set.
 
     A signal just before a wait does not end it. The waits are short because Python runs signal handlers between them.
     """
-    while not event.wait(_WAIT_SECONDS if end is None else min(_WAIT_SECONDS, end - time.monotonic())):
-        if end is not None and time.monotonic() >= end:
+    while not event.wait(min(_WAIT_SECONDS, end - time.monotonic())):
+        if time.monotonic() >= end:
             return event.is_set()
     return True
 

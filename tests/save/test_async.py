@@ -107,6 +107,22 @@ def test_errors_surface(tmp_path, ask):
     ck.close()
 
 
+def test_the_error_of_a_loop_is_not_lost_when_its_last_save_fails(tmp_path):
+    fail_writes(tmp_path / 'run')
+
+    def loop(error):
+        with t5ckpt.Checkpointer(big_state(), checkpoints_dir=tmp_path / 'run') as ck:
+            ck.save_async(big_state())
+            raise error
+
+    with pytest.raises(FloatingPointError, match='the loss is NaN') as caught:
+        loop(FloatingPointError('the loss is NaN'))
+    assert 'in the background failed' in caught.value.__notes__[0]
+    # An exit with code 0 would hide the failure.
+    with pytest.raises(errors.SaveFailedError):
+        loop(SystemExit(0))
+
+
 def test_a_second_save_waits_for_the_first(tmp_path):
     order = []
     ck = t5ckpt.Checkpointer(

@@ -7,6 +7,7 @@ save it, and ``should_stop`` becomes true.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -54,12 +55,23 @@ class PreemptionNotice:
         self._warns = False
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._receive)
+        # SIGTERM ends the forked workers of multiprocessing, so they do not inherit the handlers. An early signal waits.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self._previous),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous),
+            after_in_child=self._leave_child,
+        )
         return self
+
+    def _leave_child(self) -> None:
+        signals = self._previous
+        self.__exit__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def __exit__(self, *_: object) -> None:
         for number, previous in self._previous.items():
             # None stands for a handler that Python did not install and cannot reinstall.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            signal.signal(number, previous or signal.SIG_DFL)
         self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

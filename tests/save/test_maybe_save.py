@@ -208,6 +208,35 @@ def test_sigterm_saves_one_step_and_stops(tmp_path):
     assert t5ckpt.all_steps(tmp_path) == [stopped]
 
 
+def test_sigterm_ends_a_forked_worker():
+    """The pools of multiprocessing end their workers with it, and wait."""
+    code = textwrap.dedent(
+        """
+        import multiprocessing, signal, time
+        from t5ckpt import PreemptionNotice
+
+        def work(ready):
+            ready.set()
+            time.sleep(60)
+
+        context = multiprocessing.get_context('fork')
+        for before in signal.SIG_DFL, lambda *_: print('heard before', flush=True):
+            signal.signal(signal.SIGTERM, before)
+            with PreemptionNotice() as notice:
+                ready = context.Event()
+                worker = context.Process(target=work, args=[ready])
+                worker.start()
+                ready.wait()
+                worker.terminate()
+                worker.join(1)
+                print(worker.exitcode, notice(), flush=True)
+                worker.kill()
+        """
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [f'{-signal.SIGTERM} False', 'heard before', 'None False']
+
+
 def test_preemption_saves_once_and_goes_on_asking_to_stop(tmp_path):
     told = []
     options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: bool(told)}

@@ -468,4 +468,4 @@ def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """
     last = name.rpartition('/')[2]
     candidates = sorted(names, key=lambda other: (other.rpartition('/')[2] != last, other))[:500]
-    return difflib.get_close_matches(name, candidates, n=count, cutoff=0.6)
+    return difflib.get_close_matches(name, candidates, count)

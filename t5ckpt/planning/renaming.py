@@ -34,11 +34,14 @@ def renaming_rules(lacking: Mapping[str, Any], free: Mapping[str, Any], names: C
         equal = [
             old for old, its in unused.items() if its == values and _without_numbers(old) != _without_numbers(name)
         ]
-        if name in source or not equal:
-            continue
-        near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)][:3]
         rest = [new for new in names if new not in source]
-        for rule in (rule for old in near for rule in _rules(name, old)):
+        alike = [new for new in rest if lacking.get(new) == values]
+        near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)]
+        # A leaf that is nearer to another one is its source. Of two that remain, such as Adam's moments, each would be a guess.
+        mutual = [old for old in near if name in (near_names(old, alike, 1) or [name])]
+        if name in source or len(mutual) != 1:
+            continue
+        for rule in _rules(name, *mutual):
             if moved := _moved(rule, rest, lacking, unused):
                 rules.append(rule)
                 source |= moved
@@ -68,12 +71,11 @@ def _rules(template: str, held: str) -> Iterator[Rule]:
     tail = next((i for i in range(shorter - head) if ours[-1 - i] != theirs[-1 - i]), shorter - head)
     before, after = ours[:head], ours[len(ours) - tail :]
     changed, to = ours[head : len(ours) - tail], theirs[head : len(theirs) - tail]
-    tails = ['(.*)', f'({_literal(after)})'] if after else [None]
-    for end in tails:
+    for end in ['(.*)', f'({_literal(after)})'] if after else [None]:
         for start in _heads(before):
             old = '/'.join(part for part in (start, _literal(changed), end) if part)
-            groups = [r'\1'] if start else [], [rf'\{2 if start else 1}'] if end else []
-            yield old, '/'.join([*groups[0], *(key.replace('\\', r'\\') for key in to), *groups[1]])
+            first, last = [r'\1'] if start else [], [rf'\{2 if start else 1}'] if end else []
+            yield old, '/'.join([*first, *(key.replace('\\', r'\\') for key in to), *last])
     yield _literal(ours), held.replace('\\', r'\\')
 
 

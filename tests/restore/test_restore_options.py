@@ -9,8 +9,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from flax.serialization import to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
 from support.bits import bits
@@ -780,6 +782,26 @@ def test_no_rule_maps_a_layer_to_one_of_another_number(tmp_path):
     with pytest.raises(TreeMismatchError) as raised:
         restore(tmp_path, {f'layer_{i + 1}': {'w': A} for i in range(3)})
     assert 'apply_assignment_map' not in str(raised.value)
+
+
+def test_the_rules_for_another_optimizer_do_not_guess(tmp_path):
+    params = {'a': {'w': jnp.ones((4, 3))}, 'b': {'w': jnp.ones((4, 3))}}
+    _, adam = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params))
+    save(tmp_path, {'opt_state': adam})
+    # The momentum may be the first moments or the second.
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, {'opt_state': optax.sgd(1e-2, momentum=0.9).init(params)})
+    assert 'apply_assignment_map' not in str(raised.value)
+    # The counter of Adam is nearer to its counter than to those of the accumulation.
+    several = {'opt_state': optax.MultiSteps(optax.adam(1e-2), 4).init(params)}
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, several)
+    hint = re.search(r'state_transformation_fns=(\[functools.*\])', str(raised.value))[1]
+    fns = eval(hint, {'functools': functools, 't5ckpt': t5ckpt})  # noqa: S307 - a text of ours
+    options = {'fallback_state': to_state_dict(several), 'strict': 'contains'}
+    restored = restore(tmp_path, several, state_transformation_fns=fns, **options)['opt_state']
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored.inner_opt_state, adam))
+    assert (restored.mini_step, restored.gradient_step) == (0, 0)
 
 
 def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_path):

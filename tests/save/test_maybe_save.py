@@ -237,6 +237,25 @@ def test_sigterm_ends_a_forked_worker():
     assert done.stdout.splitlines() == [f'{-signal.SIGTERM} False', 'heard before', 'None False']
 
 
+def test_sigterm_ends_a_forked_worker_that_has_not_begun():
+    code = textwrap.dedent(
+        """
+        import multiprocessing, os, signal, time
+        from t5ckpt import PreemptionNotice
+
+        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with PreemptionNotice() as notice:
+            worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=[60])
+            worker.start()
+            worker.join(30)
+            print(worker.exitcode, notice(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            worker.kill()
+        """
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f'{-signal.SIGTERM} False set()\n'
+
+
 def test_preemption_saves_once_and_goes_on_asking_to_stop(tmp_path):
     told = []
     options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: bool(told)}

@@ -160,7 +160,7 @@ def _open_orbax(source: str) -> Contents:
     if located.step is None:
         # In Orbax, the number is the name of the step's directory, which may contain the directory of an item.
         parent, name = split_path(located.url)
-        number = name if name.isdecimal() else split_path(parent)[1]
+        number = split_path(parent)[1] if is_orbax(located.storage, '') else name
         located = dataclasses.replace(located, step=int(number) if re.fullmatch('[0-9]{1,18}', number) else None)
     return read_contents(located, logs_items=False)
 

@@ -173,6 +173,15 @@ def test_orbax_directories_have_their_step(tmp_path):
     for number, path in enumerate(('7', '7/default', '7/')):
         source, target = f'{tmp_path}/manager/{path}', tmp_path / f'run{number}'
         assert t5ckpt.convert_checkpoint('orbax', source, target).step == 7
+    # A number above a checkpoint that has none is not that of a step.
+    shutil.copytree(tmp_path / 'manager' / '7', tmp_path / '3' / 'best')
+    ocp.PyTreeCheckpointer().save(tmp_path / '3' / 'final', state)
+    for name in ('best', 'final'):
+        with pytest.raises(ValueError, match='names no step'):
+            t5ckpt.convert_checkpoint('orbax', tmp_path / '3' / name, tmp_path / name)
+        assert (
+            t5ckpt.convert_checkpoint('orbax', tmp_path / '3' / name, tmp_path / name, ConvertOptions(step=9)).step == 9
+        )
 
 
 @pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])

@@ -184,6 +184,19 @@ def test_orbax_directories_have_their_step(tmp_path):
         )
 
 
+def test_orbax_restores_sequences_as_dicts(tmp_path):
+    """T5X's format has no sequences; the documentation says how to pass Orbax the state."""
+    state = {'opt_state': ({'mu': np.ones(3, np.float32)}, (), [2, None]), 'step': np.array(12)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state)
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '12')
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / 'orbax' / '12', flax.serialization.to_state_dict(state))
+    back = flax.serialization.from_state_dict(state, restored)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(back)] == [[1, 1, 1], 2, 12]
+
+
 @pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])
 def test_nothing_there(tmp_path, kind, says):
     (tmp_path / 'source').mkdir()

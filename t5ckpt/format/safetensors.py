@@ -24,7 +24,8 @@ from t5ckpt.tree.leaf_table import unique
 
 WHOLE_NAMES = ('model.safetensors', 'model.safetensors.index.json')
 """The files that make a directory a checkpoint in this format, in transformers' order of precedence."""
-INDEX_SUFFIX = '.safetensors.index.json'
+INDEX = re.compile(r'.*\.safetensors\.index(\.\w+)?\.json')
+"""An index of several files; transformers and diffusers put the name of a variant, such as fp16, into that of its index."""
 FLAX_WHOLE, FLAX_INDEX = 'flax_model.msgpack', 'flax_model.msgpack.index.json'
 """The same for a model that transformers saved from Flax."""
 SHARD = re.compile(r'.+-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)')
@@ -80,7 +81,7 @@ class Header:
 
 def is_tensor_file(name: str) -> bool:
     """Whether a file is a safetensors file, an index of several, or an npz file, by its name."""
-    return name.endswith(('.safetensors', INDEX_SUFFIX)) or is_npz(name)
+    return name.endswith('.safetensors') or INDEX.fullmatch(name) is not None or is_npz(name)
 
 
 def is_npz(name: str) -> bool:

@@ -24,7 +24,7 @@ from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import (
-    INDEX_SUFFIX,
+    INDEX,
     MAX_HEADER,
     SHARD,
     Header,
@@ -81,7 +81,7 @@ def read_headers(
 
     where = storage.url(join(directory, name))
     refuse_shard(name, where)
-    if not name.endswith(INDEX_SUFFIX):
+    if INDEX.fullmatch(name) is None:
         files = {name: header(name)}
     else:
         versions[name] = storage.version(join(directory, name))

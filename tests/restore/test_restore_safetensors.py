@@ -103,6 +103,13 @@ def test_one_file_with_a_name_map(one_file):
 def test_several_files_with_an_index(shards):
     for path in (shards, shards.parent):
         check(restore(path)['params'])
+    # The index of a variant, as transformers and diffusers name it; a directory may have several, so its path is the file's.
+    variant = shards.rename(shards.with_name('model.safetensors.index.fp16.json'))
+    check(restore(variant)['params'])
+    t5ckpt.import_safetensors(variant, shards.parent / 'run')
+    assert len(t5ckpt.open_checkpoint(shards.parent / 'run')) == len(TENSORS)
+    with pytest.raises(CheckpointNotFoundError, match=f'{variant.name}.* takes a file or the index'):
+        restore(shards.parent)
 
 
 def test_it_is_a_checkpoint_like_any_other(one_file, shards, tmp_path):

@@ -93,7 +93,10 @@ def read_headers(
         text = some_of([f'{tensor} ({dtype})' for tensor, dtype in unread.items()], 5)
         text = f'{where}: a checkpoint cannot hold the dtypes of these tensors, which are left out: {text}'
         if not any(found.tensors for found, _ in files.values()):
-            raise UnsupportedFormatError(f'{text}. There is no other tensor: save them in another dtype.')
+            raise UnsupportedFormatError(
+                f'{text}. There is no other tensor. Load the file with the library that wrote it, as the init_fn of '
+                'restore_or_init (docs/migration.md).'
+            )
         _log.warning('t5ckpt: %s', printable(text))
     _check_places([tensor.name for found, _ in files.values() for tensor in found.tensors], where)
     return files, versions

@@ -238,6 +238,21 @@ def test_a_pickle_is_not_read(tmp_path: pathlib.Path):
     with pytest.raises(UnsupportedFormatError, match=r'cannot hold the dtypes of w \(object\)'):
         t5ckpt.import_npz(tmp_path / 'x.npz', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
+    # Nested dicts, as users of Haiku save them: each is a pickle, and the cure has to load it.
+    jnp.savez(tmp_path / 'y.npz', params={'mlp/~/linear_0': {'w': np.ones(3, np.float32)}})
+    for read in (t5ckpt.open_checkpoint, lambda path: t5ckpt.import_npz(path, tmp_path / 'run')):
+        with pytest.raises(
+            UnsupportedFormatError, match=r'params \(object\).*oad .* as the init_fn of restore_or_init'
+        ):
+            read(tmp_path / 'y.npz')
+
+    def init_fn():
+        with np.load(tmp_path / 'y.npz', allow_pickle=True) as file:
+            return {'params': file['params'].item(), 'step': 1}
+
+    with t5ckpt.Checkpointer(init_fn(), checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save(t5ckpt.restore_or_init(checkpointer, init_fn))
+    assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'run')), table(init_fn()))
 
 
 def test_arrays_of_other_dtypes_do_not_block_an_npz_file(tmp_path: pathlib.Path, caplog):

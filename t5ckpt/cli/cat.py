@@ -16,7 +16,7 @@ from t5ckpt.core.text import counted
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
 
-_LEAF = re.compile(r'(?P<name>.*?)(\[(?P<index>[0-9:, .\-]*)\])?', re.DOTALL)
+_INDEX = re.compile(r'\[([0-9:, .\-]*)\]\Z')
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -56,12 +56,12 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
         if isinstance(value, CheckpointView):
             leaves = counted(len(value), 'leaf', 'leaves')
             fail(f'{name} is a group of {leaves}. Name a leaf, such as {name}/{next(iter(value), "")}.', Exit.NO)
-        if npy or index is not None:
+        if npy or index is not ...:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
         # The keys are those of an array.
         print_json({'name': name, 'dtype': '', 'shape': (), 'values': value}) if as_json else print_line(repr(value))
         return
-    array = np.asarray(value if index is None else _sliced(value, index, name))
+    array = np.asarray(_sliced(value, index, name))
     if npy:
         np.save(_Output(), _known_to_numpy(array), allow_pickle=False)
     elif as_json:
@@ -78,30 +78,22 @@ class _Output:
         return sys.stdout.buffer.write(data)
 
 
-def _parsed(text: str, view: CheckpointView) -> tuple[str, tuple[Any, ...] | None]:
-    """A leaf's name and the index after it; the name itself may end in brackets."""
-    names = set(view)
-    if text in names:
-        return text, None
-    match = _LEAF.fullmatch(text)
-    name = text if match is None else match['name']
-    if match is None or match['index'] is None:
-        _known(name, view)
-        return name, None
-    _known(name, view)
-    try:
-        return name, tuple(_axis(part.strip()) for part in match['index'].split(',') if part.strip())
-    except ValueError as error:
-        raise click.UsageError(
-            f'[{match["index"]}] is not an index: use numbers, start:stop:step, ... and commas.'
-        ) from error
-
-
-def _known(name: str, view: CheckpointView) -> None:
+def _parsed(text: str, view: CheckpointView) -> tuple[str, Any]:
+    """A leaf's name and the index after it, or ...; the name itself may end in brackets."""
+    if text in set(view):
+        return text, ...
+    match = _INDEX.search(text)
+    name = text if match is None else text[: match.start()]
     try:
         view[name]
     except KeyError as error:
         fail(error.args[0], Exit.NO)
+    if match is None:
+        return name, ...
+    try:
+        return name, tuple(_axis(part.strip()) for part in match[1].split(',') if part.strip())
+    except ValueError as error:
+        raise click.UsageError(f'{match[0]} is not an index: use numbers, start:stop:step, ... and commas.') from error
 
 
 def _axis(part: str) -> Any:
@@ -112,11 +104,13 @@ def _axis(part: str) -> Any:
     return slice(*[int(number) if number.strip() else None for number in part.split(':')])
 
 
-def _sliced(value: LazyArray, index: tuple[Any, ...], name: str) -> Any:
+def _sliced(value: LazyArray, index: Any, name: str) -> Any:
     try:
-        return value[index]
-    except (IndexError, ValueError, TypeError) as error:
+        # Without reading, since damage is not a wrong index.
+        _ = np.broadcast_to(False, value.shape)[index]
+    except (IndexError, ValueError) as error:
         raise click.UsageError(f'{name} has shape {value.shape}: {error}') from error
+    return value[index]
 
 
 def _known_to_numpy(array: np.ndarray) -> np.ndarray:

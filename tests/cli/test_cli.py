@@ -334,6 +334,20 @@ def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):
     assert text in t5ckpt_cli('cat', run_dir, leaf, code=code)
 
 
+@pytest.mark.parametrize('damage', [Path.unlink, lambda chunk: chunk.write_bytes(b'x')])
+def test_cat_of_a_slice_in_a_bad_chunk_fails_like_that_of_the_leaf(tmp_path, damage):
+    state = {'w': np.arange(8192.0).reshape(64, 128)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=2**15) as checkpointer:
+        checkpointer.save(state, step=0)
+    damage(tmp_path / 'checkpoint_0' / 'w' / '0.0')
+    for leaf in ('w', 'w[0, :3]'):
+        text = t5ckpt_cli('cat', tmp_path, leaf, code=3)
+        assert re.match(r't5ckpt: w\b.*/w/0\.0\b.* [Rr]estore an older step, or copy', text)
+    for index in ('64', '::0', '0,0,0', f'{10**30}'):
+        assert 'w has shape (64, 128): ' in t5ckpt_cli('cat', tmp_path, f'w[{index}]', code=2)
+    assert t5ckpt_cli('cat', tmp_path, 'w[1, -1:]') == '[255.]\n'
+
+
 def test_stats_counts_and_fails_on_nan(run_dir, tmp_path):
     found = json.loads(t5ckpt_cli('stats', run_dir, '--json'))
     assert {leaf['name']: leaf['max'] for leaf in found['leaves']}['target/mlp/kernel'] == 8191.0

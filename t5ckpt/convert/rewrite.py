@@ -123,7 +123,7 @@ def rewrite_checkpoint(
     leaves = _averaged(contents, changes.parameters)
     if changes.ema is not None:
         leaves = _with_ema(leaves, changes.ema, changes.parameters)
-    of_optimizer = set[Path]() if options.optimizer else optimizer_leaves(leaf.path for leaf in leaves.values())
+    of_optimizer = set[Path]() if options.optimizer else optimizer_leaves([leaf.path for leaf in leaves.values()])
     kept = _without_dropped(leaves, changes.drop, of_optimizer)
     new_paths = _renamed(kept, changes.rename)
     identity = {
@@ -168,7 +168,7 @@ def _iterator_files(located: Located) -> dict[str, bytes]:
 
 
 def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, 'dtype') and isinstance(leaf.dtype, np.dtype) and kind(leaf.dtype) == 'float'
+    return isinstance(getattr(leaf, 'dtype', None), np.dtype) and kind(leaf.dtype) == 'float'
 
 
 # --- several into one ------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def _without_dropped(
         if not matching and leaf.path not in of_optimizer:
             kept[name] = leaf
     _refuse_unused([pattern.pattern for pattern in patterns if pattern in unused], leaves)
-    if not any(not isinstance(leaf.value, Empty) for leaf in kept.values()):
+    if all(isinstance(leaf.value, Empty) for leaf in kept.values()):
         raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
     return kept
 

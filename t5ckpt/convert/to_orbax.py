@@ -109,11 +109,11 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
         with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
             sidecar = contents.sidecar if is_step else None
-            digests = _save(unflatten(leaves), temporary, Meter(options.progress, total), sidecar)
+            digests = _save(_with_lists(unflatten(leaves)), temporary, Meter(options.progress, total), sidecar)
             _compare_with_written(leaves, digests, temporary, target)
             if is_step:
-                source = json.dumps({**selected.source, **options.recorded})
-                pathlib.Path(temporary, CONVERTED_FROM).write_text(source, encoding='utf-8')
+                source = {**selected.source, **options.recorded}
+                pathlib.Path(temporary, CONVERTED_FROM).write_text(json.dumps(source), encoding='utf-8')
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
     seconds = time.monotonic() - started
     return Conversion(
@@ -124,9 +124,9 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
 def _check_names(leaves: Mapping[Path, Any]) -> None:
     """Raises UnsupportedLeafError for leaves whose values Orbax would store under one name, their keys joined by '.'."""
     by_name: dict[str, Path] = {}
-    for path in (
-        path for path, leaf in leaves.items() if leaf is not None and not isinstance(leaf, (dict, list, tuple))
-    ):
+    for path, leaf in leaves.items():
+        if leaf is None or isinstance(leaf, (dict, list, tuple)):
+            continue
         other = by_name.setdefault('.'.join(path), path)
         if other != path:
             raise UnsupportedLeafError(
@@ -137,11 +137,11 @@ def _check_names(leaves: Mapping[Path, Any]) -> None:
 
 def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
     """The parts of a step that Orbax cannot hold: positions in the data, the pin; in a bare tree, metrics and custom metadata."""
-    located, sidecar = contents.located, contents.sidecar
-    files = [entry.name for entry in located.storage.entries(located.directory)]
-    names = [name for name in files if name == PINNED or name.startswith(TRAIN_DS_PREFIX)]
-    recorded = {'metrics': sidecar.metrics, 'custom_metadata': sidecar.custom_metadata}
-    return tuple(sorted([*names, *(name for name, value in recorded.items() if value and not is_step)]))
+    located = contents.located
+    names = [entry.name for entry in located.storage.entries(located.directory)]
+    files = [name for name in names if name == PINNED or name.startswith(TRAIN_DS_PREFIX)]
+    recorded = [name for name in ('metrics', 'custom_metadata') if getattr(contents.sidecar, name) and not is_step]
+    return tuple(sorted(files + recorded))
 
 
 def source_of(located: Located) -> Mapping[str, Any]:
@@ -163,7 +163,7 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         return leaf.build()
     if leaf is None or isinstance(leaf, (str, bool, int, float)):
         return leaf
-    if not hasattr(leaf, 'dtype') or not isinstance(leaf.dtype, np.dtype) or isinstance(leaf, complex):
+    if not isinstance(getattr(leaf, 'dtype', None), np.dtype) or isinstance(leaf, complex):
         raise UnsupportedLeafError(
             f'{leaf_name(path)} is {type(leaf).__name__}, but Orbax can only hold arrays and numbers. Drop it with t5ckpt cp.'
         )
@@ -180,9 +180,8 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
 def _keys(path: Path, leaf: KeyData) -> Any:
     import jax
 
-    values = leaf.data.get() if isinstance(leaf.data, LazyArray) else leaf.data
     try:
-        return jax.random.wrap_key_data(jax.device_put(values), impl=leaf.impl)
+        return jax.random.wrap_key_data(jax.device_put(np.asarray(leaf.data)), impl=leaf.impl)
     except ValueError as error:
         raise UnsupportedLeafError(
             f'{leaf_name(path)}: Orbax cannot hold PRNG keys of {leaf.impl}, which JAX does not have here. Drop it with '
@@ -220,14 +219,24 @@ def _is_same(leaf: Any, written: Any, expected: str | None) -> bool:
     if isinstance(written, KeyData):
         import jax
 
-        is_same_kind = str(jax.random.key_impl(leaf)) == written.impl
-        return is_same_kind and np.array_equal(jax.random.key_data(leaf), np.asarray(written.data))
+        return str(jax.random.key_impl(leaf)) == written.impl and np.array_equal(
+            jax.random.key_data(leaf), written.data
+        )
     if leaf is None or isinstance(leaf, (str, dict, list, tuple)):
         return leaf == written
     return isinstance(written, LazyArray) and np.array_equal(written.get(), np.asarray(leaf), equal_nan=True)
 
 
-def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | None) -> Mapping[str, str]:
+def _with_lists(node: Any) -> Any:
+    """The tree in which dicts with the keys '0', '1', ..., as T5X's format holds sequences, are lists, as Orbax holds them."""
+    if not isinstance(node, dict):
+        return node
+    children = {key: _with_lists(child) for key, child in node.items()}
+    indices = list(map(str, range(len(node))))
+    return [children[index] for index in indices] if node and node.keys() == {*indices} else children
+
+
+def _save(tree: Any, target: str, meter: Meter, step: Sidecar | None) -> Mapping[str, str]:
     """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics.
 
     Returns:
@@ -242,8 +251,9 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
         ) from error
 
     digests: dict[str, str] = {}
+    handlers = ocp.type_handlers
 
-    class LazyHandler(ocp.type_handlers.NumpyHandler):
+    class LazyHandler(handlers.NumpyHandler):
         """Reads and writes one array after another; NumpyHandler would hold all of them at once."""
 
         async def _background_serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> None:
@@ -253,28 +263,28 @@ def _save(tree: Mapping[str, Any], target: str, meter: Meter, step: Sidecar | No
                 await super()._background_serialize([array], [info], [arg])
                 meter.add(value.nbytes)
 
-    handlers = ocp.type_handlers
     registry = handlers.create_type_handler_registry(
         (LazyArray, LazyHandler(deepcopy_host_arrays=False)),
-        *((kind, handlers.ScalarHandler()) for kind in (int, float)),
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
         (str, handlers.StringHandler()),
         # Typed keys are the only jax.Arrays. Orbax's own handler records their implementation.
         (jax.Array, handlers.get_type_handler(jax.Array)),
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    args: Any = ocp.args.PyTreeSave(tree)
+    custom = None
+    if step is not None:
+        items = {_ITEM: args}
+        if step.metrics:
+            items['metrics'] = ocp.args.JsonSave(dict(step.metrics))
+        handlers_of: dict[str, Any] = {_ITEM: handler, 'metrics': ocp.JsonCheckpointHandler(filename='metrics')}
+        handler, args = ocp.CompositeCheckpointHandler(**handlers_of), ocp.args.Composite(**items)
+        custom = dict(step.custom_metadata) or None
     try:
-        # The empty directory exists, and Orbax replaces it by a rename.
-        if step is None:
-            with ocp.Checkpointer(handler) as checkpointer:
-                checkpointer.save(target, tree, force=True)
-        else:
-            items: dict[str, Any] = {_ITEM: ocp.args.PyTreeSave(tree)}
-            if step.metrics:
-                items['metrics'] = ocp.args.JsonSave(dict(step.metrics))
-            handlers_of: dict[str, Any] = {_ITEM: handler, 'metrics': ocp.JsonCheckpointHandler(filename='metrics')}
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers_of)) as checkpointer:
-                custom = dict(step.custom_metadata) or None
-                checkpointer.save(target, args=ocp.args.Composite(**items), force=True, custom_metadata=custom)
+        with ocp.Checkpointer(handler) as checkpointer:
+            # The empty directory exists, and Orbax replaces it by a rename.
+            checkpointer.save(target, args=args, force=True, custom_metadata=custom)
     except T5CkptError:
         # The source is damaged, or was deleted.
         raise

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import is_orbax
@@ -48,12 +48,11 @@ _OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
 _JAX_ARRAYS = 'array_store'
 
 
-def optimizer_leaves(table: Iterable[Path]) -> set[Path]:
+def optimizer_leaves(paths: Collection[Path]) -> set[Path]:
     """The leaves of the optimizer's state: T5X's ``param_states``, Flax's ``opt_state``.
 
     Warns if there are none, since a program may store its optimizer's state under another name.
     """
-    paths = list(table)
     optimizer_paths = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
     if not optimizer_paths:
         warn_no_optimizer(root_names(paths))

@@ -114,7 +114,7 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
         other_layouts = sorted({listed_step.layout for listed_step in listed.steps} - {*_LAYOUTS[kind]})
         count = counted(len(numbers) - len(of_layout), 'step')
         of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''
-        existing = some_of([str(listed_step.step) for listed_step in of_layout], 10) if of_layout else 'none'
+        existing = some_of([str(listed_step.step) for listed_step in of_layout], 10) or 'none'
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
         )

@@ -13,6 +13,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -184,17 +185,45 @@ def test_orbax_directories_have_their_step(tmp_path):
         )
 
 
-def test_orbax_restores_sequences_as_dicts(tmp_path):
-    """T5X's format has no sequences; the documentation says how to pass Orbax the state."""
-    state = {'opt_state': ({'mu': np.ones(3, np.float32)}, (), [2, None]), 'step': np.array(12)}
+@pytest.mark.filterwarnings('ignore:Sharding info not provided')
+def test_orbax_restores_into_the_state(tmp_path):
+    """With the tuples, lists and named tuples of optax, and without a target as it restores its own steps."""
+    params = {'layers': [{'w': np.full((2, 3), i, np.float32)} for i in range(12)], 'skipped': (None, 0.5)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = {'params': params, 'opt_state': optimizer.init(params), 'empty': [(), [], {}], 'step': np.array(12)}
+    roots = {'dict': state, 'tuple': (params, optimizer.init(params), np.array(12)), 'list': [params['layers']]}
+    for name, root in roots.items():
+        with t5ckpt.Checkpointer(root, checkpoints_dir=tmp_path / name / 'run') as ck:
+            ck.save(root, step=12)
+        t5ckpt.convert_run('to-orbax', tmp_path / name / 'run', tmp_path / name / 'steps')
+        convert_to_orbax(tmp_path / name / 'run', tmp_path / name / 'bare')
+        ocp.PyTreeCheckpointer().save(tmp_path / name / 'own', root)
+        with ocp.CheckpointManager(tmp_path / name / 'steps') as manager:
+            of_step = manager.restore(12, args=ocp.args.StandardRestore(root))
+        bare, own = (ocp.PyTreeCheckpointer().restore(tmp_path / name / path) for path in ('bare', 'own'))
+        into = ocp.PyTreeCheckpointer().restore(tmp_path / name / 'bare', item=root)
+        assert_same_tree(of_step, root)
+        assert_same_tree(into, root)
+        # Without a target, Orbax returns None for an empty named tuple that it saved itself.
+        paths, paths_of_own = ([path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (bare, own))
+        assert paths == paths_of_own
+        done = t5ckpt.convert_checkpoint('orbax', tmp_path / name / 'steps', tmp_path / name / 'back')
+        with t5ckpt.Checkpointer(root) as ck:
+            assert_same_tree(ck.restore(path=done.path), root)
+
+
+def test_dicts_of_nnx_are_restored_as_the_page_says(tmp_path):
+    state = nnx.to_pure_dict(nnx.state({'layers': nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(12)])}))
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
-        ck.save(state)
-    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '12')
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / 'orbax' / '12', flax.serialization.to_state_dict(state))
-    back = flax.serialization.from_state_dict(state, restored)
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(back)] == [[1, 1, 1], 2, 12]
+        ck.save(state, step=1)
+    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / 'orbax')
+    assert_same_tree(nnx.restore_int_paths(flax.serialization.to_state_dict(restored)), state)
+
+
+def assert_same_tree(restored, wanted):
+    assert jax.tree.structure(restored) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, restored, wanted)
 
 
 @pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])
@@ -263,7 +292,7 @@ def test_orbax_reads_what_is_written_back(tmp_path):
     assert [path.name for path in (tmp_path / 'orbax').iterdir()] == ['7']
     with ocp.PyTreeCheckpointer() as checkpointer:
         back = checkpointer.restore(tmp_path / 'orbax' / '7')
-    flat, wanted = flatten(back), flatten(flax.serialization.to_state_dict(state))
+    flat, wanted = (flatten(flax.serialization.to_state_dict(tree)) for tree in (back, state))
     assert set(flat) == set(wanted)
     for name, leaf in wanted.items():
         if isinstance(leaf, np.ndarray):

@@ -216,15 +216,16 @@ def _apply_rules(
         unused.discard(match.re)
         if wanted is not None and not wanted(name):
             continue
-        source[name] = old = None if replacement is None else _expanded(match, replacement)
-        if old is not None and old not in held and may_lack:
-            source[name] = None
-        elif old is not None and old not in held:
-            near = near_names(old, held)
-            raise MissingLeaves(
-                f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
-                + (f'Near: {", ".join(near)}.' if near else f'It has {some_of(list(held), 3)}.')
-            )
+        old = None if replacement is None else _expanded(match, replacement)
+        if old is not None and old not in held:
+            if not may_lack and not _is_nothing(template[name]):
+                near = near_names(old, held)
+                raise MissingLeaves(
+                    f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
+                    + (f'Near: {", ".join(near)}.' if near else f'It has {some_of(list(held), 3)}.')
+                )
+            old = None
+        source[name] = old
     patterns = [pattern for pattern, _ in compiled]
     # Of two rules with the same pattern, the second never applies.
     return source, [

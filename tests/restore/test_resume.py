@@ -1,12 +1,14 @@
 """Coming back: damaged checkpoints, warm starts, strictness, memory."""
 
 import dataclasses
+import functools
 import inspect
 import os
 import re
 import shutil
 import time
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,6 +238,29 @@ def test_a_rename_that_leads_to_nothing(tmp_path):
         warm = WarmStart(tmp_path / 'old', rename=rename, missing='init')
         state = restore_or_init(ck, lambda: {'params': params(1.0)}, initial_checkpoint=warm)
     assert [float(state['params'][name]['kernel'][0, 0]) for name in ('dense', 'head')] == [5, 1]
+
+
+@pytest.mark.parametrize('layout', ['t5x', 'flax'])
+def test_a_rename_of_a_whole_state_needs_no_source_for_what_is_empty(layout, tmp_path):
+    """optax's EmptyState, and a field that is None, are no leaves: a rule that matches them has nothing to take."""
+    old = {'actor': train_state(5.0, 3), 'target': {'params': params(2.0), 'opt_state': None}}
+    for name, state in old.items():
+        if layout == 't5x':
+            with Checkpointer(state, checkpoints_dir=tmp_path / name) as ck:
+                ck.save(state, step=3)
+        else:
+            (tmp_path / name).write_bytes(flax.serialization.to_bytes(state))
+    model = {'actor': train_state(), 'target': {'params': params(0.0), 'opt_state': None}}
+    sources = [WarmStart(tmp_path / name, take=f'{name}/.*', rename=[(f'{name}/(.*)', r'\1')]) for name in old]
+    with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
+        state = restore_or_init(ck, lambda: model, initial_checkpoint=sources)
+        rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=sources[0].rename)
+        again = Checkpointer({'actor': model['actor']}).restore(
+            path=str(tmp_path / 'actor'), state_transformation_fns=[rename]
+        )
+    for restored, saved in ((state, old), (again['actor'], old['actor'])):
+        assert jax.tree.all(jax.tree.map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(saved)))
+    assert state['target']['opt_state'] is None
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
 
 Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
 """
-OPTIMIZER = r'(state/param_states|opt_state)/.*'
-"""The optimizer's state in them; a pattern for ``WarmStart.leave``."""
+OPTIMIZER = r'(.*/)?(param_states|opt_state)/.*'
+"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``."""
 
 
 # Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
@@ -400,9 +400,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
 
 def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
     """Raises ValueError for a pattern without a match, since the run would start from other weights than intended."""
-    # OPTIMIZER may match nothing, since a state may lack an optimizer.
-    leave = None if warm.leave == OPTIMIZER else warm.leave
-    for field, pattern in (('take', warm.take), ('leave', leave)):
+    for field, pattern in (('take', warm.take), ('leave', warm.leave)):
         if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
             text = leaf_pattern(pattern).pattern
             near = next((name for name in names if leaf_pattern(pattern).match(name)), None)

@@ -205,6 +205,25 @@ def test_all_but_the_optimizer(tmp_path):
     assert (value_of(state), int(state.step), int(state.opt_state[0].count)) == (5, 5, 3)
 
 
+def test_all_but_the_optimizers_of_several_models(tmp_path):
+    old, new = (
+        {'actor': train_state(value, step), 'critic': train_state(value, step)} for value, step in ((5, 5), (0, 0))
+    )
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(jax.tree.map(lambda leaf: leaf + 1, old), step=5)
+    state = start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', leave=OPTIMIZER), new)
+    for model in state.values():
+        assert (value_of(model), int(model.step), int(model.opt_state[0].count)) == (6, 6, 0)
+
+
+def test_an_optimizer_that_is_not_found_is_not_restored_unnoticed(tmp_path):
+    old = {'params': params(5.0), 'optimizer': {'mu': jnp.ones(3)}}
+    with Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(old, step=1)
+    with pytest.raises(ValueError, match=r'leave=.* names no leaf of the template'):
+        start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', leave=OPTIMIZER), old)
+
+
 def test_a_part_by_pattern_under_other_names_and_only_missing_leaves_are_new(tmp_path):
     old = {'params': {'old': {'kernel': jnp.full((64, 128), 5.0)}, 'extra': jnp.ones(3)}}
     with Checkpointer(old, checkpoints_dir=tmp_path / 'pretrained') as ck:

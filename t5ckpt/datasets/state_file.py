@@ -34,10 +34,11 @@ def encode_state(state: Any, iterator: str) -> bytes:
       iterator: the name of the iterator's class, for messages.
 
     Raises:
-      DatasetStateError: the state contains a value of another type; the message names its position.
+      DatasetStateError: the state contains a value of another type, whose position the message names, or has 4 GiB.
     """
     try:
         payload = _pack(_plain(state, 'state'))
+        return _pack({'format': FORMAT, 'iterator': iterator, 'digest': digest(payload), 'state': payload})
     except UnicodeEncodeError as error:
         raise DatasetStateError(
             f'dataset_iterator: the state of {iterator} has text that is not valid Unicode ({error.object!r:.99}: '
@@ -46,9 +47,9 @@ def encode_state(state: Any, iterator: str) -> bytes:
         ) from error
     except (RecursionError, ValueError) as error:
         raise DatasetStateError(
-            f'dataset_iterator: the state of {iterator} is nested too deeply to be written, or contains itself ({error}).'
+            f'dataset_iterator: the state of {iterator} cannot be written: it is nested too deeply, contains itself, or has '
+            f'4 GiB ({error}). Large arrays, such as those of a replay buffer, can be leaves of the train state.'
         ) from error
-    return _pack({'format': FORMAT, 'iterator': iterator, 'digest': digest(payload), 'state': payload})
 
 
 def decode_state(data: bytes, where: str) -> tuple[Any, str]:

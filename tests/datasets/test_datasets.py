@@ -232,6 +232,7 @@ def endless() -> list[Any]:
         (np.array([object()]), 'state has the dtype object'),
         (np.zeros(2, 'i4,f8'), 'state has the dtype'),
         (endless(), 'nested too deeply'),
+        ({'replay buffer': bytes(2**32)}, r'4 GiB.*(bytes object is too large).*leaves of the train state'),
         ({'file': 'caf\udce9.txt'}, r'text that is not valid Unicode \(.caf\\udce9.txt.: surrogates'),
     ],
 )

@@ -20,7 +20,7 @@ import numpy as np
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
-from t5ckpt.core.text import did_you_mean, shown
+from t5ckpt.core.text import did_you_mean, shown, some_of
 from t5ckpt.errors import UnmatchedPattern
 from t5ckpt.format.dtypes import is_storable, kind
 from t5ckpt.tree.leaves import LeafToSave
@@ -141,14 +141,15 @@ def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
     if not floating:
         raise UnmatchedPattern(f'{asked} casts floating leaves, but the tree has none. Leave {cast.option} out.')
     roots = root_names(floating)
-    shown = ', '.join(roots[:8]) + (', ...' if len(roots) > 8 else '')
     which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
+    # One pattern for the parameters of several models, which does not match Adam's moments.
+    example = '[^/]*/params/.*' if any('params' in path[1:2] for path in floating) else example
     cure = f' Pass a pattern for the whole names of the leaves to cast: cast_leaves={example!r}.'
     if cast.leaves is not None:
         cure = meant_pattern(cast.leaves, map(leaf_name, floating), option='cast_leaves=') or cure
     raise UnmatchedPattern(
-        f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {shown}.{cure}'
+        f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {some_of(roots, 8)}.{cure}'
     )
 
 

@@ -174,6 +174,21 @@ def test_cast_leaves_names_what_is_cast(name, run, tmp_path):
     assert np.dtype(flat(again)['optimizer/mu'].dtype) == np.float32
 
 
+def test_the_proposed_pattern_casts_the_parameters_of_several_models_and_not_their_moments(tmp_path):
+    model = {'opt_state': {'mu': {'w': np.ones(4, np.float32)}}, 'params': {'w': np.ones(4, np.float32)}}
+    state = {'actor': model, 'critic': model, 'step': 1}
+    with pytest.raises(UnmatchedPattern) as caught:
+        t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, save_dtype='bfloat16').save(state)
+    (pattern,) = re.findall(r"cast_leaves='(.*)'", str(caught.value))
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, save_dtype='bfloat16', cast_leaves=pattern
+    ) as checkpointer:
+        checkpointer.save(state)
+    leaves = t5ckpt.open_checkpoint(tmp_path)
+    assert {leaves[f'{name}/params/w'].dtype for name in ('actor', 'critic')} == {BF16}
+    assert {leaves[f'{name}/opt_state/mu/w'].dtype for name in ('actor', 'critic')} == {np.dtype(np.float32)}
+
+
 @pytest.mark.parametrize('name', ['rewrite', 'export safetensors', 'export npz'])
 def test_a_dry_run_says_so_too(name, run, tmp_path):
     with pytest.raises(UnmatchedPattern, match='cast_leaves'):

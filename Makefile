@@ -38,10 +38,10 @@ define fast_tests
 	$(PYTEST) $(ALONG) -m 'not slow' $(ARGS) || test $$? -eq 5
 endef
 
-# Slow tests that start several processes have time-outs, so they come alone.
+# Slow tests that start several processes have time-outs, so only two run at a time.
 define slow_tests
 	$(PYTEST) $(ALONG) -m 'slow and not multiprocess' $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m 'slow and multiprocess' $(ARGS) || test $$? -eq 5
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'slow and multiprocess' $(ARGS) || test $$? -eq 5
 endef
 
 test: $(VENV)/installed-test

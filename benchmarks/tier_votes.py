@@ -300,7 +300,7 @@ def table(found: dict[str, Any], of_clients: dict[str, Any]) -> list[str]:
         '',
         '| votes and notes | each | all | seconds |',
         '|---|---:|---:|---:|',
-        f'| a save: the sidecar | {_size(save_["sidecar_bytes_per_process"])} | {_size(save_["sidecar_bytes"])} | |',
+        f'| a save: the facts | {_size(save_["sidecar_bytes_per_process"])} | {_size(save_["sidecar_bytes"])} | |',
         (
             f'| a restart: the steps on each disk | {_size(restart_["vote_bytes_per_disk"])} | {_size(restart_["vote_bytes"])} '
             f'| {restart_["decide_seconds"]:.3f} to decide |'

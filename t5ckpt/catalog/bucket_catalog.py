@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
@@ -93,9 +93,6 @@ class BucketCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [listed_step.directory for listed_step in self.listing().steps if listed_step.directory]
-
-    def sidecars(self, directory: str) -> list[str]:
-        return sidecars_in(self._storage, directory)
 
     def leases(self) -> Leases:
         return _leases(self._storage)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step, sidecars_in
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
 from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
-from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import (
     DELETING_PREFIX,
     PARTIAL_SUFFIX,
     READ_LEASE_PREFIX,
-    SIDECAR,
     TO_PERSIST,
     deleting_file,
     parse_prefixed_step,
@@ -66,12 +64,6 @@ class DirectoryCatalog(RunCatalog):
 
     def directories(self) -> list[str]:
         return [entry.name for entry in self._storage.entries() if entry.is_dir]
-
-    def sidecars(self, directory: str) -> list[str]:
-        # Copies from an object store have another name.
-        if self._storage.is_file(join(directory, SIDECAR)):
-            return [SIDECAR]
-        return sidecars_in(self._storage, directory)
 
     def leases(self) -> Leases:
         names = self._storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))

@@ -24,7 +24,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.core.argument_kinds import checks_kinds
@@ -36,18 +36,15 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import begins_state, is_whole
 from t5ckpt.format.names import (
     MANIFEST,
-    SIDECAR,
     STEP_PREFIX,
     is_sidecar,
     parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
     parse_step_name,
-    sidecar_of,
     step_dir,
 )
 from t5ckpt.format.orbax import COMMITTED, OCDBT_MANIFEST, PLACEHOLDER, STEP_METADATA, TREE_METADATA
@@ -299,20 +296,6 @@ def one_a_step(steps: list[ListedStep]) -> list[ListedStep]:
     for listed_step in sorted(steps, key=lambda listed_step: (listed_step.step, listed_step.is_t5x)):
         by_step[listed_step.step] = listed_step
     return [*by_step.values()]
-
-
-def sidecars_in(storage: Storage, directory: str) -> list[str]:
-    """The names of the sidecars in a step's directory; one request on an object store."""
-    return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
-
-
-def sidecar_name(manifest: bytes, names: Collection[str]) -> str:
-    """The file with the sidecar of a manifest, among the names in the step's directory.
-
-    If the manifest is damaged, it is the only sidecar; if there is none, ``t5ckpt.json``.
-    """
-    expected, sidecars = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
-    return expected if expected in sidecars else sidecars[0] if len(sidecars) == 1 else SIDECAR
 
 
 class CheckpointTypes(enum.Enum):

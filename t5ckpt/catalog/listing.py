@@ -8,9 +8,12 @@ from typing import Any
 
 from t5ckpt.catalog.bucket_catalog import BucketCatalog
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint, sidecar_name
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint
 from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.catalog.sidecar_files import read_sidecar_file
 from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.manifest import facts_range
 from t5ckpt.format.names import (
     MANIFEST,
     TRAIN_DS_PREFIX,
@@ -20,6 +23,8 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.storage import Storage, open_storage
+
+_HEAD_BYTES = 2**14
 
 
 def catalog_of(storage: Storage) -> RunCatalog:
@@ -71,15 +76,26 @@ def waiting_steps(storage: Storage) -> set[int]:
     return catalog_of(storage).waiting()
 
 
-def read_sidecar(storage: Storage, directory: str) -> bytes:
-    """The bytes of a step's sidecar; the manifest is read only if there are several.
+def read_head(storage: Storage, directory: str) -> bytes:
+    """The first bytes of a step's manifest, in which most have all of their facts; b'' without a manifest."""
+    try:
+        return storage.read_range(join(directory, MANIFEST), 0, _HEAD_BYTES)
+    except CheckpointNotFoundError:
+        return b''
+
+
+def read_sidecar(storage: Storage, directory: str, head: bytes | None = None) -> bytes:
+    """The facts of a step, from the ``head`` of its manifest or, in the earlier layout, from a file.
 
     Raises:
-      CheckpointNotFoundError: the step has no sidecar.
+      CheckpointNotFoundError: the step has none.
     """
-    names = catalog_of(storage).sidecars(directory)
-    manifest = storage.read(join(directory, MANIFEST)) if len(names) > 1 else b''
-    return storage.read(join(directory, sidecar_name(manifest, names)))
+    head = read_head(storage, directory) if head is None else head
+    found = facts_range(head[:64])
+    if found is None:
+        return read_sidecar_file(storage, directory)
+    whole = head if found[1] <= len(head) else storage.read_range(join(directory, MANIFEST), 0, found[1])
+    return whole[slice(*found)]
 
 
 def step_of(name: str) -> int | None:

@@ -101,10 +101,6 @@ class RunCatalog(ABC):
         """The directories in which states of data iterators are looked for."""
 
     @abstractmethod
-    def sidecars(self, directory: str) -> list[str]:
-        """The names of the sidecars of a step; on an object store several, while the step is overwritten."""
-
-    @abstractmethod
     def leases(self) -> Leases:
         """All leases of the run, from one listing."""
 

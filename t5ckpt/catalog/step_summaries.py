@@ -1,6 +1,7 @@
 """Summarizes each step of a run without opening it, for ``t5ckpt ls`` and for choosing a step.
 
-Notes: reads one small file per step that t5ckpt wrote, and lists the files of other steps. Does not load JAX or TensorStore.
+Notes: reads the head of the manifest of each step, and lists the files of steps that t5ckpt did not write.
+Does not load JAX or TensorStore.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.manifest import facts_entry
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
     PINNED,
-    SIDECAR,
     parse_damaged,
     parse_foreign,
     parse_leftover,
@@ -179,23 +180,22 @@ def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, None, str]:
 
 def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, int | None, str]:
     """A step's sidecar, the bytes of the files that it records with its own, and the text of the error if it is damaged."""
-    key = join(entry.name, SIDECAR)
     if not entry.is_dir:
         return NO_SIDECAR, None, ''
     try:
         data = read_sidecar(storage, entry.name)
-        sidecar = decode_sidecar(data, storage.url(key))
+        sidecar = decode_sidecar(data, storage.url(join(entry.name, MANIFEST)))
     except CheckpointNotFoundError:
         return NO_SIDECAR, None, ''
     except FormatError as error:
         return NO_SIDECAR, None, str(error)
-    return sidecar, _recorded_bytes(sidecar, len(data)), ''
+    return sidecar, _recorded_bytes(sidecar, len(facts_entry(data))), ''
 
 
 def _is_part(sidecar: Sidecar, files: Mapping[str, Entry]) -> bool:
     """Whether the files of other processes of the save are on other disks."""
     try:
-        return part_of(FileChecksums.recorded_by(sidecar, SIDECAR).lists, files) is not None
+        return part_of(FileChecksums.recorded_by(sidecar, MANIFEST).lists, files) is not None
     except FormatError:
         return False
 
@@ -203,7 +203,7 @@ def _is_part(sidecar: Sidecar, files: Mapping[str, Entry]) -> bool:
 def _recorded_bytes(sidecar: Sidecar, sidecar_bytes: int) -> int | None:
     """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the sidecar itself."""
     try:
-        beside = FileChecksums.recorded_by(sidecar, SIDECAR).values()
+        beside = FileChecksums.recorded_by(sidecar, MANIFEST).values()
     except FormatError:
         return None
     return None if sidecar.bytes is None else sidecar.bytes + sidecar_bytes + sum(size for size, _ in beside)

@@ -23,7 +23,7 @@ from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, is_swap_sidecar, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, is_file_checksums, step_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -55,10 +55,10 @@ def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, directory)
     if MANIFEST in keys or not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
-    # First, since a writer that goes on looks for its sidecar after its manifest (``by_manifest``).
-    sidecars = set(filter(is_swap_sidecar, keys))
-    storage.delete_files([join(directory, key) for key in sorted(sidecars)])
-    remove_own_keys(storage, directory, [key for key in keys if key not in sidecars])
+    # First, since a writer that goes on looks for its list after its manifest (``by_manifest``).
+    lists = set(filter(is_file_checksums, keys))
+    storage.delete_files([join(directory, key) for key in sorted(lists)])
+    remove_own_keys(storage, directory, [key for key in keys if key not in lists])
 
 
 def hide_in_bucket(
@@ -66,8 +66,7 @@ def hide_in_bucket(
 ) -> Hidden | None:
     """Like ``by_rename.hide_by_rename``, but deletes the manifest.
 
-    Checks that the manifest's format is known; the caller checks the sidecar's. Without a manifest, it removes nothing: garbage
-    collection finds the files of a killed deleter by its lease.
+    Without a manifest, it removes nothing: garbage collection finds the files of a killed deleter by its lease.
     """
     # Only steps of a local directory wait.
     del even_waiting
@@ -100,7 +99,7 @@ def hide_in_bucket(
 def _check_deletable(storage: Storage, step: int, manifest: bytes) -> None:
     if has_placeholder(manifest):
         raise other_layout(storage.url(step_dir(step)), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
-    check_known(storage, step_dir(step), manifest=manifest, has_known_sidecar=True)
+    check_known(storage, step_dir(step), manifest=manifest)
 
 
 def _raise_replaced(storage: Storage, step: int) -> None:

@@ -1,11 +1,11 @@
 """The commit on storage that cannot rename: one write of the manifest, which fails if the step has another one by then.
 
-    [lease], arrays, sidecar, [is the lease still ours?], manifest if there is none, -lease
-    overwrite: ... sidecar, lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
+    [lease], arrays, [is the lease still ours?], manifest if there is none, -lease
+    overwrite: ... lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
     the old one, [no pin?], lease with SAVE, -other files, -lease
 
 The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
-manifest has these locations, so T5X reads them as well. The sidecar is ``t5ckpt.<checksum of the manifest>.json``. So no request
+manifest has these locations, so T5X reads them as well. So no request
 of another writer, however late, writes or deletes a file of this one, except for three kinds with fixed names: the manifest,
 the positions of data iterators (T5X's names), and the files of a copy, which have the names that they have in its source.
 
@@ -52,15 +52,15 @@ from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
+    file_checksums_name,
     generation_dir,
-    sidecar_of,
     step_dir,
 )
 from t5ckpt.format.sidecar import Sidecar, encode_sidecar
@@ -164,8 +164,8 @@ class ManifestTransaction(Transaction):
         self._write = _ManifestWrite(storage, self.directory, self._keep_files)
         # Whether the directory has files that do not belong to this write.
         self._has_others = False
-        # Set when the sidecar is written: the manifest that it belongs to, and its key.
-        self._manifest, self._sidecar = b'', ''
+        # Set by the commit.
+        self._manifest = b''
 
     @classmethod
     def open(
@@ -242,7 +242,10 @@ class ManifestTransaction(Transaction):
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
-        self._write_sidecar_of(manifest, sidecar)
+        self._manifest = manifest = file_with_facts(manifest, sidecar)
+        if not self.generation:
+            # The record of the writer; a reader would take it for the sidecar of a checkpoint of T5X.
+            self.storage.delete_file(join(self.directory, SIDECAR))
         last_beat = self._lease.last_beat
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
@@ -253,17 +256,9 @@ class ManifestTransaction(Transaction):
             raise self._taken_over()
         version = self._write.put(manifest)
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
-        while was_stopped and self._delete_manifest_if_collected(version, sidecar):
+        while was_stopped and self._delete_manifest_if_collected(version):
             version = self._write.put(manifest)
-        self._finish(version, was_stopped=was_stopped)
-
-    def _write_sidecar_of(self, manifest: bytes, sidecar: bytes | None) -> None:
-        """Writes the sidecar; without one, deletes the record of the writer, which has its name."""
-        if sidecar is None:
-            self.storage.delete_file(join(self.directory, SIDECAR))
-            return
-        self._manifest, self._sidecar = manifest, join(self.directory, sidecar_of(digest(manifest)))
-        self.storage.write(self._sidecar, sidecar)
+        self._finish(version, was_stopped=was_stopped, has_lists=sidecar is not None)
 
     def _check_not_kept(self, *, checks_readers: bool = True) -> None:
         storage, step = self.storage, self.step
@@ -272,25 +267,21 @@ class ManifestTransaction(Transaction):
         if reason is not None:
             raise kept_error(storage, step, reason, 'replaced')
 
-    def _delete_manifest_if_collected(self, version: Any, sidecar: bytes | None) -> bool:
+    def _delete_manifest_if_collected(self, version: Any) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
 
-        Another writer that took the step over leaves them, and finds the manifest. If it has committed an equal manifest, that
-        of a checkpoint without arrays, the sidecar is its own. Garbage collection removes the sidecar first.
+        Another writer that took the step over leaves them, and finds the manifest. Garbage collection removes the lists of file
+        checksums first.
 
         Returns:
           False if the manifest stays. True if it was removed and is to be written again: the files are there, since garbage
           collection found the manifest before.
 
         Raises:
-          AlreadyCommittedError: another writer has committed an equal manifest.
           BeingWrittenError: the manifest was removed, and the files are gone.
         """
         actions = actions_of_others(self.storage, self.step, self._lease)
-        stored_sidecar = None if sidecar is None else _read_if_there(self.storage, self._sidecar)
-        if stored_sidecar not in (sidecar, None):
-            raise self._write.already_committed('saved')
-        is_left = self.generation and stored_sidecar is not None and actions <= _WRITERS
+        is_left = self._has_list() and actions <= _WRITERS
         if is_left or self._lease.is_ours():
             return False
         self.storage.delete_unchanged(self._key, version)
@@ -302,25 +293,29 @@ class ManifestTransaction(Transaction):
         """Whether the files are there once the processes that remove files of the step have ended."""
         for _ in attempts(_COLLECTOR_SECONDS):
             actions = actions_of_others(self.storage, self.step, self._lease)
-            if not (self.generation and self._sidecar and self.storage.is_file(self._sidecar)):
+            if not self._has_list():
                 break
             if actions <= _WRITERS:
                 return True
         return False
+
+    def _has_list(self) -> bool:
+        name = join(self.generation, file_checksums_name(0))
+        return bool(self.generation) and self.storage.is_file(join(self.directory, name))
 
     def _taken_over(self) -> BeingWrittenError:
         return BeingWrittenError(
             f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
         )
 
-    def _finish(self, version: Any, *, was_stopped: bool) -> None:
+    def _finish(self, version: Any, *, was_stopped: bool, has_lists: bool) -> None:
         """Removes the files of others. A failure leaves that to garbage collection."""
         is_done = False
         try:
             if self._write.overwrites:
                 self._check_not_kept(checks_readers=was_stopped)
                 self._lease.update(action=SAVE)
-            if self._has_others and self._sidecar:
+            if self._has_others and has_lists:
                 remove_superseded(self.storage, self.step, self._lease)
             is_done = True
         except StepKeptError as error:
@@ -341,7 +336,7 @@ class ManifestTransaction(Transaction):
         self._lease.linger()
 
     def _remove(self) -> None:
-        # A checkpoint without arrays may have the manifest of the one that another writer has committed.
+        # A copy has the manifest and the names of its source, as has one that another writer has committed.
         if not self._is_committed_by_another():
             if self.generation:
                 self.storage.delete_tree(join(self.directory, self.generation))
@@ -350,8 +345,6 @@ class ManifestTransaction(Transaction):
                     self._remove_keys(lambda key: key.startswith(TRAIN_DS_PREFIX))
             elif self._lease.is_ours() and not self.storage.is_file(self._key):
                 self._remove_keys(lambda key: not is_of_one_save(key))
-            if self._sidecar:
-                self.storage.delete_file(self._sidecar)
         if (
             self._may_arrive
             or not self.generation

@@ -1,7 +1,7 @@
 """The commit on storage that can rename directories.
 
-``checkpoint_<step>.tmp-<unix s>`` is created and locked, and gets a sidecar with its owner. The arrays are written. The commit
-writes the sidecar and, last, the manifest, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename
+``checkpoint_<step>.tmp-<unix s>`` is created and locked, and gets a record of its owner. The arrays are written. The commit
+writes the manifest, removes the record, fsyncs every directory, renames, and fsyncs the parent. A crash before the rename
 leaves a directory that no listing shows and that garbage collection removes. A crash after it leaves the checkpoint. A step is
 hidden by a rename, too, before its files are removed.
 """
@@ -34,6 +34,7 @@ from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_rec
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
+from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import MANIFEST, SIDECAR, Leftover, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
@@ -129,8 +130,9 @@ class RenameTransaction(Transaction):
 
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
-        self._write_sidecar(sidecar)
-        storage.write(join(self.directory, MANIFEST), manifest)
+        storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, sidecar))
+        # After the manifest, which names the writer, too.
+        storage.delete_file(join(self.directory, SIDECAR))
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)
         self.directory = final
@@ -139,14 +141,6 @@ class RenameTransaction(Transaction):
         elif old is not None:
             remove_replaced(self.storage, self.step, old, self._clock)
         self._close()
-
-    def _write_sidecar(self, sidecar: bytes | None) -> None:
-        """Replaces the record of the writer by the sidecar, or deletes it."""
-        key = join(self.directory, SIDECAR)
-        if sidecar is None:
-            self.storage.delete_file(key)
-        else:
-            self.storage.write(key, sidecar)
 
     def _publish(self, final: str) -> str | None:
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""

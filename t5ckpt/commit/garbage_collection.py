@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterable
 
-from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.listing import catalog_of, read_sidecar
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import collect_in_bucket
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
@@ -27,7 +27,7 @@ from t5ckpt.commit.step_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.names import READ_LEASE_PREFIX, SIDECAR, Leftover, parse_leftover
+from t5ckpt.format.names import MANIFEST, READ_LEASE_PREFIX, SIDECAR, Leftover, parse_leftover
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.storage import Storage
 
@@ -158,16 +158,17 @@ def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after
     name = leftover.name
     names = [entry.name for entry in storage.entries(name)]
     is_old = leftover.unix < clock() - stale_after
-    if SIDECAR not in names:
+    if SIDECAR not in names and MANIFEST not in names:
         return is_old or (has_lock and _has_lease_in_part(names))
-    key, now = join(name, SIDECAR), lease_clock(storage, clock)
+    key, now = join(name, SIDECAR if SIDECAR in names else MANIFEST), lease_clock(storage, clock)
     try:
-        writer = decode_sidecar(storage.read(key), storage.url(name)).writer
-    except FormatError:
+        record = storage.read(key) if SIDECAR in names else read_sidecar(storage, name)
+        writer = decode_sidecar(record, storage.url(name)).writer
+    except (FormatError, CheckpointNotFoundError):
         return is_old
     owner = parse_owner(writer)
     if owner is None:
-        # A crash in the commit leaves the finished sidecar. That of a copy names the writer of the source, hence the lock.
+        # A crash in the commit leaves the finished manifest. That of a copy names the writer of the source, hence the lock.
         written = storage.modified(key)
         is_old = (leftover.unix if written is None else written) < now() - stale_after
         return is_old or (has_lock and has_ended(writer))

@@ -17,9 +17,8 @@ from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.removal import check_removable, few, foreign_files, keys_below
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import decode_manifest, is_of_others, is_whole
-from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, sidecar_of, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
 from t5ckpt.storage import Storage
 
 # The directory of a save, in the location of an array.
@@ -86,9 +85,7 @@ def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
 def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
     """Whether all files but the manifest are gone. The step was deleted before the write of its manifest arrived."""
     generations = {match.decode() for match in _GENERATION.findall(manifest)}
-    if not generations or storage.is_file(join(directory, sidecar_of(digest(manifest)))):
-        return False
-    return not any(storage.names(join(directory, name), '') for name in generations)
+    return bool(generations) and not any(storage.names(join(directory, name), '') for name in generations)
 
 
 def _read_if_there(storage: Storage, key: str) -> bytes | None:

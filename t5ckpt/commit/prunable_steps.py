@@ -13,7 +13,6 @@ from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_files import live_steps
 from t5ckpt.commit.read_lease import leased_steps
-from t5ckpt.commit.removal import check_known
 from t5ckpt.commit.step_facts import StepFacts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -97,10 +96,6 @@ class PrunableSteps(ABC):
         exist = self._storage.are_files([join(step_dir(step), MANIFEST) for step in sorted(steps)])
         return {step for step, is_there in zip(sorted(steps), exist, strict=True) if not is_there}
 
-    @abstractmethod
-    def check_sidecar(self, step: int) -> None:
-        """Refuses a step with a newer sidecar before it is hidden, if hiding does not do so; see ``removal.check_known``."""
-
 
 def _linked_by(storage: Storage, steps: Sequence[ListedStep]) -> dict[int, int]:
     """The steps that other steps are links to, with the step of the link."""
@@ -123,9 +118,6 @@ class StepsOnDisk(PrunableSteps):
 
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
         return self.infos(names, just_saved), set()
-
-    def check_sidecar(self, step: int) -> None:
-        pass
 
 
 class StepsInBucket(PrunableSteps):
@@ -167,7 +159,3 @@ class StepsInBucket(PrunableSteps):
         steps = self.prunable(one_a_step([*self._inspected.values()]))
         leased = live_steps(self._storage, listed.leases.of_readers, self._clock)
         return self._facts.infos(steps, leased, names, just_saved), {step.step for step in seen.values()}
-
-    def check_sidecar(self, step: int) -> None:
-        if not self._facts.has_known_sidecar(step):
-            check_known(self._storage, step_dir(step), manifest=b'')

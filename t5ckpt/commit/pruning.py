@@ -125,7 +125,6 @@ class Pruning:
         if lease is not None:
             is_replaced = step in self._replaced
             return hide_by_rename(self._storage, step, self._clock, lease=lease, has_replacements=is_replaced)
-        self._steps.check_sidecar(step)
         return self._strategy.hide(self._storage, step, self._clock)
 
     def _log_failure(self, step: int, error: T5CkptError) -> None:

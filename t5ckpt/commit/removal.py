@@ -18,7 +18,7 @@ import os
 import shlex
 from collections.abc import Collection, Generator, Sequence
 
-from t5ckpt.catalog.listing import read_sidecar
+from t5ckpt.catalog.listing import read_head, read_sidecar
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -49,48 +49,36 @@ from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
-_HEAD_BYTES = 4096
 _log = logging.getLogger('t5ckpt')
 
 
-def check_known(
-    storage: Storage, directory: str, *, manifest: bytes | None = None, has_known_sidecar: bool = False
-) -> None:
-    """Refuses to remove a checkpoint whose manifest or sidecar has a version that this program does not know.
+def check_known(storage: Storage, directory: str, *, manifest: bytes | None = None) -> None:
+    """Refuses to remove a checkpoint whose manifest or facts have a version that this program does not know.
 
     Args:
       storage: the run.
       directory: of the checkpoint.
       manifest: its bytes, if the caller has read them.
-      has_known_sidecar: whether the caller has read the sidecar.
 
     Raises:
       UnsupportedFormatError: a newer program wrote it.
     """
-    version = _manifest_version(storage, join(directory, MANIFEST)) if manifest is None else version_of(manifest)
-    if version is not None and version > VERSION:
-        raise _newer(storage, directory, 'manifest', version, VERSION)
-    if has_known_sidecar:
-        return
     with contextlib.suppress(CheckpointNotFoundError):
-        sidecar = newer_format(read_sidecar(storage, directory))
-        if sidecar is not None:
-            raise _newer(storage, directory, 'sidecar', sidecar, FORMAT)
-
-
-def _manifest_version(storage: Storage, key: str) -> int | None:
-    try:
-        head = storage.read_range(key, 0, _HEAD_BYTES)
+        head = read_head(storage, directory) if manifest is None else manifest
         version = version_of(head)
-        # T5X writes the version first, so that it can be read without the rest.
-        return version if version is not None or len(head) < _HEAD_BYTES else version_of(storage.read(key))
-    except CheckpointNotFoundError:
-        return None
+        if version is None and manifest is None:
+            # Flax sorts the keys, so T5X's version is last.
+            version = version_of(storage.read(join(directory, MANIFEST)))
+        if version is not None and version > VERSION:
+            raise _newer(storage, directory, 'manifest', version, VERSION)
+        newer = newer_format(read_sidecar(storage, directory, head))
+        if newer is not None:
+            raise _newer(storage, directory, 'facts', newer, FORMAT)
 
 
 def _newer(storage: Storage, directory: str, what: str, version: int, newest: int) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f'{storage.url(directory)} has {what} version {version}, this program knows versions up to {newest}, so it does not '
+        f'{storage.url(directory)} has {what} of version {version}, this program knows versions up to {newest}, so it does not '
         'remove the step. Update t5ckpt.'
     )
 
@@ -115,7 +103,11 @@ def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]
             if SIDECAR in keys and _is_unfinished_copy(storage, directory)
             else [key for key in foreign if key not in recorded]
         )
-    if MANIFEST in keys and not any(map(is_sidecar, keys)) and _is_another_manifest(storage, join(directory, MANIFEST)):
+    if (
+        MANIFEST in keys
+        and not any(map(is_file_checksums, keys))
+        and _is_another_manifest(storage, join(directory, MANIFEST))
+    ):
         foreign.append(MANIFEST)
     return foreign
 
@@ -172,7 +164,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     aside = name
     with unless_renameless():
         aside = move_aside(storage, name, step, unix, foreign)
-    if any(map(is_sidecar, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
+    if any(is_sidecar(key) or is_file_checksums(key) for key in keys) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
             if entry.name not in kept:

@@ -200,11 +200,7 @@ class Retention:
             return decision if reason is None else Decision(decision.step, True, reason, overruled=True)
         try:
             if not decision.keep:
-                check_known(
-                    self._storage,
-                    step_dir(decision.step),
-                    has_known_sidecar=self._facts.has_known_sidecar(decision.step),
-                )
+                check_known(self._storage, step_dir(decision.step))
         except UnsupportedFormatError as error:
             return Decision(decision.step, True, str(error), overruled=True)
         return decision

@@ -9,7 +9,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
 from t5ckpt.errors import FormatError, StorageError
-from t5ckpt.format.names import MANIFEST, PINNED, SIDECAR, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar, newer_format
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
@@ -23,17 +23,10 @@ class StepFacts:
         self._storage = storage
         self._source = source
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
-        # Steps whose sidecars are of a format that this program knows.
-        self._known: set[int] = set()
 
     def note_saved(self, step: int, sidecar: Sidecar) -> None:
         """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
         self._facts[step] = sidecar.created_unix, sidecar.metrics
-        self._known.add(step)
-
-    def has_known_sidecar(self, step: int) -> bool:
-        """Whether the sidecar of a step was read and has a format that this program knows."""
-        return step in self._known
 
     def infos(
         self, steps: Sequence[int], leased: Collection[int], names: Collection[str], just_saved: int | None
@@ -68,10 +61,7 @@ class StepFacts:
         ]
 
     def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
-        sidecar = known_sidecar(self._storage, step_dir(step))
-        if sidecar.format:
-            self._known.add(step)
-        return _facts_in(self._storage, step, sidecar)
+        return _facts_in(self._storage, step, known_sidecar(self._storage, step_dir(step)))
 
     def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
@@ -116,7 +106,7 @@ def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | No
 
 def known_sidecar(storage: Storage, directory: str) -> Sidecar:
     """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, so that retention continues."""
-    key = join(directory, SIDECAR)
+    key = join(directory, MANIFEST)
     try:
         data = read_sidecar(storage, directory)
         return NO_SIDECAR if newer_format(data) is not None else decode_sidecar(data, storage.url(key))

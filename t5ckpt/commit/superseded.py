@@ -3,8 +3,7 @@
 They are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see ``commit/by_manifest.py``.
 
 A step with positions of data iterators is not overwritten: T5X reads them from files with fixed names, so no single write
-replaces both the weights and the position (docs/decisions.md). Nor is a step whose sidecar lacks the checksum of its manifest:
-a reader could not distinguish the new sidecar from that of the old checkpoint.
+replaces both the weights and the position (docs/decisions.md). Nor is a step without facts, as one of T5X: its files are unknown.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from t5ckpt.format.names import MANIFEST, SIDECAR, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
+from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
 from t5ckpt.reading.contents import listed_files
-from t5ckpt.reading.raw_files import is_sidecar_of, read_raw
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
 
@@ -38,12 +37,11 @@ def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> No
     if has_positions or storage.names(directory, TRAIN_DS_PREFIX):
         reason = 'with positions of data iterators'
     else:
-        raw = read_raw(_located(storage, step))
-        if raw.manifest is not None and is_sidecar_of(raw.manifest, raw.sidecar):
+        if read_raw(_located(storage, step)).sidecar is not None:
             return
         if not storage.is_file(join(directory, MANIFEST)):
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
-        reason = f'without a {SIDECAR} that has the checksum of its manifest'
+        reason = 'without facts of t5ckpt'
     raise CheckpointExistsError(
         f'{storage.url(directory)}: on a storage that cannot rename, a step {reason} is not replaced, because no single write '
         f'would replace all of it. Call delete({step}) before the save.'
@@ -65,13 +63,13 @@ def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
 
     Raises:
-      CorruptCheckpointError: no sidecar has the checksum of the manifest, so its files are unknown.
+      CorruptCheckpointError: it has no facts, so its files are unknown.
       StorageError: a file could not be read or removed, or another process has taken the step over.
     """
     located = _located(storage, step)
     raw = read_raw(located, checksums=True)
-    if raw.manifest is None or raw.sidecar is None or not is_sidecar_of(raw.manifest, raw.sidecar):
-        raise CorruptCheckpointError(f'{located.url} has no {SIDECAR} with the checksum of its manifest.')
+    if raw.sidecar is None:
+        raise CorruptCheckpointError(f'{located.url} has no facts of t5ckpt.')
     doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')

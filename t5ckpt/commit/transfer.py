@@ -4,7 +4,7 @@ Files are copied concurrently, and each is compared with its checksum if the che
 last, by the same commit as that of a save, so a copy is visible only when it is complete.
 
 An interrupted or failed copy keeps the files that it has written. The next copy of the same checkpoint to the same run
-resumes: each of these files is complete, since a write makes a file visible as a whole. The sidecar of the temporary directory
+resumes: each of these files is complete, since a write makes a file visible as a whole. The record in the temporary directory
 identifies the source: the manifest, the checksums and, for files without a checksum, size, time and inode. From a bucket, files
 without a checksum are copied again. Other unfinished directories are left to the garbage collection of the next save.
 
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecar_name
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -31,6 +30,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
@@ -39,12 +39,14 @@ from t5ckpt.format.names import (
     TRAIN_DS_PREFIX,
     foreign_keys,
     is_file_checksums,
+    is_sidecar,
     part_of,
     part_text,
     superseded,
 )
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage, foreign_errors
 
 IN_FLIGHT_BYTES = 256 * 2**20
@@ -123,15 +125,15 @@ class Transfer:
         with self._reading_source():
             sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
         left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
-        manifest = self._read(self._manifest_name, None)
-        name = sidecar_name(manifest, sizes)
-        sidecar = self._read(name, None) if name in sizes else None
+        with self._reading_source():
+            raw = read_raw(self._source.located)
+        manifest, sidecar = raw.manifest or b'', raw.sidecar
+        # The copy has the sidecar of the earlier layout in its manifest.
+        sizes = {key: size for key, size in sizes.items() if not is_sidecar(key)}
         checksums = self._file_checksums(sidecar, sizes)
         if sidecar is not None:
             # Without the files of a replaced checkpoint that are not removed yet.
-            sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums) - {name}} | {
-                SIDECAR: sizes[name]
-            }
+            sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums)}
         self._compare(self._manifest_name, manifest, checksums)
         lost = sorted(set(checksums) - set(sizes))
         removed = [name for name in lost if name.startswith(TRAIN_DS_PREFIX) and DATASET_REMOVED in sizes]
@@ -141,7 +143,7 @@ class Transfer:
                 raise CorruptCheckpointError(part_text(self._from.url(self._base), part))
             gone = next(name for name in lost if name not in removed)
             raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
-        names = sorted(set(sizes) - {self._manifest_name, SIDECAR})
+        names = sorted(set(sizes) - {self._manifest_name})
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
             return Transferred(len(sizes), nbytes, 0, 0, left_out)
@@ -162,7 +164,7 @@ class Transfer:
             parents = parents_of(names)
             work.commit(manifest, sidecar, parents)
         checked = sum(name in checksums for name in [*names, self._manifest_name])
-        nbytes = moved + len(manifest) + len(sidecar or b'')
+        nbytes = moved + len(file_with_facts(manifest, sidecar))
         return Transferred(len(sizes), nbytes, len(kept), checked, left_out)
 
     @contextlib.contextmanager

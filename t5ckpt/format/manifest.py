@@ -1,6 +1,8 @@
 """Decodes and encodes the msgpack manifest, in all versions. No files are read or written here.
 
-Format (flax/serialization.py, t5x/checkpoints.py): one msgpack map ``{'version': 3, 'optimizer': <nested maps>}``.
+Format (flax/serialization.py, t5x/checkpoints.py): one msgpack map ``{'version': 3, 'optimizer': <nested maps>}``, in which
+t5ckpt puts before ``optimizer`` the facts that T5X has no place for, as the text ``t5ckpt`` (``format/sidecar.py``). T5X ignores
+it.
 A leaf is an array or scalar in an extension type, nil, or a map that holds a TensorStore spec. Extension 1 is an
 array, extension 3 a NumPy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex number,
 packed as ``(real, imag)``. Arrays above 2^30 bytes are split into ``{'__msgpack_chunked_array__': True, ...}``.
@@ -35,6 +37,8 @@ from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, LeafTable, unflatten, un
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
 _CHUNKED = '__msgpack_chunked_array__'
+_FACTS_KEY = b'\xa6t5ckpt'
+FACTS_BEGIN = '{\n "checksum": "'
 STREAM_ITEM = b'\x92'
 """The first byte of a list of two, with which each item of a stream of EasyLM begins."""
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
@@ -189,6 +193,60 @@ def refuse_pointer(data: bytes, where: str) -> None:
         raise UnsupportedFormatError(f'{where} is a pointer of Git LFS. Fetch the file itself with git lfs pull.')
 
 
+def facts_range(head: bytes) -> tuple[int, int] | None:
+    """The range of the facts' text in a file, from its first 64 bytes; None if it has none.
+
+    A damaged file may be shorter.
+    """
+    entry = _version_entry(head)
+    if entry is None or not head.startswith(_FACTS_KEY, entry[2]):
+        return None
+    begin = entry[2] + len(_FACTS_KEY)
+    num_digits = {0xD9: 1, 0xDA: 2, 0xDB: 4}.get(head[begin], 0) if begin < len(head) else 0
+    begin += 1 + num_digits
+    return begin, begin + int.from_bytes(head[begin - num_digits : begin], 'big')
+
+
+def _version_entry(head: bytes) -> tuple[int, int, int] | None:
+    """The length of a map that begins with the version, and where this entry begins and ends."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(head[:64])
+    try:
+        length, begin = unpacker.read_map_header(), unpacker.tell()
+        return (length, begin, unpacker.tell()) if [unpacker.unpack(), unpacker.skip()][0] == 'version' else None
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        return None
+
+
+def file_with_facts(manifest: bytes, facts: bytes | None) -> bytes:
+    """The file with a manifest that begins with its version, as T5X and t5ckpt encode it, and with the facts if there are any."""
+    if facts is None:
+        return manifest
+    entry = _version_entry(manifest)
+    if entry is None:
+        raise ValueError('the manifest does not begin with its version')
+    length, begin, end = entry
+    return b''.join((_map_header(length + 1), manifest[begin:end], facts_entry(facts), manifest[end:]))
+
+
+def facts_entry(facts: bytes) -> bytes:
+    """The bytes that the facts are in the file."""
+    return _FACTS_KEY + _packed(facts.decode())
+
+
+def split_facts(data: bytes) -> tuple[bytes, bytes | None]:
+    """The manifest as T5X would have written it, and the facts, or None without facts: undoes :func:`file_with_facts`."""
+    entry, found = _version_entry(data), facts_range(data[:64])
+    if entry is None or found is None:
+        return data, None
+    length, begin, end = entry
+    return _map_header(length - 1) + data[begin:end] + data[found[1] :], data[slice(*found)]
+
+
+def _map_header(length: int) -> bytes:
+    return msgpack.Packer().pack_map_header(length) or b''
+
+
 def version_of(data: bytes) -> int | None:
     """The version of a manifest, from all or the first of its bytes; None if these do not contain it."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
@@ -198,7 +256,7 @@ def version_of(data: bytes) -> int | None:
         for _ in range(unpacker.read_map_header()):
             key = unpacker.unpack()
             fields[key] = unpacker.unpack() if key == 'version' else None
-            if 'optimizer' in fields and isinstance(fields.get('version'), int):
+            if not fields.keys().isdisjoint({'optimizer', 't5ckpt'}) and isinstance(fields.get('version'), int):
                 return fields['version']
             if key != 'version':
                 unpacker.skip()
@@ -229,6 +287,11 @@ def manifest_of(contents: Any, where: str) -> Manifest:
             f'{where} has manifest version {version}; this version of t5ckpt reads versions up to {VERSION}. Update t5ckpt.'
         )
     state = contents['optimizer']
+    if any(
+        isinstance(value, str) and value.startswith(FACTS_BEGIN) and name != 't5ckpt'
+        for name, value in contents.items()
+    ):
+        raise CorruptCheckpointError(f'{where} has facts of t5ckpt under a damaged name. {CURE_OF_DAMAGE}')
     if not isinstance(state, dict):
         raise UnsupportedFormatError(f'{where}: "optimizer" is {type(state).__name__}, expected a map of the state.')
     return Manifest(version, _normalise(state, where, ()))

@@ -1,9 +1,11 @@
-"""Encodes and decodes the sidecar ``t5ckpt.json``, which holds the information that T5X's manifest cannot hold.
+"""Encodes and decodes the sidecar: the information that T5X's manifest cannot hold.
 
-The sidecar is a JSON object next to the manifest. Real T5X does not open it. A checkpoint without it is read as T5X reads it.
+It is the text of a JSON object, under ``t5ckpt`` in the manifest (``format/manifest.py``), or in the earlier layout in the file
+``t5ckpt.json`` next to it. Real T5X ignores both. A checkpoint without it is read as T5X reads it.
+
 Its fields are those of :class:`Sidecar`, in the types of JSON; the first is
 
-    checksum   xxh3-64 hex of the file without this line
+    checksum   xxh3-64 hex of the text without this line
 
 and ``tree`` is an object of lists
 
@@ -26,7 +28,7 @@ from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.text import finite_json
+from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
 from t5ckpt.tree.leaf_table import MAX_DEPTH
@@ -35,7 +37,6 @@ FORMAT = 1
 _CONTAINERS = {'dict', 'list', 'tuple'}
 _NUMBERS = {'bool', 'complex', 'float', 'int'}
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
-_CURE = 'Remove it and integrity.*.json to read the checkpoint as T5X does, without the information in them.'
 
 _Object = Mapping[str, Any]
 
@@ -107,8 +108,8 @@ class Sidecar:
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
-      digests: {file: [bytes, xxh3-64 hex]} of the manifest and of the file checksums, integrity.*.json. Parsed by
-        :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
+      digests: {file: [bytes, xxh3-64 hex]} of the manifest without the sidecar, and of the file checksums, integrity.*.json.
+        Parsed by :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
       metrics: those passed to ``save``.
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
@@ -175,7 +176,9 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
     """
     head = _HEAD.match(data)
     if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
-        raise CorruptCheckpointError(f'{where} is damaged or was edited: it does not match its own checksum. {_CURE}')
+        raise CorruptCheckpointError(
+            f'{where} is damaged or was edited: it does not match its own checksum. {CURE_OF_DAMAGE}'
+        )
     try:
         contents = json.loads(data)
         del contents['checksum']
@@ -192,7 +195,7 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
             text = f'{where} has format {newer}, and this version of t5ckpt reads {FORMAT}. Upgrade it.'
             raise UnsupportedFormatError(text) from error
         raise CorruptCheckpointError(
-            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {_CURE}'
+            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
         ) from error
     parsed = {name: parse(contents[name]) for name, parse in _PARSERS.items() if name in contents}
     fields = {name: value for name, value in parsed.items() if value is not None}

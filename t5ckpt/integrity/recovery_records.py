@@ -1,7 +1,7 @@
 """Reads the usable records of a damaged checkpoint: its manifest, its sidecar and its file checksums.
 
-Damaged file checksums verify nothing. If the files reproduce the list whose checksum the sidecar records, all of them are intact
-and the list is rebuilt. Without the sidecar nothing verifies the manifest and the lists.
+Damaged file checksums verify nothing. If the files reproduce the list whose checksum the manifest records, all of them are
+intact and the list is rebuilt.
 """
 
 from __future__ import annotations
@@ -10,33 +10,26 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecar_name
 from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.sidecar_files import sidecar_file
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import CURE_OF_DAMAGE, Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.manifest import Manifest, decode_manifest
+from t5ckpt.format.manifest import Manifest, decode_manifest, split_facts
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    SIDECAR,
     TRAIN_DS_PREFIX,
     is_file_checksums,
     is_sidecar,
-    superseded,
 )
 from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-
-_LOST_FACTS = (
-    'the sidecar is lost, and with it metrics, the keep policy and empty containers. Python numbers, strings, typed PRNG keys '
-    'and dtypes that zarr does not have are restored as T5X would restore them'
-)
 
 Source = tuple[bytes, bytes, float]
 """The bytes of the manifest and of the sidecar, and the manifest's modification time, if the storage has it."""
@@ -51,8 +44,8 @@ def source_of(located: Located) -> Source:
     files = CheckpointFiles.at(located.storage, located.directory)
     entries = {entry.name: entry for entry in located.storage.entries(located.directory)}
     written = entries[located.manifest].mtime if located.manifest in entries else 0.0
-    manifest = files.read(located.manifest)
-    return manifest, _read(files, sidecar_name(manifest, entries)), written
+    manifest, sidecar = split_facts(files.read(located.manifest))
+    return manifest, _read(files, sidecar_file(manifest, entries)) if sidecar is None else sidecar, written
 
 
 class RecoveryRecords:
@@ -61,12 +54,11 @@ class RecoveryRecords:
     Attributes:
       source: the bytes of manifest and sidecar.
       manifest: decoded.
-      sidecar: None if it is missing or damaged.
+      sidecar: None for a checkpoint of another program.
       had_checksums: whether t5ckpt wrote file checksums.
       unusable_lists: files with file checksums (``integrity.*.json``) that are missing or damaged.
       intact: the checksums of the other lists.
       checksums: these; the checksums of all files after :meth:`reconstruct` has returned True.
-      rebuilt: the sidecar and the lists to rebuild.
     """
 
     def __init__(self, located: Located, report: VerifyReport):
@@ -81,17 +73,12 @@ class RecoveryRecords:
         _refuse(located, [damage for damage in report.damages if _is_unrecoverable(damage, located.manifest)])
         self.source = source_of(located)
         self.manifest: Manifest = decode_manifest(self.source[0], located.url)
-        names = files_of(located)
         raw = self.source[1]
-        is_wrong = any(map(is_sidecar, wrong))
-        self.sidecar = None if is_wrong or not raw else decode_sidecar(raw, SIDECAR)
-        lists = {name for name in (*names, *wrong) if is_file_checksums(name)}
-        if self.sidecar is not None:
-            lists -= superseded(names, FileChecksums.recorded_by(self.sidecar, SIDECAR))
-        self.had_checksums = bool(lists) or is_wrong or self.sidecar is not None
+        self.sidecar = decode_sidecar(raw, located.url) if raw else None
+        self.had_checksums = self.sidecar is not None
+        recorded = FileChecksums() if self.sidecar is None else FileChecksums.recorded_by(self.sidecar, located.url)
+        lists = set(recorded.lists)
         self.unusable_lists = lists & wrong
-        is_lost = self.had_checksums and self.sidecar is None
-        self.rebuilt = self.unusable_lists | ({SIDECAR} if is_lost else set[str]())
         self.intact = FileChecksums.union(
             FileChecksums.decode(self._files.read(name), name) for name in sorted(lists - self.unusable_lists)
         )
@@ -123,7 +110,7 @@ class RecoveryRecords:
         """
         if self.sidecar is None or not self.unusable_lists:
             return self.sidecar is not None
-        recorded = FileChecksums.recorded_by(self.sidecar, SIDECAR)
+        recorded = FileChecksums.recorded_by(self.sidecar, self._located.url)
         if len(self.unusable_lists) != 1 or not self.unusable_lists <= recorded.keys():
             return False
         names = [name for name in files_of(self._located) if name not in self.checksums and not is_own(name)]
@@ -156,8 +143,6 @@ class RecoveryRecords:
         rebuilt = sorted(name for name in zarrays if name not in self.checksums)
         if rebuilt:
             notes.append(f'{", ".join(rebuilt[:3])}: rebuilt as T5X and t5ckpt write it; no checksum verifies it')
-        if self.had_checksums and self.sidecar is None:
-            notes += [_LOST_FACTS, f'no checksum verifies the values in {MANIFEST}: they were taken as they are']
         if unverified and self.had_checksums:
             notes.append(f'no checksum verifies {some_of(unverified, 5)}: taken as they are')
         return notes
@@ -204,7 +189,9 @@ def unrecoverable_text(damages: Sequence[Damage]) -> Lines:
 
 
 def _is_unrecoverable(damage: Damage, manifest: str) -> bool:
-    return damage.file == manifest or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
+    return (
+        damage.file == manifest or is_sidecar(damage.file) or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
+    )
 
 
 def _refuse(located: Located, damages: Sequence[Damage]) -> None:

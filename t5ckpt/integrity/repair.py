@@ -172,7 +172,7 @@ class _RepairWriter:
                     # The step may have been pinned in the meantime.
                     self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
-        return len(files) + len(self._plan.foreign) + (3 if self._plan.has_checksums else 1)
+        return len(files) + len(self._plan.foreign) + (2 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
         """Checks that no process has deleted or replaced the step in the meantime.

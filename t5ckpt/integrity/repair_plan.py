@@ -23,8 +23,8 @@ from t5ckpt.core.text import CURE_OF_DAMAGE, lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.format.array_spec import StoredLeaf, is_spec
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest
-from t5ckpt.format.names import SIDECAR, TRAIN_DS_PREFIX, file_checksums_name
+from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest, version_of
+from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, file_checksums_name
 from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
@@ -76,7 +76,7 @@ class RepairPlan:
       manifest: the bytes of the new manifest, without the dropped leaves.
       sidecar: the sidecar, or an empty one, without the dropped leaves.
       zarrays: the bytes of the rebuilt ``.zarray`` files, by name.
-      rebuilt: the names of all rebuilt files: these, the sidecar and file checksums.
+      rebuilt: the names of all rebuilt files: these, the manifest if facts were added, and file checksums.
       dropped: names of leaves and of iterator files.
       left_out: directories and files that are not copied.
       foreign: files that are copied and do not belong to the checkpoint; they get no checksums.
@@ -115,7 +115,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     contents = Contents(located, records.manifest, records.sidecar or NO_SIDECAR)
     table = {leaf_name(path): leaf for path, leaf in contents.leaves().items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
-    damages = [damage for damage in report.damages if damage.file not in records.rebuilt]
+    damages = [damage for damage in report.damages if damage.file not in records.unusable_lists]
     rebuildable = records.zarrays(leaves, damages)
     is_verified = records.reconstruct(rebuildable)
     zarrays = {name: data for name, data in rebuildable.items() if options.trust_files or name in records.checksums}
@@ -125,13 +125,16 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
         lost = [damage for damage in lost if damage.file in records.intact]
     unverified = records.unverified(leaves, is_verified)
     if records.had_checksums and not options.trust_files and (unverified or not is_verified):
-        raise _unverified_error(lost, sorted(records.rebuilt) or unverified)
+        raise _unverified_error(lost, sorted(records.unusable_lists) or unverified)
     if unproven := [
         damage for damage in lost if _is_repaired(damage, leaves, rebuildable, records.checksums, options.drop)
     ]:
         raise _unproven_error(unproven)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
     manifest, tree_facts = records.source[0], contents.sidecar.tree
+    if version_of(manifest[:64]) is None:
+        # Of Flax; the facts of a copy stand after the version.
+        manifest = encode_manifest(records.manifest.state)
     if dropped:
         manifest, tree_facts = _without(located, records.manifest, tree_facts, dropped)
     left_out = frozenset({*(leaves[name].array.location for name in dropped if name in leaves), *iterators})
@@ -139,14 +142,14 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     unverified = [name for name in unverified if name not in dropped | iterators]
     kept = {name: leaf for name, leaf in leaves.items() if name not in dropped}
     has_checksums = records.had_checksums or options.add_checksums
-    added = (SIDECAR, file_checksums_name(0)) if has_checksums and not records.had_checksums else ()
+    added = (MANIFEST, file_checksums_name(0)) if has_checksums and not records.had_checksums else ()
     known_files = {*records.checksums, *zarrays, *unverified}
     return RepairPlan(
         source=records.source,
         manifest=manifest,
         sidecar=dataclasses.replace(contents.sidecar, tree=tree_facts),
         zarrays=zarrays,
-        rebuilt=tuple(sorted({*zarrays, *records.rebuilt, *added})),
+        rebuilt=tuple(sorted({*zarrays, *records.unusable_lists, *added})),
         dropped=tuple(sorted({*dropped, *iterators})),
         left_out=left_out,
         foreign=_foreign(located, kept, known_files, records.checksums) - below(files_of(located), left_out),

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import sidecars_in
 from t5ckpt.catalog.locate import Located, locate, with_links
+from t5ckpt.catalog.sidecar_files import sidecar_file
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
@@ -33,14 +33,16 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    SIDECAR,
     TRAIN_DS_PREFIX,
+    generation_of,
     is_file_checksums,
+    is_sidecar,
     parse_step_dir,
     part_of,
     step_dir,
@@ -55,10 +57,10 @@ from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import RawFiles, find_sidecar
+from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
-_OWN = {SIDECAR, MANIFEST, COPIES, PINNED, DATASET_REMOVED}
+_OWN = {MANIFEST, COPIES, PINNED, DATASET_REMOVED}
 
 
 @checks_kinds
@@ -144,7 +146,9 @@ def locate_or_broken(
         else:
             parent, name = split_path(path)
             outer = open_storage(parent, storage_options)
-        if not sidecars_in(outer, name):
+        if not any(
+            is_file_checksums(each) or is_sidecar(each) or generation_of(each) for each in outer.names(name, '')
+        ):
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))
 
@@ -165,6 +169,7 @@ class _Check:
       read: files whose bytes have been compared already.
       dirs: the subdirectories.
       is_listed: whether the manifest's checksum is recorded.
+      recorder: the file with the facts: the manifest, or in the earlier layout ``t5ckpt.json``.
     """
 
     located: Located
@@ -181,11 +186,12 @@ class _Check:
     raw: RawFiles = dataclasses.field(default_factory=RawFiles)
     dirs: set[str] = dataclasses.field(default_factory=set[str])
     is_listed: bool = False
+    recorder: str = ''
 
     # --- the manifest and the file checksums --------------------------------------------------------------------------
 
     def file_checksums(self) -> None:
-        """Reads the manifest and the file checksums, and compares them with the checksums in the sidecar."""
+        """Reads the manifest and the file checksums, and compares them with the checksums in the facts."""
         everything = {entry.name: entry for entry in self._entries('')}
         self.dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
@@ -193,49 +199,52 @@ class _Check:
         recorded = FileChecksums()
         if sidecar is not None:
             try:
-                recorded = FileChecksums.recorded_by(sidecar, SIDECAR)
+                recorded = FileChecksums.recorded_by(sidecar, self.recorder)
             except CorruptCheckpointError as error:
-                self.findings.add('undecodable', SIDECAR, str(error))
+                self.findings.add('undecodable', self.recorder, str(error))
             self._compare_step(sidecar)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
         if self.accepts_part and COPIES in top and (part := part_of(recorded.lists, top)) is not None:
             self.part = part
             lists = {COPIES, *(lists & top.keys())}
-        if sidecar is None and lists:
-            self.findings.add(
-                'missing', SIDECAR, 'it records the checksums of the others, and is missing or not readable'
+        manifest = self.raw.manifest
+        if sidecar is None and lists and manifest is not None and not self.findings.damages:
+            text = (
+                'has no facts of t5ckpt, so nothing verifies integrity.*.json; without these it is read as T5X reads it'
             )
+            self.findings.add('contradiction', self.located.manifest, text)
         replaced = superseded({*top, *self.dirs}, recorded)
         for name in sorted(lists):
             if sidecar is None or name in recorded or name == COPIES:
                 self._read_list(name, recorded, name in top)
             elif name not in replaced:
                 self.findings.add(
-                    'contradiction', name, f'{SIDECAR} does not record it: it belongs to another checkpoint'
+                    'contradiction', name, f'{self.recorder} does not record it: it belongs to another checkpoint'
                 )
-        if self.located.manifest:
-            self.is_listed = self.located.manifest in recorded
-            data = self._read(self.located.manifest, recorded)
-            self.raw = RawFiles(data, self.raw.sidecar)
+        self.is_listed = self.located.manifest in recorded
+        if manifest is not None:
+            self._compare(self.located.manifest, manifest, recorded)
 
     def _sidecar(self, top: Mapping[str, Entry]) -> Sidecar | None:
-        name = find_sidecar(self.files, self.located.manifest, top)
-        if name not in top or not self.located.manifest:
-            return None
-        data = self._read(name, FileChecksums())
+        """Reads the manifest and the facts in it or, in the earlier layout, beside it."""
+        self.recorder = self.located.manifest
+        data = self._read(self.recorder, FileChecksums()) if self.recorder else None
+        manifest, encoded = (None, None) if data is None else split_facts(data)
+        name = sidecar_file(manifest or b'', top)
+        if self.recorder and encoded is None and name in top:
+            self.recorder, encoded = name, self._read(name, FileChecksums())
+        self.raw = RawFiles(manifest, encoded)
         try:
-            sidecar = None if data is None else decode_sidecar(data, name)
+            return None if encoded is None else decode_sidecar(encoded, self.recorder)
         except CorruptCheckpointError as error:
-            self.findings.add('checksum', name, str(error))
+            self.findings.add('checksum', self.recorder, str(error))
             return None
-        self.raw = RawFiles(None, data)
-        return sidecar
 
     def _compare_step(self, sidecar: Sidecar) -> None:
         written = sidecar.recorded('step')
         if self.located.step is not None and written != self.located.step:
             self.findings.add(
-                'contradiction', SIDECAR, f'is of step {written!r:.40}, the directory says {self.located.step}'
+                'contradiction', self.recorder, f'is of step {written!r:.40}, the directory says {self.located.step}'
             )
 
     def _read_list(self, name: str, recorded: FileChecksums, is_there: bool) -> None:
@@ -263,9 +272,12 @@ class _Check:
             return None
         self.sizes[name] = len(data)
         self.read.add(name)
+        self._compare(name, data, recorded)
+        return data
+
+    def _compare(self, name: str, data: bytes, recorded: FileChecksums) -> None:
         if name in recorded and not recorded.matches(name, entry := entry_of(data)):
             self.findings.differs(name, recorded[name], entry, self.checksums)
-        return data
 
     # --- arrays -------------------------------------------------------------------------------------------------------
 

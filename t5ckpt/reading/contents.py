@@ -29,7 +29,6 @@ from t5ckpt.format.manifest import Manifest, decode_manifest, refuse_pointer
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
-    SIDECAR,
     parse_step_dir,
     part_of,
     part_text,
@@ -46,7 +45,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import KeyData, as_key_data
 
-_CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, remove t5ckpt.json and integrity.*.json.'
+_CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, leave its entry t5ckpt out and remove integrity.*.json.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Contents:
         Raises:
           CorruptCheckpointError: it is a part; the text says how to restore it.
         """
-        _check_not_part(self.located, FileChecksums.recorded_by(self.sidecar, SIDECAR))
+        _check_not_part(self.located, FileChecksums.recorded_by(self.sidecar, self.located.url))
 
     @contextlib.contextmanager
     def naming_part(self) -> Generator[None]:
@@ -168,9 +167,8 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
 
 def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:
     """The sidecar, and the checksums that it records."""
-    where = located.storage.url(join(located.directory, SIDECAR))
-    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, where)
-    return sidecar, FileChecksums.recorded_by(sidecar, where)
+    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, located.url)
+    return sidecar, FileChecksums.recorded_by(sidecar, located.url)
 
 
 def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
@@ -198,12 +196,13 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
     def where(name: str) -> str:
         return located.storage.url(join(located.directory, name))
 
-    missing = [SIDECAR] if raw.sidecar is None else sorted(set(recorded.lists) - lists.keys())
-    if missing:
+    missing = sorted(set(recorded.lists) - lists.keys())
+    if missing or raw.sidecar is None:
         _check_not_part(located, recorded)
+        what = f'{", ".join(map(where, missing))} is missing' if missing else f'{located.url} has no facts of t5ckpt'
         raise CorruptCheckpointError(
-            f'{", ".join(map(where, missing))} is missing, so no checksum can be compared. Restore an older step, copy the '
-            "checkpoint again, or pass verify='quick'."
+            f'{what}, so no checksum can be compared. Restore an older step, copy the checkpoint again, or pass '
+            "verify='quick'."
         )
     return FileChecksums.union(recorded.load_lists(lists.get, where).values())
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
-from t5ckpt.format.names import is_sidecar
 from t5ckpt.format.safetensors import is_tensor_file
 
 
@@ -29,7 +28,7 @@ class Identity:
 
     Attributes:
       located: where the checkpoint was found.
-      versions: of its manifest and of its sidecar, as ``Storage.version`` gave them when it was opened. Empty for an Orbax
+      versions: of its manifest or its tensor files, as ``Storage.version`` gave them when it was opened. Empty for an Orbax
         directory, of which only the deletion is detected.
     """
 
@@ -39,11 +38,9 @@ class Identity:
     @classmethod
     def now(cls, located: Located) -> Identity:
         """Reads the identity of the checkpoint, for readers that do not use ``read_contents``."""
-        storage, names = located.storage, list[str]()
-        if located.manifest:
-            names = [located.manifest, *catalog_of(storage).sidecars(located.directory)]
-        versions = {name: storage.version(join(located.directory, name)) for name in names}
-        return cls(located, {name: version for name, version in versions.items() if version is not None})
+        name = located.manifest
+        version = located.storage.version(join(located.directory, name)) if name else None
+        return cls(located, {} if version is None else {name: version})
 
     @contextlib.contextmanager
     def checked_on_failure(self, doing: str = 'read') -> Generator[None]:
@@ -78,18 +75,10 @@ class Identity:
         with self.checked_on_failure(doing):
             yield
         storage = self.located.storage
-        for name in self._compared_files() if file is None else (file,):
+        for name in self.versions if file is None else (file,):
             version = storage.version(join(self.located.directory, name))
             if version != self.versions[name]:
                 self.check(doing, has_read=version is None)
-
-    def _compared_files(self) -> Collection[str]:
-        """The files whose versions are compared, since an overwrite changes them."""
-        if is_tensor_file(self.located.manifest):
-            # Each file can be replaced separately.
-            return self.versions
-        # In a bucket, an equal manifest has an equal version, so the sidecar is compared.
-        return self.versions.keys() & {next(filter(is_sidecar, self.versions), self.located.manifest)}
 
     def check(self, doing: str, cause: Exception | None = None, *, has_read: bool = False) -> None:
         """Checks that the checkpoint is still the one that was opened, or, with ``has_read``, was until its deletion.

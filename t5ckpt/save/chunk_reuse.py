@@ -31,12 +31,12 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.listing import listing, read_sidecar
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
-from t5ckpt.format.names import SIDECAR, file_checksums_name, step_dir
+from t5ckpt.format.names import file_checksums_name, step_dir
 from t5ckpt.storage import Storage
 
 
@@ -95,7 +95,7 @@ class PreviousCheckpoint:
             # The directory has a name of its own, and the server compares the version of each file.
             return True
         try:
-            return digest(storage.read(join(self.directory, SIDECAR))) == self.sidecar_checksum
+            return digest(read_sidecar(storage, self.directory)) == self.sidecar_checksum
         except T5CkptError:
             return False
 
@@ -156,7 +156,7 @@ def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     key = join(directory, file_checksums_name(0))
     try:
         checksums = FileChecksums.decode(storage.read(key), storage.url(key))
-        return PreviousCheckpoint(directory, checksums, digest(storage.read(join(directory, SIDECAR))))
+        return PreviousCheckpoint(directory, checksums, digest(read_sidecar(storage, directory)))
     except T5CkptError:
         # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
         return None

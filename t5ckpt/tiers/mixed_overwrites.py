@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from t5ckpt.catalog.listing import read_sidecar
 from t5ckpt.commit.replacement import take_back
-from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import SIDECAR, parse_leftover
+from t5ckpt.format.names import parse_leftover
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -29,7 +29,7 @@ def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
         if leftover is None or leftover.state != 'replaced':
             continue
         try:
-            save = digest(storage.read(join(entry.name, SIDECAR)))
+            save = digest(read_sidecar(storage, entry.name))
         except CheckpointNotFoundError:
             # Its writer died before it was complete.
             continue

@@ -10,18 +10,19 @@ import functools
 import re
 from collections.abc import Collection, Iterable
 
-from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.listing import listing, read_sidecar
 from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.sidecar_files import read_sidecar_file
 from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
     MANIFEST,
-    SIDECAR,
     TRAIN_DS_PREFIX,
     file_checksums_name,
     parse_step_dir,
@@ -79,9 +80,10 @@ class Part:
         def where(name: str) -> str:
             return storage.url(join(directory, name))
 
-        manifest, sidecar = (storage.read(join(directory, name)) for name in (MANIFEST, SIDECAR))
-        decoded = decode_sidecar(sidecar, where(SIDECAR))
-        recorded = FileChecksums.recorded_by(decoded, where(SIDECAR))
+        manifest, sidecar = split_facts(storage.read(join(directory, MANIFEST)))
+        sidecar = read_sidecar_file(storage, directory) if sidecar is None else sidecar
+        decoded = decode_sidecar(sidecar, where(MANIFEST))
+        recorded = FileChecksums.recorded_by(decoded, where(MANIFEST))
         recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
         copies = FileChecksums()
@@ -163,7 +165,7 @@ class Part:
 def time_of_save(sidecar: bytes) -> float:
     """The time of a save in unix seconds, from its sidecar; 0 if it is not recorded, or the sidecar is damaged."""
     try:
-        return decode_sidecar(sidecar, SIDECAR).created_unix or 0.0
+        return decode_sidecar(sidecar, MANIFEST).created_unix or 0.0
     except FormatError:
         return 0.0
 
@@ -171,7 +173,7 @@ def time_of_save(sidecar: bytes) -> float:
 def save_of(storage: Storage, step: int) -> str:
     """Identifies the save that a local directory has of a step; '' if it has none."""
     try:
-        return digest(storage.read(join(step_dir(step), SIDECAR)))
+        return digest(read_sidecar(storage, step_dir(step)))
     except T5CkptError:
         return ''
 

@@ -29,7 +29,7 @@ from t5ckpt.distributed.processes import ServiceError
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import SIDECAR, file_checksums_name
+from t5ckpt.format.names import MANIFEST, file_checksums_name
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.lost_files import pack, unpack
 from t5ckpt.tiers.orders import Answer, Close, Ended, Failed, Order, Orders, Refused, Upload
@@ -102,7 +102,7 @@ class Leader:
         """Writes the list of the lost disk, whose files the processes have sent; returns its size."""
         name = file_checksums_name(self.orders.lost.index)
         data = FileChecksums({key: entry for entries in entry_maps for key, entry in entries.items()}).encode()
-        recorded = FileChecksums.recorded_in(part.sidecar, SIDECAR)
+        recorded = FileChecksums.recorded_in(part.sidecar, MANIFEST)
         if recorded.get(name) != entry_of(data):
             raise NotUploadableError(f'{name} is on no disk, and cannot be made from the other disks')
         self._run.write(join(directory, name), data)

@@ -16,6 +16,7 @@ import pytest
 import tensorstore
 from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
+from support.facts import as_earlier_layout, put_facts
 
 import t5ckpt
 from t5ckpt import errors
@@ -560,11 +561,17 @@ def test_what_is_whole_for_another_program_is_moved_aside(run_dir):
 # --- one unreadable step -----------------------------------------------------------------------------------------------
 
 
+def spoil_facts(step):
+    put_facts(step, b'{' * 40)
+
+
 def spoil_sidecar(step):
+    as_earlier_layout(step)
     (step / 't5ckpt.json').write_text('{')
 
 
 def sidecar_is_a_directory(step):
+    as_earlier_layout(step)
     (step / 't5ckpt.json').unlink()
     (step / 't5ckpt.json').mkdir()
 
@@ -574,7 +581,7 @@ def manifest_loops(step):
     os.symlink('checkpoint', step / 'checkpoint')
 
 
-@pytest.mark.parametrize('spoil', [spoil_sidecar, sidecar_is_a_directory, manifest_loops])
+@pytest.mark.parametrize('spoil', [spoil_facts, spoil_sidecar, sidecar_is_a_directory, manifest_loops])
 def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
     with open_ck(run_dir) as ck:
         for step in (1, 2, 3):

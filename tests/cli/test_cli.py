@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.cli import ROOT, t5ckpt_cli
 from support.damage import with_fields
+from support.facts import facts_of, put_facts
 
 import t5ckpt
 from t5ckpt.cli import VERBS
@@ -411,12 +412,12 @@ def test_ls_of_a_run_without_steps_prints_no_empty_table(tmp_path):
     ],
     ids=str,
 )
-def test_ls_of_a_strangers_sidecar(tmp_path, facts):
+def test_ls_of_a_strangers_facts(tmp_path, facts):
     state = {'w': np.zeros(4, np.float32)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save(state, step=1)
-    path = tmp_path / 'checkpoint_1' / 't5ckpt.json'
-    path.write_bytes(with_fields(path.read_bytes(), **facts))
+    step_dir = tmp_path / 'checkpoint_1'
+    put_facts(step_dir, with_fields(facts_of(step_dir), **facts))
     assert t5ckpt_cli('ls', tmp_path).splitlines()[1].split()[0] == '1'
     told = json.loads(
         t5ckpt_cli('ls', tmp_path, '--json'), parse_constant=lambda text: pytest.fail(f'{text} is no JSON')

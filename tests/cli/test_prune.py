@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support import forked
 from support.cli import t5ckpt_cli
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
@@ -123,7 +124,7 @@ def test_a_run_without_a_policy_says_so(tmp_path):
     for step in (0, 1):
         t5ckpt.rewrite_checkpoint(tmp_path / 'a' / f'checkpoint_{step}', tmp_path / 'b')
     for step in (0, 1):
-        (tmp_path / 'b' / f'checkpoint_{step}' / 't5ckpt.json').unlink()
+        put_facts(tmp_path / 'b' / f'checkpoint_{step}', None)
     told = json.loads(CliRunner().invoke(app, ['ls', str(tmp_path / 'b'), '--json']).stdout)
     assert [each['kept'] for each in told] == ['no keep policy is recorded', 'latest']
 
@@ -442,17 +443,17 @@ def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keepe
     run, other = open_storage(tmp_path / 'run'), open_storage(tmp_path / 'other')
     save(run.url(), [1])
     save(other.url(), [1])
-    old = run.read('checkpoint_1/t5ckpt.json')
+    old = run.read('checkpoint_1/checkpoint')
     (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1.replaced-1000')
     (tmp_path / 'other' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1')
     if keeper == 'pin':
         run.write('checkpoint_1.replaced-1000/PINNED', b'1')
         assert collect(run, time.time)[0] == []
-        assert run.read('checkpoint_1/t5ckpt.json') == old
+        assert run.read('checkpoint_1/checkpoint') == old
         assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
     else:
         with read_lease(run, 1, 60, time.time):
             assert collect(run, time.time)[0] == []
-            assert run.read('checkpoint_1.replaced-1000/t5ckpt.json') == old
+            assert run.read('checkpoint_1.replaced-1000/checkpoint') == old
     assert collect(run, time.time)[0] == ['checkpoint_1.replaced-1000']
     assert t5ckpt.all_steps(run.url()) == [1]

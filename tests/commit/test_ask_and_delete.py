@@ -41,7 +41,7 @@ from t5ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.names import is_sidecar
+from t5ckpt.format.manifest import file_with_facts, split_facts
 from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -273,7 +273,7 @@ def test_delete(tmp_path):
         assert value_of(tmp_path, 4) == 5
 
 
-@pytest.mark.parametrize('what', ['manifest', 'sidecar'])
+@pytest.mark.parametrize('what', ['manifest', 'facts'])
 def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog):
     """Neither on a disk nor in a bucket, by whichever way; retention says so once."""
     for url in (str(tmp_path / 'run'), bucket.url()):
@@ -286,17 +286,17 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             contents = serialization.msgpack_restore(storage.read('checkpoint_1/checkpoint'))
             storage.write('checkpoint_1/checkpoint', serialization.msgpack_serialize({**contents, 'version': 9}))
         else:
-            [key] = [key for key, _ in storage.walk('checkpoint_1') if is_sidecar(key.partition('/')[2])]
-            newer = dataclasses.replace(decode_sidecar(storage.read(key), ''), format=9)
-            storage.write(key, encode_sidecar(newer))
+            manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
+            newer = dataclasses.replace(decode_sidecar(facts, ''), format=9)
+            storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, encode_sidecar(newer)))
         before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
         caplog.set_level('INFO', 't5ckpt')
         with Checkpointer(state(), checkpoints_dir=url, keep=1, clock=clock) as ck:
             ck.save(state(2.0), step=2)
             ck.save(state(3.0), step=3)
-            with pytest.raises(UnsupportedFormatError, match=f'{what} version 9.* Update t5ckpt'):
+            with pytest.raises(UnsupportedFormatError, match=f'{what} of version 9.* Update t5ckpt'):
                 ck.delete(1)
-        assert [record.message for record in caplog.records if f'{what} version 9' in record.message] == [
+        assert [record.message for record in caplog.records if f'{what} of version 9' in record.message] == [
             record.message for record in caplog.records if 'step 1 is kept' in record.message
         ]
         assert sum('step 1 is kept' in record.message for record in caplog.records) == 1
@@ -308,7 +308,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
         assert storage.names('.t5ckpt/busy', '') == []
     with pytest.raises(UnsupportedFormatError, match=r'version'):
         Checkpointer(state(), checkpoints_dir=str(tmp_path / 'run')).save(state(4.0), step=1, overwrite=True)
-    assert (tmp_path / 'run/checkpoint_1/t5ckpt.json').exists()
+    assert (tmp_path / 'run/checkpoint_1/checkpoint').exists()
 
 
 def test_delete_spares_what_a_reader_holds(tmp_path):
@@ -399,7 +399,7 @@ def _swapped(name, groups):
     storage, _ = _in_bucket(f'{name}-old', 1)
     _, new = _in_bucket(f'{name}-new', 2)
     for key, data in new.items():
-        # The arrays of version 2 and its sidecar have names of their own.
+        # The arrays of version 2 have names of their own.
         if not key.startswith(groups):
             storage.write(f'checkpoint_1/{key}', data)
     yield storage
@@ -473,9 +473,9 @@ def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
         assert sorted(os.listdir(run)) == ['checkpoint_1']
 
 
-@pytest.mark.parametrize('when', ['names checkpoint_1', 'read checkpoint_1/t5ckpt.'])
+@pytest.mark.parametrize('when', ['names checkpoint_1', 'read checkpoint_1/checkpoint'])
 def test_an_overwrite_whose_step_another_process_deletes_as_it_begins(when):
-    """After the look whether the step is there, and before its manifest or its sidecar is read."""
+    """After the look whether the step is there, and before its manifest is read."""
     storage = Acting(open_storage(f'memory://{uuid.uuid4().hex}/run'))
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         ck.save(state(1), step=1)

@@ -28,7 +28,9 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
 )
-from t5ckpt.format.names import foreign_keys, is_sidecar, superseded
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.manifest import split_facts
+from t5ckpt.format.names import foreign_keys, sidecar_of, superseded
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -173,13 +175,13 @@ def test_positions_are_not_overwritten(url, which):
         assert ck.save(state(2), step=1, overwrite=True).step == 1
 
 
-def test_a_step_without_a_sidecar_is_not_overwritten(url):
+def test_a_step_without_facts_is_not_overwritten(url):
     save(url, 1)
-    [sidecar] = [key for key in keys(open_storage(url)) if is_sidecar(key)]
-    open_storage(url).delete_file(f'checkpoint_1/{sidecar}')
-    with pytest.raises(CheckpointExistsError, match=r'without a t5ckpt.json .* Call delete\(1\)'):
+    storage = open_storage(url)
+    storage.write('checkpoint_1/checkpoint', split_facts(storage.read('checkpoint_1/checkpoint'))[0])
+    with pytest.raises(CheckpointExistsError, match=r'without facts of t5ckpt .* Call delete\(1\)'):
         save(url, 2, overwrite=True)
-    assert not leases(open_storage(url))
+    assert not leases(storage)
 
 
 class Acting(FaultyStorage):
@@ -305,20 +307,24 @@ def test_a_reader_over_the_swap(run, reads):
     assert t5ckpt.open_checkpoint(run)['w'][0, 0] == 2
 
 
-def test_a_manifest_of_one_checkpoint_with_the_sidecar_of_the_next(url):
-    """A reader that has the old manifest and finds the new sidecar reads both again."""
+def test_a_reader_of_the_earlier_layout_over_the_swap(url):
+    """Another process replaces the step between the reads of its manifest and of its sidecar, which then is gone."""
     save(url, 1)
+    storage = open_storage(url)
+    manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
+    storage.write('checkpoint_1/checkpoint', manifest)
+    storage.write(f'checkpoint_1/{sidecar_of(digest(manifest))}', facts)
 
     class Late(FaultyStorage):
         overwritten = False
 
-        def read_with_version(self, key):
-            if '/t5ckpt.' in key and not self.overwritten:
+        def names(self, key, prefix):
+            if prefix == 't5ckpt.' and not self.overwritten:
                 self.overwritten = True
                 save(url, 2, overwrite=True)
-            return self._inner.read_with_version(key)
+            return self._inner.names(key, prefix)
 
-    with checkpointer(Late(open_storage(url))) as ck:
+    with checkpointer(Late(storage)) as ck:
         assert ck.restore(1)['n'] == 2
 
 
@@ -518,12 +524,13 @@ def test_an_old_manifest_that_cannot_be_written_back(url):
     assert t5ckpt.is_pinned_checkpoint(f'{url}/checkpoint_1')
 
 
-def test_a_damaged_manifest_keeps_the_leftovers(url, caplog):
+def test_a_step_whose_manifest_is_damaged_keeps_its_files(url):
     storage = _killed(url, _manifest_put(f'memory://{uuid.uuid4().hex}/run'))
-    storage.write('checkpoint_1/checkpoint', storage.read('checkpoint_1/checkpoint') + b'\0')
-    before = keys(storage)
-    save(url, 5, step=5)
-    assert keys(storage) == before
-    assert 'no t5ckpt.json with the checksum of its manifest' in caplog.text
-    with pytest.raises(T5CkptError):
-        value_of(url)
+    manifest = storage.read('checkpoint_1/checkpoint')
+    for damaged in manifest + b'\0', manifest[:-1], manifest[:100], b'':
+        storage.write('checkpoint_1/checkpoint', damaged)
+        save(url, 5, step=5, overwrite=True)
+        with pytest.raises(T5CkptError):
+            value_of(url)
+        storage.write('checkpoint_1/checkpoint', manifest)
+        assert t5ckpt.verify(url, 1, full=True).ok

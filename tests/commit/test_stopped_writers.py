@@ -18,6 +18,7 @@ from t5ckpt.commit.lease_owner import COLLECT, EXPIRED, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.superseded import remove_superseded
+from t5ckpt.format.manifest import split_facts
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -66,7 +67,7 @@ def test_where_directories_are_renamed_it_comes_too_late(is_saved, tmp_path):
             directory = writer.stdout.readline().strip()
             assert directory, writer.stderr.read()
             assert collect(open_storage(run), time.time)[0] == []
-            os.utime(run / directory / 't5ckpt.json', (time.time() - 3700,) * 2)
+            os.utime(run / directory / 'checkpoint', (time.time() - 3700,) * 2)
             assert collect(open_storage(run), time.time)[0] == [directory]
             if is_saved:
                 save(run, 2.0)
@@ -238,9 +239,7 @@ def commit_as(work, state):
     source = open_storage(f'memory://{uuid.uuid4().hex}/run')
     with t5ckpt.Checkpointer(state, checkpoints_dir=source) as ck:
         ck.save(state, step=1)
-    manifest = source.read('checkpoint_1/checkpoint')
-    sidecar = next(source.read(key) for key, _ in source.walk('checkpoint_1') if '/t5ckpt.' in key)
-    work.commit(manifest, sidecar, [])
+    work.commit(*split_facts(source.read('checkpoint_1/checkpoint')), [])
 
 
 class StoppedAtListing(Elsewhere):

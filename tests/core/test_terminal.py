@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from support.damage import with_fields
+from support.facts import facts_of, put_facts
 
 import t5ckpt
 from t5ckpt import errors
@@ -33,9 +34,8 @@ def hostile(tmp_path_factory):
     path = save(tmp_path_factory.mktemp('hostile') / 'run')
     save(path, step=2)
     step_dir = path / 'checkpoint_2'
-    sidecar = step_dir / 't5ckpt.json'
     evil = {'writer': {'name': EVIL, 'version': EVIL}, 'keep': {'policy': EVIL, 'keep': EVIL}}
-    sidecar.write_bytes(with_fields(sidecar.read_bytes(), **evil))
+    put_facts(step_dir, with_fields(facts_of(step_dir), **evil))
     (step_dir / 'PINNED').write_text(EVIL)
     (step_dir / 'stray\x1b[2J\u202e').write_text('x')
     return path

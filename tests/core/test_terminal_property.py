@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 from support.damage import with_fields
+from support.facts import facts_of, put_facts
 
 import t5ckpt
 from t5ckpt import errors
@@ -53,11 +54,10 @@ def save(path, text, steps=(1, 2)):
 
 
 def edit(step_dir, text):
-    """Text of unknown origin: the sidecar's fields, the reason of a pin, unknown files."""
-    sidecar = step_dir / 't5ckpt.json'
+    """Text of unknown origin: the facts, the reason of a pin, unknown files."""
     evil = {'writer': {'name': text, 'version': text}, 'keep': {'policy': text, 'keep': text}}
     evil |= {'source': {'format': text, 'path': text}}
-    sidecar.write_bytes(with_fields(sidecar.read_bytes(), **evil))
+    put_facts(step_dir, with_fields(facts_of(step_dir), **evil))
     (step_dir / 'PINNED').write_text(text)
     (step_dir / text.replace('/', ' ')).write_text('x')
 

@@ -178,7 +178,7 @@ def _leftovers(root: pathlib.Path) -> None:
     _saved(1)(root)
     whole = root / 'checkpoint_1'
     shutil.copytree(whole, root / 'checkpoint_2.tmp-1600000000', ignore=shutil.ignore_patterns('checkpoint'))
-    shutil.copytree(whole, root / 'checkpoint_0.deleted-1700000000', ignore=shutil.ignore_patterns('t5ckpt.json'))
+    shutil.copytree(whole, root / 'checkpoint_0.deleted-1700000000', ignore=shutil.ignore_patterns('checkpoint'))
     (root / 'checkpoint_3.tmp-1700000000').mkdir()
 
 

@@ -15,6 +15,7 @@ import pytest
 import tensorboardX
 from support.chromium import chromium, need_chromium
 from support.cli import t5ckpt_cli
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt.errors import CheckpointNotFoundError, OutputExistsError
@@ -502,7 +503,7 @@ def test_which_steps(tmp_path, browser):
 
 def test_a_step_that_cannot_be_read_is_shown_and_not_compared(tmp_path, browser):
     run = saved(tmp_path / 'run')
-    (tmp_path / 'run' / 'checkpoint_200' / 't5ckpt.json').write_text('{}')
+    put_facts(tmp_path / 'run' / 'checkpoint_200', b'{' * 40)
     run.report(tmp_path / 'page.html')
     browser.open(tmp_path / 'page.html', READY)
     assert 'Changes from step 100 to 300' in text_of(browser, '#changes')

@@ -12,15 +12,17 @@ import pytest
 from support import forked
 from support.cli import t5ckpt_cli
 from support.damage import Iterator, Meanwhile, bytes_of, flip, of_two_processes, save, state_of
+from support.facts import as_t5x_writes, put_facts
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.manifest import split_facts
 from t5ckpt.storage import open_storage
 
-OWN_FILES = ('t5ckpt.json', 'integrity.0.json')
+OWN_FILES = ('checkpoint', 'integrity.0.json')
 
 
 def entry_of(path):
@@ -42,8 +44,7 @@ def listed_apart(step_dir, belongs):
 def without_checksums(run_dir, seed=0):
     """A checkpoint as T5X leaves it."""
     step_dir = save(run_dir, seed=seed)
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
+    as_t5x_writes(step_dir)
     iterator_file(step_dir).unlink()
     return step_dir
 
@@ -51,7 +52,7 @@ def without_checksums(run_dir, seed=0):
 # --- lists -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_list_that_the_sidecar_does_not_know(run_dir, tmp_path):
+def test_a_list_that_the_facts_do_not_know(run_dir, tmp_path):
     """It may say of a damaged chunk what it likes."""
     step_dir = save(run_dir)
     chunk = step_dir / 'params.w' / '0.0'
@@ -73,7 +74,7 @@ def test_a_list_that_the_sidecar_does_not_know(run_dir, tmp_path):
 
 def test_lists_that_contradict_each_other(run_dir, tmp_path):
     step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').unlink()
+    put_facts(step_dir, None)
     (step_dir / 'integrity.1.json').write_bytes(FileChecksums({'params.w/0.0': (4096, '0' * 16)}).encode())
     report = t5ckpt.verify(step_dir)
     assert any(damage.kind == 'contradiction' and 'params.w/0.0' in damage.text for damage in report.damages)
@@ -81,36 +82,18 @@ def test_lists_that_contradict_each_other(run_dir, tmp_path):
         t5ckpt.repair(step_dir, tmp_path / 'mended')
 
 
-def test_without_the_sidecar_nothing_verifies_the_manifest(run_dir, tmp_path):
-    """Its arrays are verified by the lists that are left, and are lost where they differ."""
+def test_without_the_facts_nothing_verifies_the_manifest(run_dir, tmp_path):
+    """Nor the lists, whatever is trusted; without these it is a checkpoint of T5X."""
     step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').unlink()
-    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json: lost.*trust_files=True'):
-        t5ckpt.repair(step_dir, tmp_path / 'mended')
+    put_facts(step_dir, None)
     trust = t5ckpt.RepairOptions(trust_files=True)
-    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
-    assert report.rebuilt == ('t5ckpt.json',)
-    assert any('no checksum verifies the values in checkpoint' in note for note in report.notes)
-    manifest = step_dir / 'checkpoint'
-    manifest.write_bytes(manifest.read_bytes().replace(b'params.w', b'params.v', 1))
-    with pytest.raises(errors.T5CkptError, match=r'params\.v'):
-        t5ckpt.repair(step_dir, tmp_path / 'other', options=trust)
+    with pytest.raises(errors.CorruptCheckpointError, match='without these it is read as T5X reads it'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
+    as_t5x_writes(step_dir)
+    assert not t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust).changed
 
 
 # --- files without checksums -------------------------------------------------------------------------------------------
-
-
-def test_what_is_trusted_is_named(run_dir, tmp_path):
-    step_dir = save(run_dir)
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
-    (step_dir / 'integrity.1.json').write_bytes(FileChecksums({}).encode())
-    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json: lost'):
-        t5ckpt.repair(step_dir, tmp_path / 'mended')
-    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=True))
-    text = '\n'.join(report.notes)
-    for name in ('params/w', 'params/edge', 'params/embed', 'params/bits', iterator_file(step_dir).name):
-        assert name in text
 
 
 def test_files_of_other_programs_are_copied_and_stay_unlisted(run_dir, tmp_path):
@@ -150,16 +133,6 @@ def test_a_leaf_that_is_left_out_leaves_nothing(run_dir, tmp_path):
     assert not (tmp_path / 'mended' / 'checkpoint_1' / 'params.w').exists()
 
 
-@pytest.mark.parametrize('make', [lambda path: path.mkdir(), os.mkfifo])
-def test_something_else_in_the_sidecars_place(run_dir, tmp_path, make):
-    step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').unlink()
-    make(step_dir / 't5ckpt.json')
-    trust = t5ckpt.RepairOptions(trust_files=True)
-    assert t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust).rebuilt == ('t5ckpt.json',)
-    assert t5ckpt.verify(tmp_path / 'mended', full=True).ok
-
-
 @pytest.mark.parametrize('separator', ['.', '/'])
 def test_checksums_for_arrays_of_another_writer(run_dir, separator):
     """zarr-python spells ``.zarray`` otherwise, and may name chunks with slashes."""
@@ -178,11 +151,9 @@ def test_checksums_for_arrays_of_another_writer(run_dir, separator):
     np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
     report = t5ckpt.verify(step_dir, full=True)
     assert (report.ok, report.notes) == (True, ())
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
-        trust = t5ckpt.RepairOptions(trust_files=name == 't5ckpt.json')
-        assert t5ckpt.repair(step_dir, in_place=True, options=trust).rebuilt == (name,)
-        np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
+    (step_dir / 'integrity.0.json').unlink()
+    assert t5ckpt.repair(step_dir, in_place=True).rebuilt == ('integrity.0.json',)
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(step_dir, verify='full')['params']['w'], values)
     chunk = next(
         path for path in sorted((step_dir / 'params.w').rglob('*')) if path.is_file() and path.name != '.zarray'
     )
@@ -190,17 +161,15 @@ def test_checksums_for_arrays_of_another_writer(run_dir, separator):
     assert not t5ckpt.verify(step_dir, full=True).ok
 
 
-@pytest.mark.parametrize('how', ['add', 'lost', 'rewritten'])
+@pytest.mark.parametrize('how', ['add', 'rewritten'])
 def test_typed_keys_come_back_without_a_record_of_them(run_dir, tmp_path, how):
     step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').unlink()
-    if how != 'lost':
-        (step_dir / 'integrity.0.json').unlink()
+    as_t5x_writes(step_dir)
     if how == 'rewritten':
         rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias',)))
         run_dir = tmp_path / 'copy'
     else:
-        options = t5ckpt.RepairOptions(add_checksums=how == 'add', trust_files=how == 'lost')
+        options = t5ckpt.RepairOptions(add_checksums=True)
         t5ckpt.repair(step_dir, in_place=True, options=options)
     key = state_of(3)['key']
     with t5ckpt.Checkpointer({'key': key}, checkpoints_dir=str(run_dir)) as ck:
@@ -236,7 +205,7 @@ def test_a_list_of_several_that_is_proven_leaves_no_note(run_dir, tmp_path):
 
 
 def test_a_step_that_is_replaced_by_one_with_the_same_manifest(run_dir, tmp_path):
-    """The shapes and the inline values are the same: only the sidecars differ."""
+    """The shapes and the inline values are the same: only the facts differ."""
     other = tmp_path / 'other'
     step_dir, newer = save(run_dir), save(other, 1)
     values = np.full((96, 64), 7, np.float32)
@@ -245,7 +214,7 @@ def test_a_step_that_is_replaced_by_one_with_the_same_manifest(run_dir, tmp_path
     shutil.rmtree(newer)
     with t5ckpt.Checkpointer(state, None, str(other), Iterator(1), chunk_bytes=4096, inline_bytes=1024) as ck:
         ck.save(state, step=1)
-    assert (newer / 'checkpoint').read_bytes() == (step_dir / 'checkpoint').read_bytes()
+    assert split_facts((newer / 'checkpoint').read_bytes())[0] == split_facts((step_dir / 'checkpoint').read_bytes())[0]
     (step_dir / 'params.w' / '.zarray').unlink()
 
     def replace():
@@ -370,13 +339,13 @@ def test_a_directory_that_is_a_link_is_not_left_out(tmp_path):
         t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
 
 
-def test_a_copy_without_the_sidecar_compares_nothing_and_is_refused(tmp_path):
+def test_a_copy_without_the_facts_compares_nothing_and_is_refused(tmp_path):
     step_dir = save(tmp_path / 'run')
-    (step_dir / 't5ckpt.json').unlink()
+    put_facts(step_dir, None)
     with pytest.raises(errors.CorruptCheckpointError, match='no checksum'):
         t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
-    t5ckpt.repair(step_dir, in_place=True, options=t5ckpt.RepairOptions(trust_files=True))
-    assert t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy').checked_files > 0
+    as_t5x_writes(step_dir)
+    assert t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy').checked_files == 0
 
 
 # --- restores ----------------------------------------------------------------------------------------------------------

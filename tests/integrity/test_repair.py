@@ -24,12 +24,13 @@ from support.damage import (
     state_of,
     with_fields,
 )
+from support.facts import as_t5x_writes, facts_of, put_facts
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.storage import open_storage
 
-OWN_FILES = ('t5ckpt.json', 'integrity.0.json')
+OWN_FILES = ('integrity.0.json',)
 
 
 def harm(path, how, rng):
@@ -44,24 +45,20 @@ def harm(path, how, rng):
 
 
 @pytest.mark.parametrize('how', ['missing', 'empty', 'truncated', 'flipped'])
-@pytest.mark.parametrize(
-    'files', [('params.w/.zarray',), OWN_FILES[:1], OWN_FILES[1:], ('integrity.0.json', 'params.edge/.zarray')]
-)
+@pytest.mark.parametrize('files', [('params.w/.zarray',), OWN_FILES, ('integrity.0.json', 'params.edge/.zarray')])
 def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files):
     step_dir = save(run_dir, compression='zstd')
     expected = arrays_of(step_dir)
     for name in files:
         harm(step_dir / name, how, random.Random(7))
     before = bytes_of(step_dir)
-    is_sidecar, is_readable = files == OWN_FILES[:1], how == 'flipped' and len(files) == 2
-    if is_sidecar or is_readable:
-        # Nothing verifies the manifest without it, nor which of the files is damaged where its metadata decodes.
+    if how == 'flipped' and len(files) == 2:
+        # Nothing shows which of the files is damaged where its metadata decodes.
         with pytest.raises(errors.CorruptCheckpointError, match=rf'{files[0]}: lost.*trust_files=True'):
             t5ckpt.repair(step_dir, tmp_path / 'mended')
         assert not (tmp_path / 'mended').exists()
-        if is_readable:
-            return
-    report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=t5ckpt.RepairOptions(trust_files=is_sidecar))
+        return
+    report = t5ckpt.repair(step_dir, tmp_path / 'mended')
     assert report.changed
     assert set(files) <= set(report.rebuilt)
     assert report.dropped == ()
@@ -71,52 +68,41 @@ def test_what_follows_from_the_rest_is_made_again(run_dir, tmp_path, how, files)
     assert report.files == len(files_of(mended))
     assert t5ckpt.verify(mended, full=True).ok
     assert t5ckpt.verify(mended).has_checksums
-    if OWN_FILES[0] in files:
-        assert any('sidecar is lost' in note for note in report.notes)
-        # What was stored in another dtype is known to the sidecar alone.
-        del expected['params/bits']
-        found = arrays_of(mended)
-        assert {name: found[name] for name in expected} == expected
-    else:
-        assert arrays_of(mended) == expected
-        sidecar = json.loads((mended / 't5ckpt.json').read_text())
-        assert sidecar['repaired']['rebuilt'] == list(report.rebuilt)
+    assert arrays_of(mended) == expected
+    assert json.loads(facts_of(mended))['repaired']['rebuilt'] == list(report.rebuilt)
 
 
 def test_fields_of_a_newer_program_survive_a_repair_and_a_copy(run_dir, tmp_path):
     step_dir = save(run_dir)
-    sidecar = step_dir / 't5ckpt.json'
-    sidecar.write_bytes(
-        with_fields(sidecar.read_bytes(), newer={'a': [1]}, metrics={'loss': 0.5}, custom_metadata={'b': 2})
-    )
+    facts = with_fields(facts_of(step_dir), newer={'a': [1]}, metrics={'loss': 0.5}, custom_metadata={'b': 2})
+    put_facts(step_dir, facts)
     t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copied')
-    assert (tmp_path / 'copied' / 'checkpoint_1' / 't5ckpt.json').read_bytes() == sidecar.read_bytes()
+    assert facts_of(tmp_path / 'copied' / 'checkpoint_1') == facts
     (step_dir / 'params.w/.zarray').unlink()
     t5ckpt.repair(step_dir, tmp_path / 'mended')
-    before, after = (json.loads(path.read_text()) for path in (sidecar, tmp_path / 'mended/checkpoint_1/t5ckpt.json'))
+    before, after = json.loads(facts), json.loads(facts_of(tmp_path / 'mended/checkpoint_1'))
     changed = {'bytes', 'checksum', 'digests', 'files', 'repaired', 'writer'}
     assert {name: value for name, value in after.items() if name not in changed} == {
         name: value for name, value in before.items() if name not in changed
     }
 
 
-def test_without_checksums_and_sidecar_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
+def test_without_checksums_and_facts_it_is_a_checkpoint_of_t5x(run_dir, tmp_path):
     """Nothing says that there were some; what is left of them says only what is certain."""
     step_dir = save(run_dir)
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
+    as_t5x_writes(step_dir)
     assert not t5ckpt.repair(step_dir, tmp_path / 'mended').changed
+    # An earlier version left the first, and nothing verifies the lists without their checksums.
     (step_dir / 't5ckpt.json').write_bytes(b'')
-    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json: lost'):
-        t5ckpt.repair(step_dir, tmp_path / 'mended')
     trust = t5ckpt.RepairOptions(trust_files=True)
-    assert t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust).rebuilt == ('t5ckpt.json',)
-    # A file that differs from a list that is left is lost, whatever is trusted.
+    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt\.json is damaged'):
+        t5ckpt.repair(step_dir, tmp_path / 'mended', options=trust)
     step_dir = save(run_dir, 2)
-    (step_dir / 't5ckpt.json').unlink()
-    flip(step_dir / 'params.edge' / '0.0', random.Random(1))
-    with pytest.raises(errors.CorruptCheckpointError, match=r"drop=.'params/edge'"):
+    put_facts(step_dir, None)
+    with pytest.raises(errors.CorruptCheckpointError, match='without these it is read as T5X reads it'):
         t5ckpt.repair(step_dir, tmp_path / 'other', options=trust)
+    (step_dir / 'integrity.0.json').unlink()
+    assert not t5ckpt.repair(step_dir, tmp_path / 'mended').changed
 
 
 def test_nothing_to_repair(run_dir, tmp_path):
@@ -150,7 +136,7 @@ def test_a_flipped_bit_is_mended_or_the_repair_refuses(run_dir, tmp_path, compre
             outcomes.add('refused')
         else:
             found = arrays_of(output / 'checkpoint_1')
-            assert path.name != 't5ckpt.json'
+            assert path.name != 'checkpoint'
             assert found == expected
             outcomes.add('mended')
         assert bytes_of(step_dir) == before
@@ -233,8 +219,7 @@ def test_arrays_that_changed_places_keep_their_metadata(run_dir, tmp_path):
     with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, chunk_bytes=10**6, inline_bytes=100) as ck:
         ck.save(state, step=1)
     step_dir = run_dir / 'checkpoint_1'
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
+    as_t5x_writes(step_dir)
     (step_dir / 'w').rename(step_dir / 'x')
     (step_dir / 't').rename(step_dir / 'w')
     (step_dir / 'x').rename(step_dir / 't')
@@ -258,8 +243,7 @@ def test_a_rebuilt_list_does_not_hide_damage_that_another_list_proves(run_dir, t
 
 def test_an_unreadable_zarray_without_a_checksum_may_be_left_out(run_dir, tmp_path):
     step_dir = save(run_dir)
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
+    as_t5x_writes(step_dir)
     (step_dir / 'params.w' / '.zarray').write_bytes(b'')
     trust = t5ckpt.RepairOptions(trust_files=True)
     assert t5ckpt.repair(step_dir, tmp_path / 'rebuilt', options=trust).rebuilt == ('params.w/.zarray',)
@@ -280,8 +264,7 @@ def test_what_can_be_mended_is_not_left_out(run_dir, tmp_path):
     report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=everything)
     assert (report.dropped, report.rebuilt) == ((), ('params.w/.zarray',))
     assert arrays_of(tmp_path / 'mended' / 'checkpoint_1') == expected
-    for name in OWN_FILES:
-        (step_dir / name).unlink()
+    as_t5x_writes(step_dir)
     # Without lists a lost chunk behind a lost .zarray comes to light only when that is there again.
     chunk = step_dir / 'params.w' / '0.0'
     chunk.write_bytes(chunk.read_bytes()[:100])
@@ -439,7 +422,7 @@ def test_a_damaged_manifest_is_lost(run_dir, tmp_path, how):
 
 def test_files_of_another_step_are_not_mended(run_dir, tmp_path):
     step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').write_bytes((save(run_dir, 2, 1) / 't5ckpt.json').read_bytes())
+    put_facts(step_dir, facts_of(save(run_dir, 2, 1)))
     with pytest.raises(errors.CorruptCheckpointError, match='is of step 2'):
         t5ckpt.repair(step_dir, tmp_path / 'mended')
 
@@ -513,7 +496,7 @@ def test_checksums_for_a_checkpoint_that_has_none(golden, tmp_path):
     # Copied before: the repaired one shares its files.
     step_dir = copied(golden, tmp_path, 'case01_adafactor')
     report = t5ckpt.repair(step_dir, tmp_path / 'mended', options=options)
-    assert report.rebuilt == ('integrity.0.json', 't5ckpt.json')
+    assert report.rebuilt == ('checkpoint', 'integrity.0.json')
     mended = t5ckpt.verify(tmp_path / 'mended', full=True)
     assert mended.ok
     assert mended.has_checksums

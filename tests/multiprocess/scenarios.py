@@ -208,7 +208,7 @@ def save_frozen(directory, step, seed):
 
 
 def save_transformed(directory):
-    """The sidecar's facts and save transforms, in a job of several processes."""
+    """The facts and save transforms, in a job of several processes."""
     tree = {'target': {'w': sharded(full('w', (64, 4096), 'float32'), ('model', None))}, 'empty': {}, 'count': 3}
     with checkpointer(directory, tree) as ck:
         ck.save(tree, step=1)

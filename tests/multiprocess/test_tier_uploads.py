@@ -75,13 +75,13 @@ def test_a_bucket_that_is_away_before_the_first_upload_blocks_no_process(job, pl
 
 
 @pytest.mark.parametrize('process', [0, 1])
-def test_a_step_without_the_sidecar_of_a_process_is_dropped_by_all(job, place, process):
+def test_a_step_without_the_manifest_of_a_process_is_dropped_by_all(job, place, process):
     place.begin(job)
     job.run('tiers_save', 1)
     job.run('tiers_wait')
     place.trouble.write_text('away')
     job.run('tiers_save', 2)
-    (place.disks[process] / 'checkpoint_2/t5ckpt.json').unlink()
+    (place.disks[process] / 'checkpoint_2/checkpoint').unlink()
     place.trouble.unlink()
     answers = job.run('tiers_wait', 2, timeout=60)
     while any('the bucket is away' in str(text) for text in answers):

@@ -13,6 +13,7 @@ import scenarios
 from job import DEAD, HEARTBEAT_SECONDS, Job
 from support import faultshim, powercut, t5x_rules
 from support.cli import t5ckpt_cli
+from support.facts import facts_of, put_facts
 from tier_disks import COUNT, Place, restored, saved
 from tier_scenarios import ONCE, TWICE
 
@@ -280,10 +281,10 @@ def test_all_disks_lost(four, place):
 
 
 def test_the_log_has_the_reason_for_each_newer_step(four, place):
-    """The sidecar of step 3 is damaged on all disks, and a chunk of step 2 is on none."""
+    """The manifest of step 3 is damaged on all disks, and a chunk of step 2 is on none."""
     saved(four, place, [1, 2, 3], leaves=ONCE, persist=[1], local_keep=3)
     for disk in place.disks:
-        (disk / 'checkpoint_3/t5ckpt.json').write_text('{}')
+        put_facts(disk / 'checkpoint_3', b'{' * 40)
     shutil.rmtree(place.disks[3] / 'checkpoint_2')
     place.begin(four, ONCE, persist=[])
     # Nothing is said of newer steps when a step is asked for.
@@ -293,7 +294,7 @@ def test_the_log_has_the_reason_for_each_newer_step(four, place):
     assert 'chunks are on no disk' in of_two
     (of_three,) = [line for line in why if 'local step 3 was not restored: ' in line]
     assert 'its files are damaged on all disks; process 0: ' in of_three
-    assert 't5ckpt.json' in of_three
+    assert 'checkpoint_3/checkpoint' in of_three
     four.run('tiers_close')
 
 
@@ -880,7 +881,7 @@ def test_sigkill_between_the_commits_of_an_overwrite(jobs, place, operation, key
         place.begin(job, ONCE, persist=[], process_timeout=5.0, local_hook=(2, operation, key, 'die'))
         job.start('tiers_overwrite', 1, 7)
         assert job.answers(HEARTBEAT_SECONDS + 60)[2] == DEAD
-    saves = [(disk / 'checkpoint_1/t5ckpt.json').read_bytes() for disk in place.disks]
+    saves = [facts_of(disk / 'checkpoint_1') for disk in place.disks]
     assert len(set(saves)) == 2
     with jobs.one(ends=False) as job:
         for _ in range(2):

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
 from support.bits import assert_same
+from support.facts import facts_of
 from support.golden import CASES, flatten
 
 import t5ckpt
@@ -116,6 +117,6 @@ def test_the_page_names_every_file_and_field_of_ours(run_dir):
     page = PAGE.read_text(encoding='utf-8')
     for path in (run_dir / 'checkpoint_1').iterdir():
         assert re.sub(r'\.0\.', '.<process>.', path.name) in page or (path / '.zarray').exists()
-    sidecar = json.loads((run_dir / 'checkpoint_1' / 't5ckpt.json').read_text())
-    names = [*sidecar, *(f'tree.{name}' for name in sidecar['tree'])]
+    facts = json.loads(facts_of(run_dir / 'checkpoint_1'))
+    names = [*facts, *(f'tree.{name}' for name in facts['tree'])]
     assert [name for name in names if f'`{name}`' not in page and name != 'tree'] == []

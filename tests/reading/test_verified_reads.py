@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
 from support.bits import assert_same
 from support.damage import Iterator, files_of, flip, save, some_file, state_of
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import errors
@@ -194,8 +195,8 @@ def test_quick_is_on_request(run_dir):
 
 def test_without_our_files_a_checkpoint_is_t5xs(run_dir):
     step_dir = save(run_dir)
-    (step_dir / 't5ckpt.json').unlink()
-    with pytest.raises(errors.CorruptCheckpointError, match=r't5ckpt.json is missing.*quick'):
+    put_facts(step_dir, None)
+    with pytest.raises(errors.CorruptCheckpointError, match=r'checkpoint has no facts of t5ckpt.*quick'):
         load(run_dir, mmap=False)
     (step_dir / 'integrity.0.json').unlink()
     assert_same(load(run_dir, mmap=False)['params']['w'], state_of()['params']['w'])
@@ -221,7 +222,7 @@ def test_a_cache_of_links_needs_the_callers_word(run_dir, tmp_path):
             read()
     with pytest.raises(errors.UnsafeSpecError, match='follow_links=True'):
         t5ckpt.open_checkpoint(run_dir)
-    assert {damage.kind for damage in t5ckpt.verify(run_dir, full=True).damages} == {'unsafe', 'missing'}
+    assert {damage.kind for damage in t5ckpt.verify(run_dir, full=True).damages} == {'unsafe'}
     assert t5ckpt.verify(run_dir, full=True, follow_links=True).ok
     state = state_of()
     assert same(restore(run_dir, state, follow_links=True), restore(run_dir, state, follow_links=True, mmap=True))
@@ -229,7 +230,7 @@ def test_a_cache_of_links_needs_the_callers_word(run_dir, tmp_path):
     assert_same(t5ckpt.open_checkpoint(run_dir, follow_links=True)['params/w'][3], state['params']['w'][3])
 
 
-@pytest.mark.parametrize('what', ['checkpoint', 't5ckpt.json', 'params.w', 'params.w/.zarray', 'params.w/0.0'])
+@pytest.mark.parametrize('what', ['checkpoint', 'params.w', 'params.w/.zarray', 'params.w/0.0'])
 @pytest.mark.parametrize('compression', [None, 'zstd'])
 def test_links_that_lead_out(run_dir, tmp_path, what, compression):
     step_dir = save(run_dir, compression=compression)
@@ -259,7 +260,7 @@ def test_an_iterators_state_that_leads_out(run_dir, tmp_path):
         ck.restore()
 
 
-@pytest.mark.parametrize('what', ['checkpoint', 't5ckpt.json', 'integrity.0.json', 'params.w/.zarray', 'params.w/0.0'])
+@pytest.mark.parametrize('what', ['checkpoint', 'integrity.0.json', 'params.w/.zarray', 'params.w/0.0'])
 @pytest.mark.parametrize('compression', [None, 'zstd'])
 def test_a_fifo_does_not_block(run_dir, what, compression):
     step_dir = save(run_dir, compression=compression)
@@ -313,7 +314,7 @@ def test_files_that_are_larger_than_the_memory(tmp_path):
         t5ckpt.copy_checkpoint(step, tmp_path / 'other')
 
 
-@pytest.mark.parametrize('name', ['checkpoint', 't5ckpt.json', 'integrity.0.json'])
+@pytest.mark.parametrize('name', ['checkpoint', 'integrity.0.json'])
 def test_a_file_that_is_read_whole_and_is_larger_than_the_memory(tmp_path, name):
     """It is an error that names the file, and no listing of the run reads it."""
     state = {'w': np.ones((600, 700), np.float32)}

@@ -16,6 +16,7 @@ from flax.serialization import to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
 from support.bits import bits
+from support.facts import facts_of
 from support.partitioner import Partitioner, T5XState
 
 import t5ckpt
@@ -150,12 +151,12 @@ def test_a_template_without_shardings_is_accepted_for_one_device_or_the_host(tmp
     restore(tmp_path / 'four', init())
     restore(tmp_path / 'four', {**jax.eval_shape(init), 'w': ...})
     restore(tmp_path / 'four', jax.eval_shape(init), lazy_parameters=True)
-    assert open_sidecar(tmp_path / 'four')['devices'] == 4
-    assert 'devices' not in open_sidecar(tmp_path / 'one')
+    assert open_facts(tmp_path / 'four')['devices'] == 4
+    assert 'devices' not in open_facts(tmp_path / 'one')
 
 
-def open_sidecar(run):
-    return json.loads((run / 'checkpoint_1' / 't5ckpt.json').read_text())
+def open_facts(run):
+    return json.loads(facts_of(run / 'checkpoint_1'))
 
 
 def test_a_mesh_without_devices_is_an_error_whose_cure_works(tmp_path):

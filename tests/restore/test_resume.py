@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import MODEL, OPTIMIZER, Checkpointer, SaveEvery, WarmStart, restore_or_init
@@ -82,15 +83,15 @@ def truncate_the_manifest(directory):
     path.write_bytes(path.read_bytes()[:-40])
 
 
-def break_the_sidecar(directory):
-    (directory / 't5ckpt.json').write_bytes(b'{')
+def break_the_facts(directory):
+    put_facts(directory, b'{' * 40)
 
 
 def lose_an_array(directory):
     shutil.rmtree(directory / 'params.dense.kernel')
 
 
-@pytest.mark.parametrize('damage', [lose_a_chunk, lose_an_array, break_the_sidecar])
+@pytest.mark.parametrize('damage', [lose_a_chunk, lose_an_array, break_the_facts])
 def test_a_damaged_one_is_reported_put_aside_and_the_older_used(tmp_path, caplog, damage):
     run_with(tmp_path, [1, 2, 3])
     damage(tmp_path / 'checkpoint_2')

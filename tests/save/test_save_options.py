@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.facts import facts_of
 
 import t5ckpt
 from t5ckpt import (
@@ -123,7 +124,7 @@ def test_metrics_come_back_as_they_were_in_json_that_every_program_reads(tmp_pat
             assert {name: type(value) for name, value in ck.metrics(1).items()} == {
                 name: type(value) for name, value in expected.items()
             }
-        text = (tmp_path / save / 'checkpoint_1' / 't5ckpt.json').read_text()
+        text = facts_of(tmp_path / save / 'checkpoint_1')
         assert json.loads(text, parse_constant=pytest.fail)['metrics']['low'] == '-inf'
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import forked
 from support.bits import assert_same
+from support.facts import facts_of
 from support.leaf_by_leaf import ARRAYS, SMALL_CHUNKS, Source, request_for
 
 import t5ckpt
@@ -58,10 +59,10 @@ def test_leaves_come_back(tmp_path, kind, compression):
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_checksums_and_the_source_are_in_the_sidecars(tmp_path):
+def test_checksums_and_the_source_are_in_the_facts(tmp_path):
     write_stream(Source(ARRAYS).table, request_for(tmp_path, source={'format': 'test'}))
-    sidecar = json.loads((tmp_path / 'checkpoint_12' / 't5ckpt.json').read_text())
-    assert sidecar['source'] == {'format': 'test'}
+    facts = json.loads(facts_of(tmp_path / 'checkpoint_12'))
+    assert facts['source'] == {'format': 'test'}
     listed = json.loads((tmp_path / 'checkpoint_12' / 'integrity.0.json').read_text())['files']
     found = {
         str(path.relative_to(tmp_path / 'checkpoint_12')): path.stat().st_size

@@ -150,7 +150,7 @@ def test_a_good_storage_passes_all_scenarios():
 @pytest.mark.parametrize('storage', ['Careless', 'Twofold', 'Unconditional'])
 def test_a_storage_without_conditions_fails(storage):
     found = simulate([f'{storage}-late'], range(300), module='simulation.own_scenarios')
-    assert re.search('is missing|is gone', found.failures[0].violation)
+    assert re.search('is missing|is gone|was that of', found.failures[0].violation)
 
 
 def run(program, chooser=None, processes=('one', 'two'), keeps_trace=False):

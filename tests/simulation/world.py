@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -18,8 +19,7 @@ from simulation.disk import Disk
 from simulation.own_storage import OwnServer, OwnStorage
 from simulation.scheduler import Scheduler
 from simulation.tasks import Process, Task
-from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import MANIFEST, SIDECAR, sidecar_of, to_persist_file
+from t5ckpt.format.names import MANIFEST, to_persist_file
 from t5ckpt.storage import Storage
 
 # After this time without a heartbeat, garbage collection takes the files of a writer.
@@ -34,10 +34,11 @@ def state_of(value: float) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-    """The contents of a manifest: the value, and the files with the bytes that they must have (None for any)."""
+    """The contents of a manifest: the value, the files with the bytes that they must have (None for any), and their lists."""
 
     value: float
     files: tuple[tuple[str, bytes | None], ...]
+    lists: tuple[str, ...]
 
 
 _decoded: dict[bytes, _Contents] = {}
@@ -54,7 +55,8 @@ def _contents(manifest: bytes) -> _Contents:
         path, size = spec['kvstore']['path'].strip('/'), int(spec['metadata']['chunks'][0])
         chunk = np.full(size, value, np.float32).tobytes()
         chunks = [(f'{path}/{index}', chunk) for index in range(int(spec['metadata']['shape'][0]) // size)]
-        _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), *chunks))
+        lists = [name for name in json.loads(tree['t5ckpt'])['digests'] if name != MANIFEST]
+        _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), *chunks), tuple(lists))
     return _decoded[manifest]
 
 
@@ -160,9 +162,8 @@ class Observer:
         except Exception as error:
             self._scheduler.fail(f'step {step} is listed, and its manifest is damaged: {error!r}')
             raise
-        # The name on a disk, and that in a bucket.
-        sidecars = [self._read(f'{directory}/{name}') for name in (SIDECAR, sidecar_of(digest(manifest)))]
-        if sidecars == [None, None] and self._was_collected(step, manifest):
+        lists = [self._read(f'{directory}/{name}') for name in contents.lists]
+        if None in lists and self._was_collected(step, manifest):
             self.visible.pop(step, None)
             return
         for name, data in contents.files:
@@ -174,8 +175,8 @@ class Observer:
                 self._scheduler.fail(f'step {step} is listed, and {directory}/{name} is missing')
             if data is not None and stored != data:
                 self._scheduler.fail(f'step {step} is that of {contents.value:g}, and {directory}/{name} is not')
-        if sidecars == [None, None] and before is None:
-            self._scheduler.fail(f'step {step} is listed without its sidecar')
+        if None in lists and before is None:
+            self._scheduler.fail(f'step {step} is listed without its lists of checksums')
         if before is not None and before != contents.value and not self._may(step):
             self._scheduler.fail(f'step {step} was that of {before:g}, and is that of {contents.value:g}')
         if before != contents.value:
@@ -186,7 +187,7 @@ class Observer:
         self.appeared.add(step)
 
     def _was_collected(self, step: int, manifest: bytes) -> bool:
-        """Whether a manifest without a sidecar is of a writer that was stopped for an hour, and has not saved the step yet.
+        """Whether a manifest whose lists are gone is of a writer that was stopped for an hour, and has not saved the step yet.
 
         Its writer removes it, or another one replaces it. Otherwise it is a leftover at the end.
         """

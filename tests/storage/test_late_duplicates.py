@@ -1,8 +1,8 @@
 """Requests that arrive late: the client gave one up and sent it again, and the first arrives after newer ones.
 
-The arrays of each save have a directory of their own, the sidecar's name has the checksum of its manifest, and the write of the
-manifest and its deletion have a condition, so a late request of an earlier save of the step changes nothing. What stays is pinned
-here, too, see docs/storage.md: a server may refuse the condition of a deletion.
+The arrays of each save have a directory of their own, and the write of the manifest and its deletion have a condition, so a late
+request of an earlier save of the step changes nothing. What stays is pinned here, too, see docs/storage.md: a server may refuse
+the condition of a deletion.
 """
 
 import re

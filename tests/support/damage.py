@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import t5ckpt
+from support.facts import facts_of, put_facts
 from support.states import leaf_print
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
@@ -104,13 +105,13 @@ def of_two_processes(step_dir):
     """The list in two halves, as two processes write it; the sidecar is signed again."""
     files = FileChecksums.decode((step_dir / 'integrity.0.json').read_bytes(), '')
     halves = [dict(list(files.items())[part::2]) for part in (0, 1)]
-    sidecar = (step_dir / 't5ckpt.json').read_bytes()
+    sidecar = facts_of(step_dir)
     digests = json.loads(sidecar)['digests']
     for number, half in enumerate(halves):
         data = FileChecksums(half).encode()
         (step_dir / f'integrity.{number}.json').write_bytes(data)
         digests[f'integrity.{number}.json'] = [len(data), digest(data)]
-    (step_dir / 't5ckpt.json').write_bytes(with_fields(sidecar, digests=digests))
+    put_facts(step_dir, with_fields(sidecar, digests=digests))
     assert t5ckpt.verify(step_dir, full=True).ok
     return halves
 

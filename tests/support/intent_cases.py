@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import t5ckpt
+from support.facts import put_facts
 from t5ckpt import (
     Changes,
     Checkpointer,
@@ -138,8 +139,9 @@ def broken(scene: Scene, victim: str = 'checkpoint_1/model.dense.kernel/0.0') ->
 
 
 def unsummed(scene: Scene) -> pathlib.Path:
-    """A copy of the step without the sidecars, as T5X writes one."""
-    shutil.copytree(scene.run, scene.out, ignore=shutil.ignore_patterns('t5ckpt.json', 'integrity.*'))
+    """A copy of the step without facts and checksums, as T5X writes one."""
+    shutil.copytree(scene.run, scene.out, ignore=shutil.ignore_patterns('integrity.*'))
+    put_facts(scene.out / 'checkpoint_1', None)
     return scene.out / 'checkpoint_1'
 
 

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from support.cli import t5ckpt_cli
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt.cli.shell_messages import in_shell_terms
@@ -158,7 +159,7 @@ def test_ls_shows_a_pin_and_that_the_step_waits(run_dir, local, policy):
     if policy == 'not recorded':
         os.remove(local / '.t5ckpt' / 'tier.json')
         for step in (1, 2):
-            os.remove(local / f'checkpoint_{step}' / 't5ckpt.json')
+            put_facts(local / f'checkpoint_{step}', None)
     kept = [each['kept'] for each in json.loads(t5ckpt_cli('ls', local, '--json')) if each.get('tier') != 'persistent']
     assert kept[0] == 'pinned: for a talk; waits for its upload'
     assert 'latest' in kept[1]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -57,8 +58,8 @@ def test_one_tier_names_the_run(run_dir):
 
 def test_steps_of_both_tiers_that_cannot_be_restored(ck, run_dir, tmp_path):
     ck.close()
-    for sidecar in [*run_dir.glob('checkpoint_*/t5ckpt.json'), *tmp_path.glob('local/checkpoint_*/t5ckpt.json')]:
-        sidecar.write_text('{}')
+    for step_dir in [*run_dir.glob('checkpoint_*'), *tmp_path.glob('local/checkpoint_*')]:
+        put_facts(step_dir, b'{' * 40)
     with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local') as again:
         text = rf'^{run_dir} and {tmp_path / "local"}: none of the steps \[20, 31, 35\] can be restored'
         with pytest.raises(CorruptCheckpointError, match=text):

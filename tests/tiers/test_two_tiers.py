@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support import forked
 from support.cli import t5ckpt_cli
+from support.facts import put_facts
 from support.timed_storage import TimedStorage
 
 import t5ckpt
@@ -121,7 +122,7 @@ def test_a_save_is_local_and_its_upload_follows(bucket, local):
     # The bytes are those of the local step: nothing is encoded or checked anew.
     for file in (local / 'checkpoint_3').rglob('*'):
         name = file.relative_to(local).as_posix()
-        if file.is_file() and file.name != 't5ckpt.json':
+        if file.is_file():
             assert bucket.raw(f'{run}/{name}') == file.read_bytes(), name
     position = Position()
     same(t5ckpt.Checkpointer(state(0), None, run, position).restore(), 3)
@@ -516,7 +517,7 @@ def test_a_damaged_file_comes_from_the_run(run_dir, local, caplog, how):
 def test_a_step_that_only_the_run_has_whole_is_read_there(run_dir, local, caplog):
     with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
         ck.save(state(1))
-    (local / 'checkpoint_1/t5ckpt.json').write_text('{}')
+    put_facts(local / 'checkpoint_1', b'{' * 40)
     damage(chunk(local, 1))
     chunk(local, 1).unlink()
     with checkpointer(run_dir, local) as ck:
@@ -569,7 +570,7 @@ def test_a_step_that_is_damaged_in_a_bucket_stays_there(gs, local, caplog):
             ck.wait_until_persisted()
     (key,) = [key for key, _ in open_storage(run).walk('checkpoint_2') if '/w' in key and key.endswith('/0.0')]
     gs.put(f'{run}/{key}', b'?')
-    (local / 'checkpoint_2/t5ckpt.json').write_text('{}')
+    put_facts(local / 'checkpoint_2', b'{' * 40)
     with checkpointer(run, local) as ck:
         same(t5ckpt.restore_or_init(ck, lambda: state(0)), 1)
         assert said(caplog, 'is not renamed, so that step cannot be saved there again', logging.WARNING)

@@ -25,6 +25,7 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same
+from support.facts import as_t5x_writes, put_facts
 from support.filled import write_filled
 from support.golden import flatten, nest
 
@@ -67,8 +68,7 @@ def listing(root: pathlib.Path) -> dict[str, bytes]:
 
 def without_checksums(step_dir: pathlib.Path) -> None:
     """Makes a checkpoint of ours one of T5X's, which may hold what it likes."""
-    (step_dir / 't5ckpt.json').unlink()
-    (step_dir / 'integrity.0.json').unlink()
+    as_t5x_writes(step_dir)
 
 
 def assert_says(error: pytest.ExceptionInfo, *words: str) -> None:
@@ -1212,7 +1212,7 @@ def test_temporary_directories_of_other_writers_stay(saved):
     now = 2_000_000_000
     for age in (30, 1800, 2 * 86400):
         other = shutil.copytree(saved / 'checkpoint_3', saved / f'checkpoint_7.tmp-{now - age}')
-        (other / 't5ckpt.json').unlink()
+        put_facts(other, None)
     with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved), clock=lambda: float(now)) as ck:
         ck.save(state_of({'state/step': np.asarray(6, np.int32)}))
     left = {p.name for p in saved.iterdir() if '.tmp-' in p.name}

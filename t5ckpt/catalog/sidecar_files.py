@@ -1,0 +1,35 @@
+"""The facts of a step in t5ckpt's earlier layout: in a file beside the manifest, not in it.
+
+``t5ckpt.json`` in a directory; ``t5ckpt.<checksum of the manifest>.json`` on an object store, where an overwrite left two of
+them for a while. An unfinished directory has the record of its writer under the first name (``commit/write_lease.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from t5ckpt.core.keys import join
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import MANIFEST, SIDECAR, is_sidecar, sidecar_of
+from t5ckpt.storage import Storage
+
+
+def sidecar_files(storage: Storage, directory: str) -> list[str]:
+    """The names of the files in a step's directory; one request on an object store."""
+    return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
+
+
+def sidecar_file(manifest: bytes, names: Collection[str]) -> str:
+    """The one that belongs to a manifest: the only one, also if the manifest is damaged, or that with its checksum."""
+    expected, sidecars = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
+    return expected if expected in sidecars else sidecars[0] if len(sidecars) == 1 else SIDECAR
+
+
+def read_sidecar_file(storage: Storage, directory: str) -> bytes:
+    """The contents of the file; raises CheckpointNotFoundError if there is none."""
+    names = sidecar_files(storage, directory)
+    if not names:
+        raise CheckpointNotFoundError(f'{storage.url(directory)} has no facts of t5ckpt')
+    manifest = storage.read(join(directory, MANIFEST)) if len(names) > 1 else b''
+    return storage.read(join(directory, sidecar_file(manifest, names)))

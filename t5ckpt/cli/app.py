@@ -15,7 +15,7 @@ from t5ckpt.cli import VERBS
 from t5ckpt.cli.interrupts import Interrupts
 from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.cli.streams import OutputError, ReaderGoneError, discard_output
-from t5ckpt.cli.verb import Exit, Interrupted, code_of
+from t5ckpt.cli.verb import Exit, code_of
 from t5ckpt.core.text import did_you_mean, lines, printable
 from t5ckpt.errors import T5CkptError
 
@@ -87,10 +87,10 @@ def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = 
         code = app.main(arguments, prog_name='t5ckpt', standalone_mode=False, obj=interrupts)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Abort as error:
+    except click.exceptions.Abort:
         if interrupts is not None:
             interrupts.end()
-        _fail(error.message if isinstance(error, Interrupted) else 'interrupted', Exit.INTERRUPTED)
+        _fail('interrupted', Exit.INTERRUPTED)
     except click.ClickException as error:
         text = io.StringIO()
         # The message has input of the user and names from a checkpoint. The other line breaks are click's.

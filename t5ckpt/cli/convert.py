@@ -32,7 +32,7 @@ from t5ckpt.translate import CheckpointTranslator
 _SHOWN = 8
 
 
-@click.command('convert', cls=Verb, resumes=True)
+@click.command('convert', cls=Verb)
 @click.argument('kind', type=click.Choice((*FORMATS, TO_ORBAX)), metavar='FORMAT')
 @click.argument('source', metavar='SRC', type=CHECKPOINT)
 @click.argument('directory', metavar='DST', type=RUN)
@@ -59,8 +59,7 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
 
     FORMAT is tf, orbax, flax, jax, seqax or zarr. The structure is taken from the checkpoint, so no model is needed. Arrays are
-    read in chunks, so memory does not depend on the size of the checkpoint. To resume an interrupted conversion, run the
-    same command again.
+    read in chunks, so memory does not depend on the size of the checkpoint.
 
     With to-orbax, SRC is a checkpoint in T5X's format, and DST the directory of a step in Orbax's.
 

@@ -39,7 +39,7 @@ _CHANGES = (
 )
 
 
-@click.command('cp', cls=Verb, resumes=True)
+@click.command('cp', cls=Verb)
 @click.argument('source', type=CHECKPOINT)
 @click.argument('target', type=RUN)
 @step_option
@@ -83,8 +83,8 @@ def command(source: str, target: str, step: int | None, as_json: bool, **argumen
     """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
-    checksum, and the copy is listed when it is complete. To resume an interrupted copy, run the same command again. A copy
-    with changes takes bounded memory; on the same file system, unchanged files are hard-linked.
+    checksum, and the copy is listed when it is complete. A copy with changes takes bounded memory; on the same file system,
+    unchanged files are hard-linked.
 
     \b
     Examples:
@@ -107,8 +107,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **argumen
     if as_json:
         print_json({**fields_of(done), 'dry_run': options.dry_run})
         return
-    resumed = f', of which {done.resumed_files} existed already' if done.resumed_files else ''
-    how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s{resumed}'
+    how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s'
     print_line(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
     if done.left_out:
         print_line(f'left out: {", ".join(done.left_out)}')

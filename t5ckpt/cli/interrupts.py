@@ -3,7 +3,7 @@
 Before a verb runs there is nothing to undo. Then Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it
 releases locks and leases and removes temporary files. TensorStore cannot cancel a request, so this may take as long as the
 server takes. Half a second after the signal, the process ends in any case. It then leaves the same files as a killed process: no
-visible step, and leases, which expire with the process. The next save removes them, and the same command can continue.
+visible step, and leases, which expire with the process. The next save removes them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ class Interrupts:
     """The handler of Ctrl-C of this process.
 
     Attributes:
-      text: what the program prints when it ends.
       is_running: whether a verb runs.
       was_received: whether the program was interrupted. A library that is being imported may turn the interrupt into another
         error.
     """
 
     def __init__(self) -> None:
-        self.text = 'interrupted'
         self.is_running = self.was_received = False
         self._is_ending = _thread.allocate_lock()
 
@@ -67,5 +65,5 @@ class Interrupts:
         # The second of both callers waits for the exit.
         self._is_ending.acquire()
         with contextlib.suppress(OSError):
-            os.write(2, f'{before}t5ckpt: {self.text}\n'.encode())
+            os.write(2, f'{before}t5ckpt: interrupted\n'.encode())
         os._exit(INTERRUPTED)

@@ -77,14 +77,6 @@ def fail(text: str, code: Exit) -> NoReturn:
     raise click.exceptions.Exit(code)
 
 
-class Interrupted(click.Abort):
-    """Ctrl-C."""
-
-    def __init__(self, message: str):
-        super().__init__(message)
-        self.message = message
-
-
 class _Seconds(click.FloatRange):
     """A finite number of seconds."""
 
@@ -112,8 +104,8 @@ class VerbGroup(Summarized, click.Group):
 class Verb(Summarized):
     """A verb, with the options of storages."""
 
-    def __init__(self, *args: Any, resumes: bool = False, **kwargs: Any):
-        """The arguments of click.Command, and ``resumes``: whether the same command resumes after an interrupt."""
+    def __init__(self, *args: Any, **kwargs: Any):
+        """The arguments of click.Command."""
         super().__init__(*args, **kwargs)
         self.params += [
             click.Option(
@@ -140,7 +132,6 @@ class Verb(Summarized):
                 help='How long to retry requests to a bucket that does not reply; default: 50.',
             ),
         ]
-        self._resumes = resumes
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the words of a shell; the error for an unknown one names the nearest that is shown."""
@@ -161,9 +152,7 @@ class Verb(Summarized):
         given = paths_of(self, ctx.params)
         if 'tier' in ctx.params:
             given += [run for path in given if (run := recorded_run(path)) is not None]
-        text = 'interrupted; the same command resumes' if self._resumes else 'interrupted'
         if isinstance(ctx.obj, Interrupts):
-            ctx.obj.text = text
             ctx.obj.is_running = True
         try:
             with Waiting(remote_paths(given)) as waiting, storage_defaults(_storage_options(ctx, given)):
@@ -180,7 +169,7 @@ class Verb(Summarized):
             vars(error)['verb'] = self
             raise
         except KeyboardInterrupt:
-            raise Interrupted(text) from None
+            raise click.Abort from None
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:

@@ -47,7 +47,7 @@ from t5ckpt.commit.step_lease import (
     attempts,
 )
 from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
-from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -57,13 +57,11 @@ from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    SIDECAR,
     TRAIN_DS_PREFIX,
     file_checksums_name,
     generation_dir,
     step_dir,
 )
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.storage import Storage
 
 # How long a writer whose lease has expired waits for garbage collection or a deleter.
@@ -172,15 +170,14 @@ class ManifestTransaction(Transaction):
         cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
     ) -> Self:
         """Acquires the lease; calls ``may_replace`` if the step is complete."""
-        if options.resume and options.has_source_names:
-            return cls._resumed(storage, step, clock, options)
+        if options.has_source_names:
+            return cls._with_source_names(storage, step, clock, options, listed or list_bucket(storage))
         _check_layout(storage, step, listed)
         work = cls(storage, step, clock, acquire_lease(storage, step, clock, listed=listed), options)
-        if not options.has_source_names:
-            work.generation = generation_dir(secrets.token_hex(8))
+        work.generation = generation_dir(secrets.token_hex(8))
         try:
             # Files that have arrived since then have names of their own, and a manifest is not replaced.
-            if listed is None or not work.generation or work.directory in listed.names:
+            if listed is None or work.directory in listed.names:
                 work._find_others(options.may_replace)
         except BaseException:
             work._lease.leave()
@@ -188,12 +185,11 @@ class ManifestTransaction(Transaction):
         return work
 
     @classmethod
-    def _resumed(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self:
-        """Resumes an unfinished step; if it was to have other contents, removes it and writes a new record.
-
-        A copy has the names of its source, so it has no directory of its own: the next one finds the files by these names.
-        """
-        _check_layout(storage, step, list_bucket(storage))
+    def _with_source_names(
+        cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing
+    ) -> Self:
+        """Opens a write whose files have the names of their source; removes those of a writer that was killed."""
+        _check_layout(storage, step, listed)
         work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
         work._has_others = True
         try:
@@ -201,19 +197,11 @@ class ManifestTransaction(Transaction):
             if storage.is_file(work._key):
                 # The manifest is broken, or remained when the step was deleted.
                 work._write.version = storage.version(work._key)
-            if resume_text(storage, work.directory) != options.resume:
-                work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
-                record = Sidecar(writer=options.writer(), step=step)
-                storage.write(join(work.directory, SIDECAR), encode_sidecar(record))
+            work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
         except BaseException:
             work.keep()
             raise
         return work
-
-    @classmethod
-    def unfinished(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self | None:
-        """None: :meth:`open` finds an unfinished step, under its lease."""
-        del storage, step, clock, options
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
@@ -243,9 +231,6 @@ class ManifestTransaction(Transaction):
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
         del directories
         self._manifest = manifest = file_with_facts(manifest, sidecar)
-        if not self.generation:
-            # The record of the writer; a reader would take it for the sidecar of a checkpoint of T5X.
-            self.storage.delete_file(join(self.directory, SIDECAR))
         last_beat = self._lease.last_beat
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import Hidden
-from t5ckpt.commit.garbage_collection import is_abandoned
 from t5ckpt.commit.occupancy import occupant_on_disk
 from t5ckpt.commit.removal import (
     check_known,
@@ -29,13 +28,13 @@ from t5ckpt.commit.removal import (
 )
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
-from t5ckpt.commit.transaction import Transaction, TransactionOptions, resume_text
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease, sidecar_record
+from t5ckpt.commit.transaction import Transaction, TransactionOptions, writer_facts
+from t5ckpt.commit.write_lease import WriteLease, sidecar_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
 from t5ckpt.format.manifest import file_with_facts
-from t5ckpt.format.names import MANIFEST, SIDECAR, Leftover, aside_dir, parse_leftover, step_dir
+from t5ckpt.format.names import MANIFEST, SIDECAR, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -43,8 +42,6 @@ _log = logging.getLogger('t5ckpt')
 
 class RenameTransaction(Transaction):
     """Writes a checkpoint in a temporary directory, under its lock."""
-
-    is_temporary = True
 
     def __init__(
         self, storage: Storage, step: int, directory: str, clock: Clock, options: TransactionOptions, lock: Any
@@ -72,25 +69,6 @@ class RenameTransaction(Transaction):
                         work._note_whether_it_replaces()
                         return work
             unix += 1
-
-    @classmethod
-    def unfinished(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self | None:
-        """Adopts the temporary directory of a killed writer of the same contents; None if there is none."""
-        if not options.resume:
-            return None
-        for leftover, lock in _locked_leftovers(storage, step, 'tmp'):
-            work = cls(storage, step, leftover.name, clock, options, lock)
-            try:
-                is_same = lock.is_held and resume_text(storage, leftover.name) == options.resume
-                if is_same and is_abandoned(storage, leftover, clock, TAKE_OVER_SECONDS, has_lock=True):
-                    work._take_lease()
-                    work._note_whether_it_replaces()
-                    return work
-            except BaseException:
-                work.keep()
-                raise
-            lock.close()
-        return None
 
     @staticmethod
     def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
@@ -124,7 +102,7 @@ class RenameTransaction(Transaction):
 
     def _take_lease(self) -> None:
         """Writes the write lease into the directory and renews it until it is closed."""
-        record = sidecar_record(self._options.writer(), self.step)
+        record = sidecar_record(writer_facts(), self.step)
         self._lease = WriteLease(self.storage, join(self.directory, SIDECAR), self._clock, self._lock, record)
         self._lease.start()
 
@@ -257,18 +235,12 @@ def hide_by_rename(
 
 def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
     """Renames the leftovers of killed replacements, so that garbage collection does not restore them after the deletion."""
-    # The writer of one that is locked is alive and will publish it as the step.
-    for leftover, lock in _locked_leftovers(storage, step, 'replaced'):
-        with contextlib.closing(lock):
-            if lock.is_held and not is_pinned(storage, leftover.name):
-                rename_aside(storage, leftover.name, step, 'deleted', clock())
-
-
-def _locked_leftovers(storage: Storage, step: int, state: str) -> Generator[tuple[Leftover, Any]]:
-    """The leftovers of a step in a state, each with its lock, which the caller closes; not those that others have locked."""
     for entry in storage.entries():
         leftover = parse_leftover(entry.name)
-        if leftover is not None and (leftover.state, leftover.step) == (state, step):
-            lock = storage.try_lock(leftover.name)
-            if lock is not None:
-                yield leftover, lock
+        if leftover is None or (leftover.state, leftover.step) != ('replaced', step):
+            continue
+        # The writer of one that is locked is alive and will publish it as the step.
+        lock = storage.try_lock(leftover.name)
+        with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
+            if lock is not None and lock.is_held and not is_pinned(storage, leftover.name):
+                rename_aside(storage, leftover.name, step, 'deleted', clock())

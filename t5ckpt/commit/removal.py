@@ -36,7 +36,6 @@ from t5ckpt.format.manifest import VERSION, is_of_others, version_of
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
-    SIDECAR,
     aside_dir,
     foreign_keys,
     is_file_checksums,
@@ -45,7 +44,7 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.format.orbax import may_be_orbax
-from t5ckpt.format.sidecar import FORMAT, decode_sidecar, newer_format
+from t5ckpt.format.sidecar import FORMAT, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -98,11 +97,7 @@ def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]
     if foreign:
         # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
         recorded = _listed(storage, directory, keys)
-        foreign = (
-            []
-            if SIDECAR in keys and _is_unfinished_copy(storage, directory)
-            else [key for key in foreign if key not in recorded]
-        )
+        foreign = [key for key in foreign if key not in recorded]
     if (
         MANIFEST in keys
         and not any(map(is_file_checksums, keys))
@@ -119,14 +114,6 @@ def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
             with contextlib.suppress(FormatError, CheckpointNotFoundError):
                 listed |= FileChecksums.decode(storage.read(join(directory, name)), name).keys()
     return listed
-
-
-def _is_unfinished_copy(storage: Storage, directory: str) -> bool:
-    key = join(directory, SIDECAR)
-    try:
-        return 'resume' in decode_sidecar(storage.read(key), storage.url(key)).writer
-    except FormatError:
-        return False
 
 
 def _is_another_manifest(storage: Storage, key: str) -> bool:

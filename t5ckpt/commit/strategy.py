@@ -78,18 +78,13 @@ _NO_OPTIONS = TransactionOptions()
 def open_transaction(
     storage: Storage, step: int, clock: Clock, options: TransactionOptions = _NO_OPTIONS
 ) -> Transaction:
-    """Creates and locks the directory that a checkpoint is written to, or that of a write which ``options`` resume.
+    """Creates and locks the directory that a checkpoint is written to.
 
     Garbage collection runs before, here or in the caller.
 
     Raises:
       StepTakenError: the step is complete and may not be replaced, or another process is writing it.
     """
-    transaction = strategy_of(storage).transaction
-    unfinished = transaction.unfinished(storage, step, clock, options)
-    # The lock of the unfinished write is held, so garbage collection leaves its directory.
     listed = collect(storage, clock)[1] if options.collects else options.listed
-    if unfinished is not None:
-        return unfinished
     storage.make_dir('')
-    return transaction.open(storage, step, clock, options, listed)
+    return strategy_of(storage).transaction.open(storage, step, clock, options, listed)

@@ -23,13 +23,13 @@ from typing import Any, Self
 from t5ckpt._version import __version__
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.step_lease import AlreadyCommittedError, StepTakenError
+from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import MANIFEST, SIDECAR, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar, encode_sidecar
+from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
+from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
@@ -55,31 +55,23 @@ class CommittedCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class TransactionOptions:
-    """The options of a transaction: what it replaces, resumes and keeps.
+    """The options of a transaction: what it replaces and keeps.
 
     Attributes:
       may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or the write lease.
-      resume: identifies the contents, so that a write of the same contents that was killed is resumed; '' resumes none.
       has_source_names: whether the files have the names that they have in another checkpoint, as those of a copy or a repair.
         Otherwise object stores get a directory for each write.
-      kept_after: the errors after which the files stay for another attempt.
-      collects: whether garbage collection runs before, but after the directory to resume is locked.
+      collects: whether garbage collection runs before.
       listed: what the garbage collection of the caller has listed, where ``collects`` is not set.
       keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
         file systems.
     """
 
     may_replace: Callable[[], bool] = lambda: False
-    resume: str = ''
     has_source_names: bool = False
-    kept_after: tuple[type[BaseException], ...] = ()
     collects: bool = False
     listed: BucketListing | None = None
     keeps_replaced: bool = False
-
-    def writer(self) -> dict[str, Any]:
-        """The facts of this writer for the record in an unfinished directory."""
-        return writer_facts() | ({'resume': self.resume} if self.resume else {})
 
 
 def writer_facts() -> dict[str, Any]:
@@ -98,19 +90,17 @@ def write_checksums(storage: Storage, directory: str, process: int, files: Mappi
 class Transaction(ABC):
     """One checkpoint that is being written, under a lock or a write lease.
 
-    Leaving its ``with`` block without a commit removes what was written, or keeps it for another attempt.
+    Leaving its ``with`` block without a commit removes what was written.
 
     Attributes:
       storage: the run.
       step: of the checkpoint.
       directory: where the files are written: a temporary directory, or that of the step.
       generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
-      is_temporary: whether ``directory`` has files of this write alone.
       replaced: after a commit with ``keeps_replaced``, the directory of the replaced checkpoint; None without one.
     """
 
     generation = ''
-    is_temporary = False
 
     def __init__(self, storage: Storage, step: int, directory: str, clock: Clock, options: TransactionOptions):
         """Takes the directory, which was made for it."""
@@ -135,15 +125,7 @@ class Transaction(ABC):
         if self._is_committed:
             return
         self._may_arrive = not isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
-        # If the step is complete already, no later attempt needs the files.
-        if (
-            kind is not None
-            and issubclass(kind, self._options.kept_after)
-            and not issubclass(kind, AlreadyCommittedError)
-        ):
-            self.keep()
-        else:
-            self.rollback()
+        self.rollback()
 
     def sidecar(self, base: Sidecar, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Sidecar:
         """Returns the sidecar of what was written.
@@ -225,7 +207,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def keep(self) -> None:
-        """Ends the write without a commit, and keeps the files for a resumed write or for garbage collection."""
+        """Ends the write without a commit, and leaves the files to garbage collection."""
 
     @abstractmethod
     def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
@@ -234,14 +216,3 @@ class Transaction(ABC):
     @abstractmethod
     def _remove(self) -> None:
         """See :meth:`rollback`."""
-
-
-def resume_text(storage: Storage, directory: str) -> Any:
-    """Returns the text that identifies the contents of an unfinished write; None if its lease has none."""
-    key = join(directory, SIDECAR)
-    if storage.kind(key) != 'file':
-        return None
-    try:
-        return decode_sidecar(storage.read(key), storage.url(key)).writer.get('resume')
-    except FormatError:
-        return None

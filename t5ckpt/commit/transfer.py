@@ -3,10 +3,7 @@
 Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. The manifest is written
 last, by the same commit as that of a save, so a copy is visible only when it is complete.
 
-An interrupted or failed copy keeps the files that it has written. The next copy of the same checkpoint to the same run
-resumes: each of these files is complete, since a write makes a file visible as a whole. The record in the temporary directory
-identifies the source: the manifest, the checksums and, for files without a checksum, size, time and inode. From a bucket, files
-without a checksum are copied again. Other unfinished directories are left to the garbage collection of the next save.
+A copy that was cut off leaves its files to garbage collection, and the next one begins again.
 
 Notes: memory holds the files in flight, 256 MiB or one file. Only the file checksums are decoded.
 """
@@ -17,18 +14,16 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.superseded import is_of_one_save
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
-from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
@@ -37,7 +32,6 @@ from t5ckpt.format.names import (
     PINNED,
     SIDECAR,
     TRAIN_DS_PREFIX,
-    foreign_keys,
     is_file_checksums,
     is_sidecar,
     part_of,
@@ -47,7 +41,7 @@ from t5ckpt.format.names import (
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import read_raw
-from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.storage import Storage
 
 IN_FLIGHT_BYTES = 256 * 2**20
 # Reserved for a file whose size neither the listing nor a checksum has.
@@ -84,7 +78,6 @@ class Transferred:
 
     files: int
     nbytes: int
-    resumed_files: int
     checked_files: int
     left_out: tuple[str, ...]
 
@@ -119,7 +112,7 @@ class Transfer:
           CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
           StepTakenError: another process has written the step, or is writing it.
-          StorageError: one of the storages failed. Nothing became visible, and a second transfer resumes this one.
+          StorageError: one of the storages failed. Nothing became visible.
         """
         self._check_links()
         with self._reading_source():
@@ -146,26 +139,15 @@ class Transfer:
         names = sorted(set(sizes) - {self._manifest_name})
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
-            return Transferred(len(sizes), nbytes, 0, 0, left_out)
-        unlisted = repr([self._identity(name) for name in names if name not in checksums]).encode()
-        options = TransactionOptions(
-            may_replace=lambda: self._options.overwrite,
-            resume=digest(manifest + (sidecar or b'') + unlisted),
-            has_source_names=True,
-            kept_after=(BaseException,),
-        )
+            return Transferred(len(sizes), nbytes, 0, left_out)
+        options = TransactionOptions(may_replace=lambda: self._options.overwrite, has_source_names=True, collects=True)
         with open_transaction(self._to, self._step, clock, options) as work:
-            kept = self._copied_before(work, names, checksums)
-            total = sum(self._size(name, sizes, checksums) for name in names)
-            self._report(sum(self._size(name, sizes, checksums) for name in kept), total)
-            waiting = {name: self._size(name, sizes, checksums) for name in names if name not in kept}
             with self._source.reading('copied'):
-                moved = self._copy_all(work, waiting, total, checksums)
-            parents = parents_of(names)
-            work.commit(manifest, sidecar, parents)
+                moved = self._copy_all(work, {name: self._size(name, sizes, checksums) for name in names}, checksums)
+            work.commit(manifest, sidecar, parents_of(names))
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(file_with_facts(manifest, sidecar))
-        return Transferred(len(sizes), nbytes, len(kept), checked, left_out)
+        return Transferred(len(sizes), nbytes, checked, left_out)
 
     @contextlib.contextmanager
     def _reading_source(self) -> Generator[None]:
@@ -206,15 +188,6 @@ class Transfer:
         )
         return FileChecksums.union((recorded, *lists.values()))
 
-    def _identity(self, name: str) -> tuple[str, int, int, int]:
-        """Identifies a file without a checksum, to detect that it was replaced."""
-        path = self._from.local_path(join(self._base, name))
-        if path is None:
-            return name, 0, 0, 0
-        with foreign_errors(path):
-            info = os.stat(path)
-        return name, info.st_size, info.st_mtime_ns, info.st_ino
-
     def _check_links(self) -> None:
         """Checks that no directory is a symbolic link: the listing would leave out its files.
 
@@ -234,28 +207,17 @@ class Transfer:
         size = sizes[name]
         return size if size is not None else checksums[name][0] if name in checksums else 0
 
-    def _copied_before(self, work: Transaction, names: Sequence[str], checksums: FileChecksums) -> set[str]:
-        """The files that an earlier attempt has copied; deletes the other files that it left."""
-        sizes_here = {key.removeprefix(f'{work.directory}/'): size for key, size in self._to.walk(work.directory)}
-        # A temporary directory has only files of this copy. The directory of a step may also have files of other programs.
-        # It and its directories of other saves are left to the commit.
-        foreign = set[str]() if work.is_temporary else {*foreign_keys(sizes_here), *filter(is_of_one_save, sizes_here)}
-        for name in sizes_here.keys() - {*names, SIDECAR} - foreign:
-            self._to.delete_file(join(work.directory, name))
-        comparable = {name for name in names if name in sizes_here and (self._from.is_file_system or name in checksums)}
-        return {name for name in comparable if name not in checksums or sizes_here[name] in (None, checksums[name][0])}
-
     def _report(self, size: int, total: int) -> None:
         self._done += size
         if self._progress is not None and size:
             self._progress(self._done, max(total, self._done))
 
-    def _copy_all(self, work: Transaction, waiting: Mapping[str, int], total: int, checksums: FileChecksums) -> int:
-        for parent in parents_of(waiting):
+    def _copy_all(self, work: Transaction, sizes: Mapping[str, int], checksums: FileChecksums) -> int:
+        for parent in parents_of(sizes):
             self._to.make_dir(join(work.directory, parent))
-        moved = 0
+        moved, total = 0, sum(sizes.values())
         with Pool(self._options.workers) as pool:
-            for future in [pool.submit(self._copy_one, work, name, size, checksums) for name, size in waiting.items()]:
+            for future in [pool.submit(self._copy_one, work, name, size, checksums) for name, size in sizes.items()]:
                 size = future.result()
                 moved += size
                 self._report(size, total)

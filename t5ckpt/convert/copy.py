@@ -54,8 +54,7 @@ class CopyReport:
       step: of the checkpoint.
       path: the directory of the copy, as a path or URL.
       files: the number of files in the copy.
-      nbytes: the bytes that this call copied, without the bytes of an earlier attempt.
-      resumed_files: the number of files that an earlier attempt copied.
+      nbytes: the bytes that were copied.
       checked_files: the number of files that were compared with their checksums.
       seconds: the duration.
       left_out: files that are not copied: the pin.
@@ -65,7 +64,6 @@ class CopyReport:
     path: str
     files: int
     nbytes: int
-    resumed_files: int
     checked_files: int
     seconds: float
     left_out: tuple[str, ...] = ()
@@ -94,7 +92,7 @@ def copy_checkpoint(
       CheckpointExistsError: the target has this step already, or another process is writing it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       UnsafeSpecError: a symbolic link leads out of the checkpoint.
-      StorageError: one of the storages failed. Nothing became visible, and a second call resumes the copy.
+      StorageError: one of the storages failed. Nothing became visible.
     """
     options = CopyOptions() if options is None else options
     started = time.monotonic()

@@ -103,8 +103,7 @@ class Sidecar:
       tree: facts of the tree, which the manifest does not have.
       format: ``FORMAT``; more in a sidecar of a newer program, 0 in ``NO_SIDECAR``.
       writer: the process that wrote it: name and version of the program, host, pid, and what identifies a process on its
-        machine. In an unfinished directory also the write lease (``commit/lease_owner.py``), and as ``resume`` the checksum
-        of the copy or conversion that can resume it.
+        machine. In an unfinished directory also the write lease (``commit/lease_owner.py``).
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.

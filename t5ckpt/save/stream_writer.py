@@ -8,36 +8,28 @@ sliced. The commit is the same as that of a save: temporary directory, fsync, si
 The chunk files of an unchanged :class:`LinkedArray` are hard-linked from its checkpoint, or copied where links are not
 possible, after their checksums were verified.
 
-Resuming: with ``source``, a description of the input, a write that was killed is resumed by the next one with the same
-source, plan and options. Leaves whose files all exist are not read again; a file is renamed into place, so one that exists
-is complete. After an error the files are removed, as in a save.
-
 Notes: runs in one process and does not import jax.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt._version import __version__
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import open_transaction, strategy_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
-from t5ckpt.format.checksum import digest
-from t5ckpt.format.codecs import AUTO
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import step_dir
 from t5ckpt.format.sidecar import Sidecar
-from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save, plan_text
+from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.manifest_and_sidecar import manifest_leaves
 from t5ckpt.save.stage import Staging
@@ -48,7 +40,6 @@ from t5ckpt.tree.leaves import leaves_to_save
 
 __all__ = ['STREAM_BYTES', 'LinkedArray', 'StreamRequest', 'rehearse', 'write_stream']
 
-_INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 STREAM_BYTES = 512 * 10**6
 """Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
 
@@ -63,7 +54,7 @@ class StreamRequest:
       options: dtype, codec, chunks and what goes inline, as in a save.
       budget_bytes: of values in flight; a larger chunk is written alone.
       overwrite: replace a complete checkpoint of this step once the new one is complete. A pinned one is never replaced.
-      source: the input and its options, in JSON types; recorded in the sidecar. Makes the write resumable.
+      source: the input and its options, in JSON types; recorded in the sidecar.
       progress: called with (bytes done, bytes in total).
       clock: unix seconds.
       files: further files of the step, by name in its directory.
@@ -85,8 +76,8 @@ class StreamRequest:
 
 
 @dataclasses.dataclass
-class _ExistingLeaves:
-    """Leaves whose files exist already or are linked from another checkpoint, so that they are not read."""
+class _LinkedLeaves:
+    """Leaves whose files are linked from another checkpoint, so that they are not read."""
 
     writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
     checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
@@ -120,42 +111,29 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
     with taken_step_exists('Write to another directory, or try again.'):
-        work = open_transaction(request.storage, request.step, request.clock, _transaction_options(request, plan))
+        # In a bucket, a step that another writer has saved after ``check_room`` is not replaced.
+        may_replace = request.overwrite and strategy_of(request.storage).can_rename
+        options = TransactionOptions(may_replace=lambda: may_replace, collects=True)
+        work = open_transaction(request.storage, request.step, request.clock, options)
     with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)
     url = request.storage.url(step_dir(request.step))
     return CommittedCheckpoint(request.step, url, nbytes, time.monotonic() - started)
 
 
-def _transaction_options(request: StreamRequest, plan: SavePlan) -> TransactionOptions:
-    """Resumes a killed write of the same checkpoint, if the request names its source."""
-    # In a bucket, a step that another writer has saved after ``check_room`` is not replaced.
-    may_replace = request.overwrite and strategy_of(request.storage).can_rename
-    if request.source is None:
-        return TransactionOptions(may_replace=lambda: may_replace, collects=True)
-    header = [f'{__version__} {request.options} {json.dumps(request.source, sort_keys=True)}']
-    return TransactionOptions(
-        may_replace=lambda: may_replace,
-        resume=digest(plan_text(plan, header).encode()),
-        # The user stopped it: complete files stay for the next attempt, or for the garbage collection of the next save.
-        kept_after=_INTERRUPTS,
-        collects=True,
-    )
-
-
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
     storage, directory = request.storage, join(work.directory, work.generation)
-    existing = _existing_leaves(request, plan.writes, directory, is_new=bool(work.generation))
-    rest = tuple(write for write in plan.writes if write.path not in existing.writes)
+    linked = _linked_leaves(request, plan.writes, directory)
+    rest = tuple(write for write in plan.writes if write.path not in linked.writes)
     staging = Staging(dataclasses.replace(plan, writes=rest), request.budget_bytes)
     staging.start()
-    progress = _progress_after(request.progress, existing.array_bytes)
+    progress = _progress_after(request.progress, linked.array_bytes)
     report = write_arrays(storage, directory, staging, progress=progress)
     report = dataclasses.replace(
         report,
-        arrays=report.arrays | {path: write.array for path, write in existing.writes.items()},
-        checksums=report.checksums | existing.checksums,
+        arrays=report.arrays | {path: write.array for path, write in linked.writes.items()},
+        checksums=report.checksums | linked.checksums,
     ).below(work.generation)
     _write_files(request, work)
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
@@ -179,44 +157,18 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _existing_leaves(
-    request: StreamRequest, writes: Sequence[ArrayWrite], directory: str, *, is_new: bool
-) -> _ExistingLeaves:
-    """Finds the leaves whose files a killed write left here (none if it ``is_new``), and links those of other checkpoints."""
-    existing = _ExistingLeaves()
+def _linked_leaves(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str) -> _LinkedLeaves:
+    """Links the leaves of other checkpoints."""
+    linked = _LinkedLeaves()
     total = sum(write.array.nbytes for write in writes)
     for write in writes:
         source = write.value.source if isinstance(write.value, LinkedArray) else None
         array = None if source is None else linkable_array(source, write)
-        planned = write if array is None else dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
-        files = None if is_new else _files_here(request.storage, directory, planned)
-        if files is None and source is not None and array is not None:
-            files = link_or_copy_chunks(source, planned, request.storage, directory)
-        if files is None:
+        if source is None or array is None:
             continue
-        existing.add(_with_codec(request.storage, directory, planned), files)
+        planned = dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
+        files = link_or_copy_chunks(source, planned, request.storage, directory)
+        linked.add(planned, files)
         if request.progress is not None:
-            request.progress(existing.array_bytes, total)
-    return existing
-
-
-def _files_here(storage: Storage, directory: str, write: ArrayWrite) -> dict[str, FileEntry] | None:
-    """All files of a leaf with their checksums, or None if one is missing."""
-    names = write.files()
-    sizes = {name: storage.size(join(directory, name)) for name in names}
-    if any(size is None for size in sizes.values()):
-        return None
-    if write.array.metadata['compressor'] is None and any(
-        sizes[name] != write.chunk_bytes for name in write.chunk_files
-    ):
-        return None
-    return {name: entry_of(data) for name in names for data in [storage.read(join(directory, name))]}
-
-
-def _with_codec(storage: Storage, directory: str, write: ArrayWrite) -> ArrayWrite:
-    """The write with the codec of its existing ``.zarray``, if the plan leaves the choice to the data."""
-    if write.array.metadata['compressor'] != AUTO:
-        return write
-    zarray = json.loads(storage.read(join(directory, write.array.location, '.zarray')))
-    metadata = {**write.array.metadata, 'compressor': zarray['compressor']}
-    return dataclasses.replace(write, array=dataclasses.replace(write.array, metadata=metadata))
+            request.progress(linked.array_bytes, total)
+    return linked

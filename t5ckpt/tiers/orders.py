@@ -16,12 +16,11 @@ _CALL_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Upload:
-    """The order to send the files of a step; ``save`` identifies it, and ``again`` is as for :func:`send_lists`."""
+    """The order to send the files of a step; ``save`` identifies it."""
 
     step: int
     save: str
     directory: str
-    again: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,13 +35,7 @@ def read_part(local: Storage, step: int) -> Part:
 
 
 def send_lists(
-    part: Part,
-    run: Storage,
-    directory: str,
-    pace: Callable[[int], None],
-    lost: Mapping[str, FileEntry] | None,
-    *,
-    again: bool,
+    part: Part, run: Storage, directory: str, pace: Callable[[int], None], lost: Mapping[str, FileEntry] | None
 ) -> int:
     """Sends the files of the lists of a part; returns their bytes.
 
@@ -51,7 +45,6 @@ def send_lists(
       directory: of the upload.
       lost: further files, of the list of a lost disk; None if no disk is lost.
       pace: called with the size of each file before it is read; may raise.
-      again: whether an earlier attempt may have sent some of them.
 
     Raises:
       NotUploadableError: a file is damaged or gone.
@@ -64,23 +57,18 @@ def send_lists(
             files |= {**entries, name: None}
     for parent in parents_of(files):
         run.make_dir(join(directory, parent))
-    sent: dict[str, int | None] = dict(run.walk(directory)) if again else {}
     budget = ByteBudget(IN_FLIGHT_BYTES)
 
     def send(name: str, entry: FileEntry | None) -> int:
-        key = join(directory, name)
-        # A listing of an object store may lack the sizes; its objects are never there in part.
-        if entry is not None and key in sent and sent[key] in (None, entry[0]):
-            return 0
         nbytes = 0 if entry is None else entry[0]
         pace(nbytes)
         budget.acquire(nbytes)
         try:
-            return copy(name, key, entry)
+            return copy(name, entry)
         finally:
             budget.release(nbytes)
 
-    def copy(name: str, key: str, entry: FileEntry | None) -> int:
+    def copy(name: str, entry: FileEntry | None) -> int:
         source = join(step_dir(part.step), name)
         try:
             data = part.storage.read(source)
@@ -90,7 +78,7 @@ def send_lists(
             raise NotUploadableError(f'{part.storage.url(source)} cannot be read: {error}') from error
         if entry is not None and (sent := entry_of(data)) != entry:
             raise NotUploadableError(damaged_text(part.storage.url(source), sent, entry))
-        run.write(key, data)
+        run.write(join(directory, name), data)
         return len(data)
 
     with Pool(_WORKERS) as pool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -26,8 +25,7 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.distributed.processes import ServiceError
-from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StorageError, T5CkptError
-from t5ckpt.format.checksum import digest
+from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import MANIFEST, file_checksums_name
 from t5ckpt.storage import Storage
@@ -60,19 +58,12 @@ class Leader:
           UploadStopped: ``pace`` has raised it.
         """
         run, part = self._run, read_part(self._local, step)
-        options = TransactionOptions(
-            may_replace=lambda: replaces,
-            resume=digest(part.manifest + part.sidecar),
-            has_source_names=True,
-            kept_after=(T5CkptError, UploadStopped),
-        )
+        options = TransactionOptions(may_replace=lambda: replaces, has_source_names=True)
         with open_transaction(run, step, self._clock, options) as work:
-            # One file is the record of this upload.
-            again = len([*itertools.islice(run.walk(work.directory), 2)]) > 1
-            number = self.orders.send(Upload(step, part.save, work.directory, again))
+            number = self.orders.send(Upload(step, part.save, work.directory))
             try:
                 lost = self.orders.lost.of(part)
-                nbytes = send_lists(part, run, work.directory, pace, lost, again=again)
+                nbytes = send_lists(part, run, work.directory, pace, lost)
                 answers = self._answers(number, pace)
             except BaseException:
                 self.orders.stop(number)
@@ -285,9 +276,7 @@ class Follower(StepUploads):
             if part is None:
                 return Answer(lost=pack({}))
             lost = self._orders.lost.of(part)
-            nbytes = send_lists(
-                part, self._run, order.directory, lambda size: self._pace(size, check), lost, again=order.again
-            )
+            nbytes = send_lists(part, self._run, order.directory, lambda size: self._pace(size, check), lost)
             text = pack(lost or {})
         except NotUploadableError as error:
             return Answer(error=str(error), is_fatal=True)

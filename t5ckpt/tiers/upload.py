@@ -15,8 +15,7 @@ from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.strategy import open_transaction, strategy_of
-from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import Transfer, TransferOptions
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import (
@@ -25,7 +24,6 @@ from t5ckpt.errors import (
     FormatError,
     StepKeptError,
     StorageError,
-    T5CkptError,
 )
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
@@ -80,7 +78,7 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
 
 
 def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
-    """Uploads a step, or resumes its upload.
+    """Uploads a step.
 
     Args:
       local: the local directory.
@@ -97,7 +95,7 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
       NotUploadableError: the local step is damaged or gone, or the run has this step of another save.
       UnreadableStepError: a local file cannot be read.
       StepTakenError: another process is writing the step.
-      StorageError: the run's storage failed; the next call resumes the upload.
+      StorageError: the run's storage failed.
     """
     while True:
         save = save_of(local, step)
@@ -157,14 +155,3 @@ def _not_found(local: Storage, run: Storage, step: int, error: CheckpointNotFoun
     if has_step(local, step) and save_of(local, step):
         return StorageError(errno.ENOENT, f'{run.url()} does not accept step {step}: {error}')
     return NotUploadableError(f'{local.url()} no longer has the step: {error}')
-
-
-def remove_unfinished(run: Storage, step: int, clock: Clock) -> None:
-    """Removes the files of an upload that ended before its commit. A failure leaves them to garbage collection."""
-    try:
-        options = TransactionOptions(resume='removed', has_source_names=True)
-        with open_transaction(run, step, clock, options):
-            # The transaction ends without a commit, which removes the files.
-            pass
-    except T5CkptError as error:
-        _log.warning('t5ckpt: the files of the upload of step %d are left to garbage collection: %s', step, error)

@@ -24,7 +24,6 @@ from t5ckpt.tiers.part import LocalParts, Part, part_alone
 from t5ckpt.tiers.persisted import check_in_run, check_none_waits
 from t5ckpt.tiers.queue import StepUploads, UploadQueue
 from t5ckpt.tiers.shared_upload import Follower, Leader
-from t5ckpt.tiers.upload import remove_unfinished
 from t5ckpt.tiers.uploader import Uploader
 
 _OVERWRITES = 'it overwrites a step that the run may have'
@@ -204,7 +203,6 @@ class Uploads:
           LocalDirError: this process was forked from the one that has the local directory.
         """
         self._dir.lock.check_not_forked()
-        is_waiting = step in self._intents.steps()
         self._queue.cancel(step)
         try:
             yield
@@ -213,8 +211,6 @@ class Uploads:
                 self._add([step])
             raise
         self._uploader.forget(step, 'it was deleted')
-        if is_waiting:
-            remove_unfinished(self.run, step, self.clock)
 
     def drop(self, step: int) -> None:
         """Forgets that a local step waits, because the step no longer exists."""

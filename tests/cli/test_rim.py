@@ -25,7 +25,6 @@ from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.streams import OutputError
 from t5ckpt.cli.verb import Exit, Verb
 from t5ckpt.cli.waiting import Waiting
-from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.storage import open_storage
 
 ENVIRON = {**os.environ, 'PYTHONPATH': str(ROOT)}
@@ -247,20 +246,6 @@ def test_a_run_that_is_nowhere_in_a_bucket_is_said(capsys, tmp_path):
             assert str(place) in err
     open_storage(f'memory://{tmp_path.name}/other').write('notes.txt', b'')
     assert said(['ls', f'memory://{tmp_path.name}/other'], capsys)[0] == Exit.DONE
-
-
-def test_an_interrupted_copy_is_called_the_same_on_every_storage(run, tmp_path, capsys):
-    def interrupted(done, total):
-        raise KeyboardInterrupt
-
-    large = {'target': {'w': np.zeros(10**5, np.float32)}}
-    with t5ckpt.Checkpointer(large, checkpoints_dir=tmp_path / 'large', inline_bytes=0) as checkpointer:
-        checkpointer.save(large, step=3)
-    for target in (f'memory://{tmp_path.name}/copy', tmp_path / 'copy'):
-        with pytest.raises(KeyboardInterrupt):
-            copy_checkpoint(tmp_path / 'large', target, progress=interrupted)
-        found = json.loads(said(['ls', target, '--all', '--json'], capsys)[1])
-        assert [(each['step'], each['state']) for each in found] == [(3, 'unfinished')]
 
 
 def test_verify_says_what_it_has_not_compared(run, tmp_path, capsys):

@@ -475,23 +475,6 @@ def test_a_hidden_step_that_is_locked_for_a_moment_is_removed(tmp_path):
     assert not (tmp_path / hidden.directory).exists()
 
 
-def test_a_write_that_cannot_be_resumed_on_a_full_disk_keeps_no_lock(tmp_path):
-    options = TransactionOptions(resume='the same contents', has_source_names=True, kept_after=(T5CkptError,))
-    storage = open_storage(tmp_path)
-    with pytest.raises(StorageError), open_transaction(storage, 1, time.time, options) as work:
-        raise StorageError(5, 'injected')
-    for count in itertools.count():
-        full = FaultyStorage(storage, fail_at=count, sticky=True)
-        with pytest.raises(StorageError), open_transaction(full, 1, time.time, options):
-            raise StorageError(5, 'injected')
-        lock = storage.try_lock(work.directory)
-        assert lock is not None, full.operations[-1]
-        lock.close()
-        if len(full.operations) <= count:
-            break
-    assert count > 5
-
-
 _DELETER = """
 import sys, time
 from t5ckpt.commit.deletion import remove_hidden

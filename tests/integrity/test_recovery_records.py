@@ -1,15 +1,12 @@
 """What is believed of a damaged checkpoint: lists that contradict each other, are foreign, or are gone without a trace."""
 
 import json
-import os
 import random
 import shutil
-import signal
 
 import jax
 import numpy as np
 import pytest
-from support import forked
 from support.cli import t5ckpt_cli
 from support.damage import Iterator, Meanwhile, bytes_of, flip, of_two_processes, save, state_of
 from support.facts import as_t5x_writes, put_facts
@@ -20,7 +17,6 @@ from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.storage import open_storage
 
 OWN_FILES = ('checkpoint', 'integrity.0.json')
 
@@ -242,177 +238,3 @@ def test_a_directory_of_another_name_is_not_repaired_in_place(run_dir, tmp_path)
         t5ckpt.repair(run_dir, step=100, in_place=True)
     assert [path.name for path in run_dir.iterdir()] == ['100']
     assert t5ckpt.repair(run_dir, tmp_path / 'mended', step=100).step == 100
-
-
-# --- copies ------------------------------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys, t5ckpt
-files = []
-class Stop:
-    def __call__(self, done, total):
-        files.append(done)
-        if len(files) == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-t5ckpt.copy_checkpoint(sys.argv[1], sys.argv[2], options=t5ckpt.CopyOptions(workers=1), progress=Stop())
-"""
-
-
-def killed_copy(source, target):
-    assert forked.run(KILLED, source, target).returncode == -signal.SIGKILL
-
-
-def test_a_killed_copy_is_not_taken_up_by_that_of_another_run(tmp_path):
-    """Two runs of one model, without checksums: the manifests are the same."""
-    one, other = without_checksums(tmp_path / 'one', 0), without_checksums(tmp_path / 'other', 7)
-    (other / 'checkpoint').write_bytes((one / 'checkpoint').read_bytes())
-    killed_copy(tmp_path / 'one', tmp_path / 'copy')
-    report = t5ckpt.copy_checkpoint(tmp_path / 'other', tmp_path / 'copy')
-    assert report.resumed_files == 0
-    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(other)
-
-
-def test_a_killed_copy_without_checksums_goes_on(tmp_path):
-    source = without_checksums(tmp_path / 'one')
-    killed_copy(tmp_path / 'one', tmp_path / 'copy')
-    (left,) = (tmp_path / 'copy').iterdir()
-    (left / 'stranger').write_text('from elsewhere')
-    report = t5ckpt.copy_checkpoint(tmp_path / 'one', tmp_path / 'copy')
-    assert report.resumed_files >= 5
-    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(source)
-
-
-def test_from_a_bucket_without_checksums_nothing_is_taken_over(s3, tmp_path):
-    source, url = without_checksums(tmp_path / 'one'), s3.url()
-    t5ckpt.copy_checkpoint(tmp_path / 'one', url)
-    copied = []
-
-    def stop(*_):
-        copied.append(1)
-        if len(copied) == 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        t5ckpt.copy_checkpoint(url, tmp_path / 'copy', progress=stop)
-    chunk = next(key for key, _ in open_storage(url).walk('checkpoint_1/params.w') if key.endswith('0.0'))
-    other = bytes(4096)
-    open_storage(url).write(chunk, other)
-    assert t5ckpt.copy_checkpoint(url, tmp_path / 'copy').resumed_files == 0
-    assert bytes_of(tmp_path / 'copy' / 'checkpoint_1') == bytes_of(source) | {'params.w/0.0': other}
-
-
-@pytest.mark.parametrize('checksums', [True, False])
-@pytest.mark.parametrize('name', ['readme', '0.0'])
-def test_a_copy_does_not_follow_links_out(tmp_path, checksums, name):
-    """A stranger's checkpoint must not take files of this machine to a public bucket."""
-    step_dir = save(tmp_path / 'run') if checksums else without_checksums(tmp_path / 'run')
-    secret, link = tmp_path / 'secret', step_dir / 'params.w' / name
-    secret.write_bytes(link.read_bytes() if link.exists() else b'SECRET')
-    link.unlink(missing_ok=True)
-    link.symlink_to(secret)
-    with pytest.raises(errors.UnsafeSpecError, match='outside the checkpoint'):
-        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
-    assert t5ckpt.all_steps(tmp_path / 'copy') == []
-    assert 'outside the checkpoint' in t5ckpt_cli('cp', step_dir, tmp_path / 'copy', code=3)
-    t5ckpt_cli('cp', step_dir, tmp_path / 'copy', '--follow-links')
-    copied = tmp_path / 'copy' / 'checkpoint_1' / link.relative_to(step_dir)
-    assert not copied.is_symlink()
-    assert copied.read_bytes() == secret.read_bytes()
-
-
-@pytest.mark.parametrize('checksums', [True, False])
-def test_a_copy_with_changes_does_not_follow_links_out(tmp_path, checksums):
-    step_dir = save(tmp_path / 'run') if checksums else without_checksums(tmp_path / 'run')
-    chunk = step_dir / 'params.w' / '0.0'
-    chunk.rename(tmp_path / 'secret')
-    chunk.symlink_to(tmp_path / 'secret')
-    with pytest.raises(errors.UnsafeSpecError, match='outside the checkpoint'):
-        rewrite_checkpoint(step_dir, tmp_path / 'copy', Changes(drop=('bias',)))
-    assert t5ckpt.all_steps(tmp_path / 'copy') == []
-
-
-def test_a_directory_that_is_a_link_is_not_left_out(tmp_path):
-    step_dir = without_checksums(tmp_path / 'run')
-    (step_dir / 'params.w').rename(step_dir / 'elsewhere')
-    (step_dir / 'params.w').symlink_to('elsewhere')
-    with pytest.raises(errors.UnsupportedFormatError, match=r'params\.w is a symbolic link to a directory'):
-        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
-
-
-def test_a_copy_without_the_facts_compares_nothing_and_is_refused(tmp_path):
-    step_dir = save(tmp_path / 'run')
-    put_facts(step_dir, None)
-    with pytest.raises(errors.CorruptCheckpointError, match='no checksum'):
-        t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy')
-    as_t5x_writes(step_dir)
-    assert t5ckpt.copy_checkpoint(step_dir, tmp_path / 'copy').checked_files == 0
-
-
-# --- restores ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_was_renamed(run_dir, caplog):
-    save(run_dir)
-    shutil.copytree(run_dir / 'checkpoint_1', run_dir / 'checkpoint_2')
-    state = state_of()
-    with (
-        t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(), verify='full') as ck,
-        pytest.raises(errors.CorruptCheckpointError, match='saved as step 1'),
-    ):
-        ck.restore(step=2)
-    with pytest.raises(errors.CorruptCheckpointError, match='saved as step 1'):
-        t5ckpt.load_t5x_checkpoint(run_dir, step=2, verify='full')
-    assert 'saved as step 1' not in caplog.text
-    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(run_dir, step=2)['bias'], state['bias'])
-    assert 'saved as step 1' in caplog.text
-
-
-def test_an_iterators_file_that_is_missing(run_dir):
-    step_dir = save(run_dir)
-    file = iterator_file(step_dir)
-    file.unlink()
-    with (
-        t5ckpt.Checkpointer(state_of(), None, str(run_dir), Iterator(), verify='full') as ck,
-        pytest.raises(errors.CorruptCheckpointError, match=file.name),
-    ):
-        ck.restore()
-
-
-def test_a_file_in_the_place_of_an_arrays_directory(run_dir):
-    save(run_dir, 1)
-    step_dir = save(run_dir, 2)
-    shutil.rmtree(step_dir / 'params.w')
-    (step_dir / 'params.w').write_text('a file')
-    state = state_of()
-    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator()) as ck:
-        t5ckpt.restore_or_init(ck, lambda: state)
-        assert ck.restored_step == 1
-
-
-def test_names_in_notes_do_not_reach_a_terminal(run_dir):
-    step_dir = save(run_dir)
-    (step_dir / 'params.w' / 'a\x1b]0;EVIL\x07\nb').write_text('')
-    text = str(t5ckpt.verify(step_dir))
-    assert '\x1b' not in text
-    assert 'a\\x1b]0;EVIL\\x07\\nb' in text
-
-
-class DirectoryIterator(Iterator):
-    """One whose state is a directory."""
-
-    def save(self, filename):
-        os.mkdir(filename)
-        super().save(f'{filename}/state')
-
-
-def test_iterators_that_save_directories_are_removed_whole(run_dir):
-    state = state_of()
-    with t5ckpt.Checkpointer(
-        state, None, str(run_dir), DirectoryIterator(), keep_dataset_checkpoints=1, inline_bytes=1024
-    ) as ck:
-        for step in (1, 2, 3):
-            ck.save(state, step=step)
-    having = [path.name for path in sorted(run_dir.iterdir()) if list(path.glob('train_ds-*'))]
-    assert having == ['checkpoint_3']
-    for step in (1, 2, 3):
-        assert t5ckpt.verify(run_dir, step, full=True).ok

@@ -400,7 +400,7 @@ def test_two_repairs_to_one_place(run_dir, tmp_path, place, request):
             t5ckpt.repair(step_dir, url, options=t5ckpt.RepairOptions(**options))
             outcomes.append('done')
         except errors.CheckpointExistsError as error:
-            outcomes.append('refused' if 'another run' in str(error) else str(error))
+            outcomes.append('refused' if 'to another ' in str(error) else str(error))
 
     attempt(clock=Meanwhile(attempt))
     assert sorted(outcomes) == ['done', 'refused']

@@ -181,7 +181,7 @@ def _source(world: World) -> Sequence[Task]:
 
 
 def _copy(world: World) -> Sequence[Task]:
-    """A step is copied twice at once, and a third time after an hour, which resumes; a trainer saves meanwhile."""
+    """A step is copied twice at once, and a third time after an hour; a trainer saves meanwhile."""
     return [
         world.start('cp', copier(world, 7, 4), machine='a'),
         world.start('cp2', copier(world, 7, 4), machine='b'),

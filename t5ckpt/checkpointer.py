@@ -102,7 +102,6 @@ class Checkpointer:
       keep_policy: decides instead of ``keep``, see ``policies.py``.
       map_positions: called in a restore with another number of data shards: takes {shard: state} of the checkpoint, and returns
         the state of this process's shard, or None to leave the iterator unchanged; see docs/data-iterators.md.
-      prune_other_layouts: the policy also counts and deletes steps of Orbax and Flax, on file systems; see docs/migration.md.
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: decides when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
@@ -152,7 +151,6 @@ class Checkpointer:
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
         map_positions: MapPositions | None = None,
-        prune_other_layouts: bool = False,
         metric_source: MetricSource | None = None,
         save_policy: SavePolicy | None = None,
         preempted: Callable[[], bool] | None = None,
@@ -182,7 +180,7 @@ class Checkpointer:
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
-        check_flags(prune_other_layouts=prune_other_layouts, share_replicated=share_replicated, strict_save=strict_save)
+        check_flags(share_replicated=share_replicated, strict_save=strict_save)
         self._storage = open_run_storage(checkpoints_dir, storage_options)
         self._storage_options = storage_options
         # Absolute, so that a later chdir does not change it.
@@ -196,9 +194,7 @@ class Checkpointer:
         self._dataset = DatasetState.of(dataset_iterator, partitioner, map_positions)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets = dataset_count(keep_dataset_checkpoints)
-        self._retention = Retention(
-            self._storage, policy, clock, datasets, metric_source, prune_others=prune_other_layouts
-        )
+        self._retention = Retention(self._storage, policy, clock, datasets, metric_source)
         flags = {'follow_links': follow_links, 'read_only': read_only, 'share_replicated': share_replicated}
         alike = {name: bool(value) for name, value in (flags | {'strict_save': strict_save}).items()}
         alike |= {'local_dir': None if local_dir is None else 'a directory', 'verify': verify}
@@ -211,7 +207,7 @@ class Checkpointer:
         save_options = SaveOptions(cast, compression_for(compression, self._tiers.local), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
-        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints, prune_others=prune_other_layouts)
+        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
         self._keep = keep
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None

@@ -148,7 +148,7 @@ def pin_checkpoint(
     layout = listed.layout if listed is not None and not listed.is_t5x else ORBAX if is_orbax(storage, '') else None
     if layout is not None:
         cure = (
-            'Keep policies do not delete such a step without prune_other_layouts (--other-layouts). To pin the values, '
+            'Keep policies do not delete such a step. To pin the values, '
             f"write them in T5X's format (t5ckpt.convert.convert_checkpoint({layout!r}, path, directory)) and pin that step."
         )
         raise other_layout(storage.url().rstrip('/'), layout, 'to which t5ckpt does not write', cure)

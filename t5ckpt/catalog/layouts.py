@@ -8,8 +8,8 @@
             other directory tree of zarr arrays
     t5x-padded  as t5x, with leading zeros in the number; T5X lists such steps but does not write them
 
-Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced or repaired; those in
-another are pruned only where a caller asks for it (``commit/other_layouts.py``).
+Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced or repaired,
+and keep policies delete only these.
 
 Notes: costs one read of the manifest for each directory and, without a manifest, a check for five names. Does not load
 TensorStore.

@@ -70,7 +70,6 @@ _SHOWN = 20  # deleted steps that are named
     help='Keep this step; may be repeated.',
 )
 @moved_option('--step', '--keep-step keeps a step. To delete one, use t5ckpt rm PATH --step STEP.')
-@click.option('--other-layouts', is_flag=True, help='Count and delete steps of Orbax and Flax, too.')
 @click.option('--dry-run', is_flag=True, help='Print what would be deleted; delete nothing.')
 @click.option('--yes', is_flag=True, help='Do not ask for confirmation.')
 @tier_option(both=True)
@@ -79,11 +78,10 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
     """Deletes the steps of the run at PATH that no rule keeps, and prints the reason for each step.
 
     A step is kept if any of the options keeps it. The latest step, pinned steps and steps with a read lease are always kept.
-    Steps in the layouts of Orbax and Flax are kept and not counted. With --other-layouts, on file systems, they are counted
-    and deleted like the others, unless they contain a file of another program. A trainer with the same policy deletes the
-    same steps. Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the
-    tag loss in PATH/train). --mode defaults to the mode of the keep policy of the latest save. With --tier all, the rules
-    apply to each tier on its own.
+    Steps in the layouts of Orbax and Flax are kept and not counted. A trainer with the same policy deletes the same steps.
+    Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the tag loss in
+    PATH/train). --mode defaults to the mode of the keep policy of the latest save. With --tier all, the rules apply to each
+    tier on its own.
 
     Exit codes: 0 done, or nothing to do; 1 a step got a pin or a read lease in the meantime; 2 wrong usage, such as a metric
     or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.
@@ -139,7 +137,7 @@ class _Planned:
       retention: of its storage, with the policy of the options.
       mode: of the metric, and the ``note`` that describes it.
       plan: the decision about each step, ascending.
-      others: the steps of Orbax and Flax, where --other-layouts works.
+      others: the steps of Orbax and Flax.
     """
 
     name: str | None
@@ -174,13 +172,7 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
     Raises:
       click.UsageError: the options cannot be applied to it.
     """
-    prunes_others = rules['other_layouts']
-    try:
-        retention = Retention(
-            storage, KeepAll(), time.time, None, TensorBoardMetrics(storage), prune_others=prunes_others
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
     mode, note = _mode(retention, rules['metric'], rules['mode'])
     retention.policy = _policy({**rules, 'mode': mode})
     decided = sorted([*retention.plan(), *retention.undecided()], key=lambda decision: decision.step)
@@ -192,7 +184,7 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
     ]
     if not plan:
         check_exists(storage)
-    return _Planned(name, retention, mode, note, plan, [] if prunes_others else _others(storage))
+    return _Planned(name, retention, mode, note, plan, _others(storage))
 
 
 def _summary(deleted: Sequence[tuple[str | None, int]], doomed: int, steps: int, *, dry_run: bool) -> str:
@@ -205,13 +197,13 @@ def _print_others(steps: Sequence[int]) -> None:
     if steps:
         print_line(
             f'not counted: {counted(len(steps), "step")} of Orbax or Flax ({some_of(list(map(str, steps)), 10)}). '
-            '--other-layouts counts and deletes them, too.'
+            'To delete one, use t5ckpt rm.'
         )
 
 
 def _others(storage: Storage) -> list[int]:
-    """The steps of Orbax and Flax, where --other-layouts works."""
-    return [listed.step for listed in listing(storage).steps if not listed.is_t5x] if storage.is_file_system else []
+    """The steps of Orbax and Flax."""
+    return [listed.step for listed in listing(storage).steps if not listed.is_t5x]
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:
@@ -220,8 +212,7 @@ def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[s
     Raises:
       click.UsageError: no step has the metric, or its mode is unknown; a wrong mode would delete the best steps.
     """
-    known_steps = retention.infos_in_any_layout if retention.prunes_others else retention.infos
-    infos = [] if metric is None else known_steps((metric,))
+    infos = [] if metric is None else retention.infos((metric,))
     if metric is None or not infos:
         return mode, None
     missing = missing_from_all(infos, metric)

@@ -51,7 +51,8 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     """Deletes the step at PATH, or steps of the run at PATH. Each STEP is a number, or a path of a step.
 
     A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, has a read lease, or waits for
-    its upload, nothing is deleted. To delete steps by a rule, use t5ckpt prune.
+    its upload, nothing is deleted. A step of Orbax or Flax is deleted with all of its files. To delete steps by a rule, use
+    t5ckpt prune.
 
     Exit codes: 0 done; 1 a step must be kept, or could not be deleted; 3 no such step.
 
@@ -65,7 +66,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     storage, chosen = _chosen(path, others, steps, tier)
     targets = _targets(storage, chosen, tier)
     as_json = how['as_json']
-    even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
+    even = {'even_pinned': how['pinned'], 'even_waiting': how['force'], 'in_any_layout': True}
     plan = [decide_deletion(each.storage, each.step, time.time, **even) for each in targets]
     by_tier = [(each.tier, decision) for each, decision in zip(targets, plan, strict=True)]
     if not as_json:

@@ -123,7 +123,7 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
             check_removable(storage, name)
             if _has_lease_in_part(names):
                 return _remove_without_lease(storage, name, names)
-            if leftover.state not in ('deleted', 'pruned'):
+            if leftover.state != 'deleted':
                 # A removal that was killed may have removed the files that identify the directory.
                 with unless_renameless():
                     name = rename_aside(storage, name, leftover.step, 'deleted', leftover.unix)

@@ -58,19 +58,18 @@ class PrunableSteps(ABC):
       listed: on object stores, the listing of the save that this retention follows, so that it need not list again.
     """
 
-    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
-        """Takes the run, the facts of its steps, and the log. With ``prunes_others``, :meth:`prunable` logs no others."""
+    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog):
+        """Takes the run, the facts of its steps, and the log."""
         self.listed: BucketListing | None = None
         self._storage = storage
         self._clock = clock
         self._facts = facts
         self._stay_log = stay_log
-        self._prunes_others = prunes_others
 
     def prunable(self, steps: Sequence[ListedStep]) -> list[int]:
         """The steps in T5X's layout; logs that the others stay."""
         for listed_step in steps:
-            if not listed_step.is_t5x and not self._prunes_others:
+            if not listed_step.is_t5x:
                 self._stay_log.log(
                     Decision(listed_step.step, True, f'in the layout of {listed_step.layout}', overruled=True)
                 )
@@ -127,9 +126,9 @@ class StepsInBucket(PrunableSteps):
     with another name is inspected once, too.
     """
 
-    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog, *, prunes_others: bool):
+    def __init__(self, storage: Storage, clock: Clock, facts: StepFacts, stay_log: StayLog):
         """As of the base class."""
-        super().__init__(storage, clock, facts, stay_log, prunes_others=prunes_others)
+        super().__init__(storage, clock, facts, stay_log)
         self._inspected: dict[str, ListedStep] = {}
         self._no_steps = set[str]()
 

@@ -7,14 +7,12 @@ and does not stop the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.by_rename import hide_by_rename
 from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.other_layouts import hide_other, reason_to_stay
 from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
 from t5ckpt.commit.removal import is_pinned, kept_by
 from t5ckpt.commit.step_lease import leases_to_hide
@@ -52,14 +50,11 @@ class Pruning:
         self._leases: dict[int, WriteLease] = {}
         self._replaced = set[int]()
 
-    def hide_steps(
-        self, plan: Sequence[Decision], others: Mapping[int, ListedStep], confirmed: Collection[int] | None
-    ) -> None:
+    def hide_steps(self, plan: Sequence[Decision], confirmed: Collection[int] | None) -> None:
         """Hides the steps that do not stay, and logs why the others do.
 
         Args:
           plan: the decisions.
-          others: those of the steps that are in another layout.
           confirmed: the steps that may go; None allows all of them. Of the others, nothing is logged.
         """
         asked = [each for each in plan if confirmed is None or each.step in confirmed]
@@ -68,32 +63,31 @@ class Pruning:
                 self._stay_log.log(decision)
         doomed = [decision for decision in asked if not decision.keep]
         for start in range(0, len(doomed), _BATCH):
-            if not self._hide_batch(doomed[start : start + _BATCH], others):
+            if not self._hide_batch(doomed[start : start + _BATCH]):
                 break
 
-    def _hide_batch(self, doomed: Sequence[Decision], others: Mapping[int, ListedStep]) -> bool:
+    def _hide_batch(self, doomed: Sequence[Decision]) -> bool:
         """Hides some steps; on a file system with one listing of the leases, not one for each. See :meth:`_hide_logged`."""
         try:
             if self._strategy.can_rename and doomed[1:]:
-                own = [decision.step for decision in doomed if decision.step not in others]
-                self._leases = leases_to_hide(self._storage, own, self._clock)
+                self._leases = leases_to_hide(self._storage, [each.step for each in doomed], self._clock)
                 names = map(parse_leftover, (entry.name for entry in self._storage.entries()))
                 self._replaced = {each.step for each in names if each is not None and each.state == 'replaced'}
-            return all(self._hide_logged(decision, others.get(decision.step)) for decision in doomed)
+            return all(self._hide_logged(decision) for decision in doomed)
         finally:
             for lease in self._leases.values():
                 lease.leave()
             self._leases = {}
 
-    def _hide_logged(self, decision: Decision, other: ListedStep | None) -> bool:
+    def _hide_logged(self, decision: Decision) -> bool:
         """Hides a step, unless it is kept. A failure is logged.
 
         Returns False if the storage may refuse all deletions: each attempt would leave a lease that may not be deleted.
         """
         try:
-            found = self._hide(decision.step, other)
+            found = self._hide(decision.step)
             if found is None:
-                self._log_kept(decision.step, other)
+                self._log_kept(decision.step)
             else:
                 self._hidden.append(found)
                 self.done.append(decision)
@@ -106,21 +100,14 @@ class Pruning:
             return self._strategy.can_rename or not isinstance(error, AccessDeniedError)
         return True
 
-    def _log_kept(self, step: int, other: ListedStep | None) -> None:
-        name = step_dir(step) if other is None else other.name
-        reason = None if other is None else reason_to_stay(self._storage, other)
-        if reason is not None:
-            self._stay_log.warn(step, name, reason, 'stays')
-        else:
-            pinned = is_pinned(self._storage, name)
-            waits = WAITS if step in waiting_steps(self._storage) else HELD
-            held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
-            self._stay_log.log(Decision(step, True, held, overruled=True))
+    def _log_kept(self, step: int) -> None:
+        pinned = is_pinned(self._storage, step_dir(step))
+        waits = WAITS if step in waiting_steps(self._storage) else HELD
+        held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
+        self._stay_log.log(Decision(step, True, held, overruled=True))
 
-    def _hide(self, step: int, other: ListedStep | None) -> Hidden | None:
+    def _hide(self, step: int) -> Hidden | None:
         """Hides a step; returns None if it is kept."""
-        if other is not None:
-            return hide_other(self._storage, other, self._clock)
         lease = self._leases.pop(step, None)
         if lease is not None:
             is_replaced = step in self._replaced

@@ -40,10 +40,8 @@ from t5ckpt.format.names import (
     foreign_keys,
     is_file_checksums,
     is_sidecar,
-    parse_leftover,
     step_dir,
 )
-from t5ckpt.format.orbax import may_be_orbax
 from t5ckpt.format.sidecar import FORMAT, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
@@ -142,9 +140,6 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
         return
     keys = keys_below(storage, name)
     foreign = _foreign(storage, name, keys)
-    leftover = parse_leftover(name)
-    if leftover is not None and leftover.state == 'pruned':
-        foreign = [key for key in foreign if not may_be_orbax(key)]
     if not foreign:
         storage.delete_tree(name)
         return

@@ -4,7 +4,7 @@
 (``commit/prunable_steps.py``), and ``commit/pruning.py`` carries the decisions out.
 
 The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
-best, unless ``prune_others`` is set: see ``commit/other_layouts.py``. A step that cannot be inspected stays and is logged.
+best. A step that cannot be inspected stays and is logged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.other_layouts import infos_of_others, pruning_refusal, reason_to_stay
+from t5ckpt.commit.other_layouts import infos_of_others
 from t5ckpt.commit.prunable_steps import StayLog
 from t5ckpt.commit.pruning import Pruning
 from t5ckpt.commit.read_lease import leased_steps
@@ -71,25 +71,19 @@ class Retention:
         clock: Clock,
         keep_datasets: int | None = None,
         source: MetricSource | None = None,
-        *,
-        prune_others: bool = False,
     ):
         """See ``Checkpointer`` for the parameters."""
-        strategy = strategy_of(storage)
-        if prune_others and not strategy.can_rename:
-            raise pruning_refusal(storage)
         self.policy = policy
         self.keep_datasets = keep_datasets
         self._storage = storage
         self._clock = clock
-        self.prunes_others = prune_others
         self._source = source
         self._facts = StepFacts(storage, source)
         self._coverage = MetricCoverage()
         self._remover: InterruptSafeEvent | None = None
         self._latest: int | None = None
         self._stay_log = StayLog(storage)
-        self._steps = strategy.prunable_steps(storage, clock, self._facts, self._stay_log, prunes_others=prune_others)
+        self._steps = strategy_of(storage).prunable_steps(storage, clock, self._facts, self._stay_log)
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
@@ -101,7 +95,7 @@ class Retention:
         written = [
             Decision(listed_step.step, True, f'in the layout of {listed_step.layout}')
             for listed_step in run_listing.steps
-            if not listed_step.is_t5x and not self.prunes_others
+            if not listed_step.is_t5x
         ]
         unreadable = [
             Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
@@ -159,31 +153,24 @@ class Retention:
 
     def plan(self) -> list[Decision]:
         """Decides for each step whether it stays."""
-        other_steps = self._prunable_others()
-        _, plan = self._decide(self.infos(), set(), other_steps, None)
-        return [self._known_or_kept(decision, other_steps) for decision in plan]
+        _, plan = self._decide(self.infos(), set(), None)
+        return [self._known_or_kept(decision) for decision in plan]
 
     def _decide(
-        self, infos: list[StepInfo], unchecked: set[int], other_steps: Mapping[int, ListedStep], just_saved: int | None
+        self, infos: list[StepInfo], unchecked: set[int], just_saved: int | None
     ) -> tuple[list[StepInfo], list[Decision]]:
         """Applies the policy; returns the facts of the existing steps in T5X's layout, and all decisions.
 
         The ``unchecked`` steps may not exist. If the policy would keep a step that does not exist, it decides again without it.
         """
-        given = self._infos_of([*other_steps.values()])
         while True:
-            plan = retention_plan(self.policy, [*infos, *given], just_saved)
+            plan = retention_plan(self.policy, infos, just_saved)
             kept = unchecked.intersection(decision.step for decision in plan if decision.keep)
             gone = self._steps.gone(kept) if kept else set[int]()
             if not gone:
                 return infos, plan
             unchecked = unchecked - kept
             infos = [info for info in infos if info.step not in gone]
-
-    def _prunable_others(self) -> dict[int, ListedStep]:
-        """The steps in other layouts about which the policy decides."""
-        listed_steps = listing(self._storage).steps if self.prunes_others else ()
-        return {listed_step.step: listed_step for listed_step in listed_steps if not listed_step.is_t5x}
 
     def _infos_of(self, other_steps: Sequence[ListedStep], names: Collection[str] | None = None) -> list[StepInfo]:
         if not other_steps:
@@ -193,11 +180,7 @@ class Retention:
         given = {} if self._source is None else {name: self._source.by_step(name, steps) for name in names}
         return infos_of_others(self._storage, other_steps, leased_steps(self._storage, self._clock), given)
 
-    def _known_or_kept(self, decision: Decision, other_steps: Mapping[int, ListedStep]) -> Decision:
-        other = other_steps.get(decision.step)
-        if other is not None:
-            reason = None if decision.keep else reason_to_stay(self._storage, other)
-            return decision if reason is None else Decision(decision.step, True, reason, overruled=True)
+    def _known_or_kept(self, decision: Decision) -> Decision:
         try:
             if not decision.keep:
                 check_known(self._storage, step_dir(decision.step))
@@ -227,15 +210,13 @@ class Retention:
           The decisions that were carried out.
         """
         plan: list[Decision] = []
-        other_steps: dict[int, ListedStep] = {}
         if not isinstance(self.policy, KeepAll):
-            other_steps = self._prunable_others()
             infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
-            infos, plan = self._decide(infos, unchecked, other_steps, just_saved)
+            infos, plan = self._decide(infos, unchecked, just_saved)
             self._coverage.record(infos, self.policy.metric_names, just_saved)
         pruning = Pruning(self._storage, self._clock, self._steps, self._stay_log)
         try:
-            pruning.hide_steps(plan, other_steps, confirmed)
+            pruning.hide_steps(plan, confirmed)
             if self.keep_datasets is not None:
                 steps = self._steps.prunable(listing(self._storage).steps)
                 remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)

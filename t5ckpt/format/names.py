@@ -13,7 +13,6 @@ t5ckpt's names:
     copies.json                            in a local directory, the checksums of the files that others upload
     DATASET_REMOVED                        retention has deleted the files of data iterators
     checkpoint_<step>.deleted-<unix>       a step that is being deleted
-    checkpoint_<step>.pruned-<unix>        a step in the layout of another program that is being deleted
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
@@ -53,7 +52,7 @@ _SIDECAR_OF = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
 _FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
-_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|pruned|replaced)-([0-9]{1,12})')
+_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
 _READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.(?:[0-9a-f]{16}s([0-9]{1,12})|[0-9a-z]{1,32})')
@@ -75,7 +74,7 @@ class Leftover:
     Attributes:
       name: of the directory.
       step: the number of its step.
-      state: ``'tmp'``, ``'deleted'``, ``'pruned'`` or ``'replaced'``.
+      state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
       unix: the time in the name, in unix seconds.
     """
 
@@ -136,7 +135,7 @@ def aside_dir(step: int, state: str, unix: int) -> str:
 
     Args:
       step: its number.
-      state: 'tmp' while it is written, 'deleted' while it is deleted, 'pruned' if it is in another program's layout, 'replaced'
+      state: 'tmp' while it is written, 'deleted' while it is deleted, 'replaced'
         for the old or the new checkpoint of a replacement; 'damaged' for one that could not be restored, and 'foreign' for one
         with files of other programs, which were renamed.
       unix: the time, in unix seconds.

@@ -6,7 +6,6 @@
     <run>/metadata/metadata         the same in older versions, without the outer object
 
 Source: ``checkpoint_manager.py``, ``_src/metadata/checkpoint.py`` and ``step_metadata_serialization.py`` of Orbax 0.12.8.
-``commit/other_layouts.py`` cites the modules that define the other names.
 """
 
 from __future__ import annotations
@@ -79,13 +78,6 @@ def is_orbax_key(key: str, *, in_item: bool) -> bool:
       in_item: whether it is in the directory of an item.
     """
     return _ORBAX_TREE.fullmatch(key) is not None or (in_item and _ORBAX_ITEM.fullmatch(key) is not None)
-
-
-def may_be_orbax(key: str) -> bool:
-    """Whether Orbax may have written a file in a directory that is being deleted (``pruned``), where other files may be gone."""
-    below = key.partition('/')[2]
-    is_known = orbax_array(key) or is_orbax_key(key, in_item=False)
-    return bool(is_known or (below and (orbax_array(below) or is_orbax_key(below, in_item=True))))
 
 
 def orbax_object(data: bytes, where: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
 from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
-from t5ckpt.policies import KeepAll, KeepPolicy
+from t5ckpt.policies import KeepPolicy
 from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
 from t5ckpt.tree.transfers import explicit_transfers
@@ -259,13 +259,8 @@ def warn_of_gda(use_gda: Any) -> None:
         warn_caller(ObsoleteArgumentWarning(text))
 
 
-def warn_of_idle(
-    policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None, *, prune_others: bool
-) -> None:
+def warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
     """Warns about each option that has no effect beside the others."""
-    if prune_others and isinstance(policy, KeepAll):
-        text = 'prune_other_layouts has no effect: every step is kept. Pass keep= or keep_policy=, or leave it out.'
-        warn_caller(NoEffectWarning(text))
     if source is not None and not policy.metric_names:
         text = 'metric_source has no effect: no keep policy compares a metric. Pass keep_policy=KeepBest(...), or leave it out.'
         warn_caller(NoEffectWarning(text))

@@ -102,17 +102,6 @@ def test_a_save_on_improvement_starts_from_the_best_of_orbax(run):
         assert ck.maybe_save(5, tree(5), metrics={'loss': 0.19}) is not None
 
 
-def test_pruning_other_layouts_keeps_the_best(run):
-    words = ['prune', str(run), '--best', 'loss', '--mode', 'min', '--yes']
-    assert CliRunner().invoke(app, [*words, '--other-layouts', '--dry-run']).exit_code == 0
-    assert t5ckpt.all_steps(run) == [1, 2, 3]
-    cure = 'not counted: 3 steps of Orbax or Flax (1, 2, 3). --other-layouts counts'
-    assert cure in CliRunner().invoke(app, ['prune', str(run), '--keep', '1', '--dry-run']).output
-    said = CliRunner().invoke(app, [*words, '--other-layouts']).output
-    assert 'loss 0.5, not among the best 1' in said
-    assert t5ckpt.all_steps(run) == [2, 3]
-
-
 def test_a_step_whose_metrics_do_not_decode_stays_and_is_restored(run, caplog):
     (run / '1/metrics/metrics').write_text('{"loss": ')
     assert t5ckpt.open_run(run).best_step('loss', 'max') == 3
@@ -121,13 +110,6 @@ def test_a_step_whose_metrics_do_not_decode_stays_and_is_restored(run, caplog):
     assert (summary.state, summary.metrics) == ('complete', {})
     assert 'metrics/metrics does not decode' in summary.reason
     assert t5ckpt.open_checkpoint(run, 1)['params/w'][0, 0] == 1
-    said = (
-        CliRunner()
-        .invoke(app, ['prune', str(run), '--best', 'loss', '--mode', 'min', '--keep', '1', '--other-layouts', '--yes'])
-        .output
-    )
-    assert 'does not decode' in said
-    assert t5ckpt.all_steps(run) == [1, 2, 3]
 
 
 def test_metrics_of_tensorboard_count_for_steps_of_orbax(tmp_path):

@@ -180,16 +180,6 @@ def pinned(scene: Scene) -> None:
         checkpointer.save(STATE | {'step': np.int32(2)}, step=2)
 
 
-def with_notes(scene: Scene) -> None:
-    """Notes keep a step in Orbax's layout that the policy means to drop."""
-    state = scene.out / 'checkpoint_1' / 'state'
-    state.mkdir(parents=True)
-    (state / '_METADATA').write_text('{}')
-    (state / 'notes.txt').write_text('the baseline')
-    with scene.checkpointer(keep=1, prune_other_layouts=True) as checkpointer:
-        checkpointer.save(STATE | {'step': np.int32(2)}, step=2)
-
-
 Case = tuple[str, str, Any, str, Callable[[Scene, str], Any]]
 
 MISSING = (errors.CheckpointNotFoundError, FileNotFoundError)
@@ -390,13 +380,6 @@ CHECKPOINTER: list[Case] = [
         LOG,
         'step 1 is kept regardless of the keep policy: pinned',
         lambda s, _: pinned(s),
-    ),
-    (
-        'Checkpointer',
-        'prune_other_layouts',
-        LOG,
-        r'checkpoint_1 stays: orbax does not write state/notes\.txt',
-        lambda s, _: with_notes(s),
     ),
     *cast('Checkpointer', 'cast_leaves', saved, 'save_dtype'),
     *cast('Checkpointer', 'cast_leaves', lambda s, **options: s.reader(**options).restore(), 'restore_dtype'),

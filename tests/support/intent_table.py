@@ -62,7 +62,6 @@ dataset_iterator | error | it cannot return its position
 dataset_iterator | report | the checkpoint has no position: logged at restore
 map_positions | error | there is no iterator
 keep | error | with keep_policy
-prune_other_layouts | report | a file that the writer of the layout does not write keeps the step: logged once
 keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning
 save_dtype restore_dtype | error | no floating leaf is meant
 cast_leaves | error | without a dtype, or it matches nothing
@@ -386,7 +385,6 @@ pattern | error | neither has such a leaf
 --keep --every --every-hours | report | all stay: the table says why
 --best | error | no step has the metric
 --keep-best --mode | error | without --best
---other-layouts | hint | no step in another layout
 --keep-step | error | there is no such step: exit 2, and nothing is deleted
 --tier | error | not a local directory
 """,

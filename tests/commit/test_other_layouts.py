@@ -1,0 +1,127 @@
+"""Steps of Orbax and Flax in a run: no keep policy counts or deletes them, and ``t5ckpt rm`` deletes one by hand."""
+
+import json
+import os
+
+import flax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from support.cli import t5ckpt_cli
+
+import t5ckpt
+from t5ckpt import errors
+from t5ckpt.storage import open_storage
+
+STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float32)}, 'count': np.int32(0)}
+
+
+def open_ck(run, **options):
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options)
+
+
+def tree(run, step, **options):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(run / f'checkpoint_{step}' / 'state', STATE)
+
+
+def zarr(run, step):
+    tree(run, step, use_ocdbt=False)
+
+
+def zarr3(run, step):
+    tree(run, step, use_ocdbt=False, use_zarr3=True)
+
+
+def items(run, step):
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'])
+    save = ocp.args.Composite(
+        state=ocp.args.StandardSave({'w': jnp.ones(3)}),
+        config=ocp.args.JsonSave({'layers': 2}),
+    )
+    with ocp.CheckpointManager(run, options=options) as each:
+        each.save(step, args=save, metrics={'loss': 1.0})
+
+
+def prefixed(run, step):
+    options = ocp.CheckpointManagerOptions(step_prefix='ckpt', step_format_fixed_length=8)
+    with ocp.CheckpointManager(run, options=options) as each:
+        each.save(step, args=ocp.args.StandardSave(STATE))
+
+
+def placeholders(run, step):
+    """The Orbax of 2023."""
+    directory = run / f'checkpoint_{step}'
+    zarr(run, step)
+    for name in ('w', 'count', 'a.b'):
+        (directory / 'state' / name).rename(directory / name)
+    for path in sorted((directory / 'state').rglob('*'), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (directory / 'state').rmdir()
+    (directory / 'checkpoint').write_bytes(msgpack.packb({name: f'PLACEHOLDER://{name}' for name in ('w', 'count')}))
+
+
+def flax_file(run, step):
+    with flax.config.temp_flip_flag('use_orbax_checkpointing', False), pytest.warns(DeprecationWarning, match='Orbax'):
+        flax_checkpoints.save_checkpoint(run, STATE, step, keep=9, overwrite=True)
+
+
+def padded(run, step):
+    with open_ck(run) as ck:
+        ck.save(STATE, step=step)
+    (run / f'checkpoint_{step}').rename(run / f'checkpoint_{step:08}')
+
+
+MAKERS = [tree, zarr, zarr3, items, prefixed, placeholders, flax_file, padded]
+
+
+@pytest.fixture
+def mixed(run_dir):
+    run_dir.mkdir()
+    for step in (1, 2, 3):
+        tree(run_dir, step)
+    return run_dir
+
+
+def test_keep_policies_neither_count_nor_delete_them(mixed):
+    with open_ck(mixed, keep=2) as ck:
+        for step in (4, 5, 6):
+            ck.save(STATE, step=step)
+    assert t5ckpt.all_steps(mixed) == [1, 2, 3, 5, 6]
+    words = ('prune', mixed, '--keep', 1)
+    plan = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
+    assert [each['step'] for each in plan['plan'] if not each['keep']] == [5]
+    assert plan['not_counted'] == [1, 2, 3]
+    said = t5ckpt_cli(*words, '--yes')
+    assert 'not counted: 3 steps of Orbax or Flax (1, 2, 3). To delete one, use t5ckpt rm.' in said
+    assert t5ckpt.all_steps(mixed) == [1, 2, 3, 6]
+
+
+@pytest.mark.parametrize('make', MAKERS)
+def test_rm_deletes_one_by_hand(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=8)
+        with pytest.raises(errors.UnsupportedFormatError, match=r'with t5ckpt rm .*@7\.|Rename it to checkpoint_7'):
+            ck.delete(7)
+    (step,) = (path for path in run_dir.iterdir() if path.name.endswith('7'))
+    if step.is_dir():
+        (step / 'notes.txt').write_text('mine')
+        (step / 'PINNED').write_text('')
+        assert t5ckpt_cli('rm', f'{run_dir}@7', '--yes', code=1)
+        assert t5ckpt.all_steps(run_dir) == [7, 8]
+    t5ckpt_cli('rm', f'{run_dir}@7', '--yes', '--pinned')
+    assert [name for name in os.listdir(run_dir) if name not in ('checkpoint_8', 'metadata')] == []
+
+
+def test_rm_deletes_one_of_a_bucket(bucket, mixed):
+    run = bucket.url()
+    for name, _ in open_storage(mixed).walk('checkpoint_1'):
+        open_storage(run).write(name, open_storage(mixed).read(name))
+    open_storage(run).write('checkpoint_1/commit_success.txt', b'')
+    t5ckpt_cli('rm', f'{run}@1', '--yes')
+    assert [*open_storage(run).walk('checkpoint_1')] == []

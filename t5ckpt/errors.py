@@ -391,15 +391,19 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
     """A pattern or a cast matches no leaf, so it would have no effect."""
 
 
+_REPLACE = (
+    'A function in state_transformation_fns=[...] may put an array in its place; t5ckpt.open_checkpoint(path)[leaf][...] reads '
+    'the old values.'
+)
 _CURES = {
     'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map={rules})]',
-    'dtype': 'Values are not cast to another kind of dtype: convert them in a state_transformation_fn, or change the template.',
+    'dtype': f'Values are not cast to another kind of dtype: change the template, or convert the leaf. {_REPLACE}',
     'mesh': 'jax.eval_shape gives such shardings inside jax.set_mesh and for arrays over Explicit axes, the default of '
     'jax.make_mesh. Restore inside jax.set_mesh(mesh), or give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, '
     'leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)).',
     'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, truncate or pad the leaf with resize=, or reshape it in a state_transformation_fn. To '
-    'initialize it, drop it there and pass fallback_state=.',
+    'shape': 'Change the template, truncate or pad the leaf with resize= if it has as many axes, or reshape it. '
+    f'{_REPLACE} To initialize it, drop it there and pass fallback_state=.',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',
     'unexpected': "To leave out leaves that the template lacks, pass strict='contains', or use ... as the leaf or the subtree in "

@@ -46,6 +46,10 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import KeyData, as_key_data
 
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, leave its entry t5ckpt out and remove integrity.*.json.'
+_TRANSFORM_NOTE = (
+    'A state transformation runs before arrays are read, so stored arrays are dicts in it, as in T5X. '
+    't5ckpt.open_checkpoint(path)[leaf][...] reads the values of one.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +258,11 @@ def leaves_of(
         return checkpoint_leaves(before, manifest.version, tree_facts), tree_facts
     state: Any = unflatten(before)
     for fn in transforms:
-        state = fn(state, template)
+        try:
+            state = fn(state, template)
+        except Exception as error:
+            error.add_note(_TRANSFORM_NOTE)
+            raise
         if not isinstance(state, Mapping):
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'

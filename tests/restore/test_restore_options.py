@@ -23,6 +23,8 @@ import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.errors import (
     CheckpointNotFoundError,
+    DtypeMismatch,
+    ShapeMismatch,
     ShardingMismatch,
     TreeMismatchError,
     UnexpectedLeaves,
@@ -453,10 +455,10 @@ def test_a_resize_with_a_cast_and_a_map(tmp_path):
 def test_nothing_is_resized_unasked(tmp_path, caplog):
     save(tmp_path, {'a': np.ones((4, 4)), 'b': np.ones((4, 4))})
     template = {'a': np.ones((5, 4)), 'b': np.ones((5, 4))}
-    with pytest.raises(t5ckpt.errors.ShapeMismatch) as caught:
+    with pytest.raises(ShapeMismatch) as caught:
         restore(tmp_path, template, resize='a')
     assert [problem.leaf for problem in caught.value.problems] == ['b']
-    with pytest.raises(t5ckpt.errors.ShapeMismatch):
+    with pytest.raises(ShapeMismatch):
         restore(tmp_path, {'a': np.ones((4, 4, 1)), 'b': np.ones((4, 4))}, resize='a')
     with pytest.raises(ValueError, match="resize='c' names no leaf of the template, which has a, b"):
         restore(tmp_path, template, resize=['a', 'c'])
@@ -913,3 +915,29 @@ def test_an_error_of_a_class_of_the_template_names_the_leaves_that_changed(tmp_p
     assert note.endswith('differ: params/0: float32(3,) in the template, bfloat16(3,) restored')
     restored = Checkpointer(state, checkpoints_dir=tmp_path).restore()
     np.testing.assert_array_equal(restored['params'].w, state['params'].w)
+
+
+def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
+    old = {'params': {'w': np.arange(6e4, dtype=np.float32).reshape(300, 200)}}
+    t5ckpt.Checkpointer(old, checkpoints_dir=tmp_path, inline_bytes=0).save(old, step=1)
+    stored = t5ckpt.open_checkpoint(tmp_path)['params/w']
+    for wanted, error in (
+        (old['params']['w'].reshape(200, 300), ShapeMismatch),
+        (old['params']['w'].astype(np.int32), DtypeMismatch),
+    ):
+        new = {'params': {'w': np.zeros_like(wanted)}}
+        reader = t5ckpt.Checkpointer(new, checkpoints_dir=tmp_path)
+        with pytest.raises(error, match=re.escape('t5ckpt.open_checkpoint(path)[leaf][...] reads the old values')):
+            reader.restore()
+
+        def replace(state, template, wanted=wanted):
+            return {'params': {'w': stored[...].reshape(wanted.shape).astype(wanted.dtype)}}
+
+        np.testing.assert_array_equal(reader.restore(state_transformation_fns=[replace])['params']['w'], wanted)
+
+    def half(state, template):
+        return {'params': {'w': state['params']['w'][:150]}}
+
+    with pytest.raises(TypeError) as raised:
+        reader.restore(state_transformation_fns=[half])
+    assert 'stored arrays are dicts in it, as in T5X' in raised.value.__notes__[0]

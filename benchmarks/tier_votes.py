@@ -9,7 +9,7 @@ Three hosts are planned: host 0, whose disk is lost, host 512, which has the sam
 1,022. Of the chunks of host 0, these have only those that are on all hosts. Seconds are those of a processor:
 
     state                    what is saved
-    save                     the sidecar that process 0 sends to all
+    save                     the facts that process 0 sends to all
     restart                  all disks are intact. The votes say which steps a disk has; process 0 decides (``decide_seconds``)
     restart_with_a_lost_disk
         map                  each disk reports its chunks as a bitmap, which takes a process ``map_seconds_per_disk``
@@ -57,7 +57,7 @@ from t5ckpt.tiers.coverage import (
     union,
 )
 
-# What a sidecar has for each process, see ``FileChecksums.to_json``.
+# What the facts record for each process, see ``FileChecksums.to_json``.
 _LIST_BYTES = 60
 _TIMEOUT = 600
 
@@ -126,8 +126,8 @@ def simulate(world: World, replica: int, other: int) -> dict[str, Any]:
             'chunks_per_disk': len(files_of(lost)),
         },
         'save': {
-            'sidecar_bytes_per_process': world.hosts * _LIST_BYTES,
-            'sidecar_bytes': world.hosts**2 * _LIST_BYTES,
+            'facts_bytes_per_process': world.hosts * _LIST_BYTES,
+            'facts_bytes': world.hosts**2 * _LIST_BYTES,
         },
         'restart': {
             'vote_bytes_per_disk': max(map(len, looks)),
@@ -215,8 +215,8 @@ def save(channel: Channel, lists: Mapping[str, list[Any]]) -> None:
     at = channel.round('a save')
     at.reduce_on_leader(Phase.PLAN, {'plan': '0' * 16, 'is_free': True}, lambda _: {'codecs': {}})
     vote = {'checksums': [10**6, '0' * 16], 'bytes': 10**9, 'files': 14_319, 'manifest': '0' * 16}
-    at.reduce_on_leader(Phase.WRITE, vote, lambda _: at.share('sidecar', json.dumps(lists).encode()) and None)
-    at.receive('sidecar')
+    at.reduce_on_leader(Phase.WRITE, vote, lambda _: at.share('facts', json.dumps(lists).encode()) and None)
+    at.receive('facts')
     at.reduce_on_leader(Phase.COMMIT, None, lambda _: None)
 
 
@@ -247,7 +247,7 @@ def _coordinate(port: int, count: int, pipe: Any, turns: int = 3) -> None:
     clients = _connected(port, count)
     lists = {f'integrity.{index}.json': [10**6 + index, secrets.token_hex(8)] for index in range(count)}
     channels = [Channel(_Coordinated(index, count, each), 'bench', _TIMEOUT) for index, each in enumerate(clients)]
-    found: dict[str, Any] = {'clients': count, 'sidecar_bytes_per_process': len(json.dumps(lists))}
+    found: dict[str, Any] = {'clients': count, 'facts_bytes_per_process': len(json.dumps(lists))}
     actions = {
         'save': lambda index: save(channels[index], lists),
         'restart': lambda index: restart(channels[index], index, count),
@@ -300,7 +300,7 @@ def table(found: dict[str, Any], of_clients: dict[str, Any]) -> list[str]:
         '',
         '| votes and notes | each | all | seconds |',
         '|---|---:|---:|---:|',
-        f'| a save: the facts | {_size(save_["sidecar_bytes_per_process"])} | {_size(save_["sidecar_bytes"])} | |',
+        f'| a save: the facts | {_size(save_["facts_bytes_per_process"])} | {_size(save_["facts_bytes"])} | |',
         (
             f'| a restart: the steps on each disk | {_size(restart_["vote_bytes_per_disk"])} | {_size(restart_["vote_bytes"])} '
             f'| {restart_["decide_seconds"]:.3f} to decide |'

@@ -26,10 +26,10 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, is_spec, parse_spec, spec_of, with_facts
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import Facts, TreeFacts, decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
 from t5ckpt.format.names import parse_leftover, parse_step_dir
-from t5ckpt.format.sidecar import Sidecar, TreeFacts, decode_sidecar, encode_sidecar
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -69,7 +69,7 @@ _METADATA = {
 
 
 def _leaves(state: dict[str, Any], version: int, facts: TreeFacts) -> None:
-    """As a restore makes the leaves of a manifest and a sidecar, and the tree of them."""
+    """As a restore makes the leaves of a manifest and its facts, and the tree of them."""
     unflatten(checkpoint_leaves(with_facts(flatten_nested(state, is_spec), facts), version, facts))
 
 
@@ -89,10 +89,10 @@ def spec(data: bytes) -> None:
         parse_spec({**_SPEC, 'kvstore': {**_SPEC['kvstore'], **fields}}, 3, 'leaf')
 
 
-def sidecar(data: bytes) -> None:
-    """``t5ckpt.json`` with a checksum that fits."""
+def facts(data: bytes) -> None:
+    """Facts with a checksum that fits."""
     body = b'{\n' + data
-    decoded = decode_sidecar(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
+    decoded = decode_facts(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
     _leaves({'target': {'w': _SPEC}}, 3, decoded.tree)
 
 
@@ -266,7 +266,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         manifest,
         spec,
-        sidecar,
+        facts,
         file_checksums,
         zarray,
         names,
@@ -282,7 +282,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 RUNS = {
     'manifest': 350_000,
     'spec': 200_000,
-    'sidecar': 150_000,
+    'facts': 150_000,
     'file_checksums': 150_000,
     'zarray': 100_000,
     'names': 50_000,
@@ -296,7 +296,7 @@ RUNS = {
 
 _MANIFEST = encode_manifest(_STATE)
 _CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
-_SIDECAR = encode_sidecar(Sidecar(_FACTS, {'step': 1, 'digests': {'checkpoint': [3, '0' * 16]}}))
+_ENCODED_FACTS = encode_facts(Facts(_FACTS, {'step': 1, 'digests': {'checkpoint': [3, '0' * 16]}}))
 _SCALAR = _field(1, b'loss') + bytes([2 << 3 | 5]) + struct.pack('<f', 0.5)
 _EVENT = _field(2, 7) + _field(5, _field(1, _SCALAR))
 _TENSOR = _field(8, _field(1, 1) + _field(2, _field(2, _field(1, 1))) + _field(4, struct.pack('<f', 0.5)))
@@ -310,7 +310,7 @@ SEEDS: dict[str, list[bytes]] = {
         msgpack.packb({'version': 2, 'optimizer': {'w': {**_SPEC, 'dtype': 'uint16', 'path': 'x'}}}),
     ],
     'spec': [json.dumps(_SPEC).encode(), b'{"path": "../x", "driver": "http", "shape": [4], "chunks": [1]}'],
-    'sidecar': [_SIDECAR.split(b'\n', 2)[2]],
+    'facts': [_ENCODED_FACTS.split(b'\n', 2)[2]],
     'file_checksums': [FileChecksums({'a/0.0': (3, '0' * 16), 'b': (0, 'f' * 16)}).encode()],
     'zarray': [json.dumps(_ZARRAY).encode()],
     'names': [b'target/encoder/layers_0', b'checkpoint_5.tmp-17', b'../..', b'CHECKPOINT'],

@@ -19,7 +19,7 @@ from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredLeaf
 from t5ckpt.format.dtypes import cast as cast_values
-from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.format.facts import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.leaf_reads import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
@@ -72,7 +72,7 @@ def load_t5x_checkpoint(
 
     Returns:
       Nested dicts; leaves are NumPy arrays or scalars, LazyArrays, None, or empty containers. Python numbers and strings are
-      restored if the sidecar records them; typed PRNG keys are returned as their uint32 data.
+      restored if the facts record them; typed PRNG keys are returned as their uint32 data.
 
     Raises:
       CheckpointNotFoundError: no such checkpoint.

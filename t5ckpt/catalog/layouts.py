@@ -40,7 +40,7 @@ from t5ckpt.format.manifest import begins_state, is_whole
 from t5ckpt.format.names import (
     MANIFEST,
     STEP_PREFIX,
-    is_sidecar,
+    is_facts_file,
     parse_padded_step,
     parse_prefixed_step,
     parse_step_dir,
@@ -202,7 +202,9 @@ def _is_of_other_layout(entry: Entry) -> bool:
     is_step = parse_prefixed_step(entry.name) is not None and not entry.name.isdecimal()
     # A step that is being written has arrays, but not yet its manifest.
     is_unfinished = entry.name.startswith(STEP_PREFIX) or '.orbax-checkpoint-tmp' in entry.name
-    return is_step or is_unfinished or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_sidecar(entry.name)
+    return (
+        is_step or is_unfinished or entry.name in (MANIFEST, TREE_METADATA, STEP_METADATA) or is_facts_file(entry.name)
+    )
 
 
 def is_state_file(storage: Storage, key: str) -> bool:

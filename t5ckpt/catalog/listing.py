@@ -8,9 +8,9 @@ from typing import Any
 
 from t5ckpt.catalog.bucket_catalog import BucketCatalog
 from t5ckpt.catalog.directory_catalog import DirectoryCatalog
+from t5ckpt.catalog.facts_files import read_facts_file
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint
 from t5ckpt.catalog.run_catalog import RunCatalog
-from t5ckpt.catalog.sidecar_files import read_sidecar_file
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.manifest import facts_range
@@ -84,7 +84,7 @@ def read_head(storage: Storage, directory: str) -> bytes:
         return b''
 
 
-def read_sidecar(storage: Storage, directory: str, head: bytes | None = None) -> bytes:
+def read_facts(storage: Storage, directory: str, head: bytes | None = None) -> bytes:
     """The facts of a step, from the ``head`` of its manifest or, in the earlier layout, from a file.
 
     Raises:
@@ -93,7 +93,7 @@ def read_sidecar(storage: Storage, directory: str, head: bytes | None = None) ->
     head = read_head(storage, directory) if head is None else head
     found = facts_range(head[:64])
     if found is None:
-        return read_sidecar_file(storage, directory)
+        return read_facts_file(storage, directory)
     whole = head if found[1] <= len(head) else storage.read_range(join(directory, MANIFEST), 0, found[1])
     return whole[slice(*found)]
 

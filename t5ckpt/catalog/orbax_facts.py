@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import parse_prefixed_step
-from t5ckpt.format.orbax import LEGACY_RUN_METADATA, METRICS, RUN_METADATA, STEP_METADATA, orbax_object, orbax_sidecar
-from t5ckpt.format.sidecar import Sidecar
+from t5ckpt.format.orbax import LEGACY_RUN_METADATA, METRICS, RUN_METADATA, STEP_METADATA, orbax_facts, orbax_object
 from t5ckpt.storage import Storage
 
 _MAX_BYTES = 16 * 2**20
 
 
-def read_orbax_facts(storage: Storage, directory: str, *, of_run: bool = False) -> Sidecar:
-    """The metrics, the time and the custom metadata of a step, as a sidecar of format 0.
+def read_orbax_facts(storage: Storage, directory: str, *, of_run: bool = False) -> Facts:
+    """The metrics, the time and the custom metadata of a step, as facts of format 0.
 
     Args:
       storage: contains the step.
@@ -40,7 +40,7 @@ def read_orbax_facts(storage: Storage, directory: str, *, of_run: bool = False) 
     custom = {} if legacy is None else orbax_object(*legacy)
     if run is not None:
         custom = orbax_object(*run).get('custom_metadata')
-    return orbax_sidecar(metadata, metrics, custom if isinstance(custom, dict) else {})
+    return orbax_facts(metadata, metrics, custom if isinstance(custom, dict) else {})
 
 
 def _read(storage: Storage, key: str) -> tuple[bytes, str] | None:

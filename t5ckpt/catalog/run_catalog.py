@@ -128,7 +128,7 @@ class RunCatalog(ABC):
 
     @abstractmethod
     def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
-        """The bytes of a step's files; None if neither the sidecar (``recorded``) nor a listing has them."""
+        """The bytes of a step's files; None if neither its facts (``recorded``) nor a listing has them."""
 
 
 def _number(named: tuple[str, object]) -> int:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
-from t5ckpt.catalog.listing import catalog_of, read_sidecar
+from t5ckpt.catalog.listing import catalog_of, read_facts
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
+from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import facts_entry
 from t5ckpt.format.names import (
@@ -29,7 +30,6 @@ from t5ckpt.format.names import (
     parse_step_dir,
     part_of,
 )
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar
 from t5ckpt.storage import Entry, Storage
 
 
@@ -44,9 +44,9 @@ class StepSummary:
       state: ``'complete'``, ``'part'`` (complete; the local directory of one of several processes, see ``save/parts.py``),
         ``'unreadable'``, ``'unfinished'``, ``'being deleted'``, ``'broken'``, ``'damaged'`` (renamed by a restore that could not
         read it), or ``'moved aside'`` (renamed by a save because it holds files of other programs).
-      nbytes: the bytes of its arrays, manifest, file checksums and sidecar; of a part, and without a sidecar on file systems, of
-        all files there. None if neither a sidecar nor a listing has them.
-      created: when it was saved, in unix seconds; without a sidecar, the modification time of the manifest; or None.
+      nbytes: the bytes of its arrays, manifest, file checksums and facts; of a part, and without facts on file systems, of
+        all files there. None if neither its facts nor a listing has them.
+      created: when it was saved, in unix seconds; without facts, the modification time of the manifest; or None.
       metrics: the metrics passed to ``save``.
       pinned: whether it is pinned.
       writer: the program that wrote it, such as ``'t5ckpt 0.1.0'``; '' if unknown.
@@ -137,16 +137,16 @@ def _summary(
     storage: Storage, catalog: RunCatalog, entry: Entry, named: _Named, latest: int | None
 ) -> StepSummary | None:
     is_orbax = named.layout == ORBAX
-    sidecar, recorded, damage = (_orbax_facts if is_orbax else _sidecar)(storage, entry)
+    facts, recorded, damage = (_orbax_facts if is_orbax else _facts)(storage, entry)
     files = catalog.files(entry)
     if files is None:
         return None
     pinned = PINNED in files
     manifest = files.get(MANIFEST, entry if not entry.is_dir else None)
-    created = sidecar.created_unix
+    created = facts.created_unix
     if created is None:
         created = manifest.mtime if manifest is not None and manifest.mtime else None
-    is_part = COPIES in files and _is_part(sidecar, files)
+    is_part = COPIES in files and _is_part(facts, files)
     state = 'part' if is_part and named.is_complete else named.state
     # Keep policies apply only to T5X's layout.
     kept = ['no keep policy applies'] if named.layout != T5X else []
@@ -159,51 +159,51 @@ def _summary(
         state='unreadable' if damage and named.is_complete and not is_orbax else state,
         nbytes=catalog.nbytes(entry.name, None if is_part else recorded, files),
         created=created,
-        metrics=sidecar.metrics,
+        metrics=facts.metrics,
         pinned=pinned,
-        writer=sidecar.program,
+        writer=facts.program,
         kept=', '.join(kept) if named.is_complete else '',
-        policy=sidecar.keep or None,
+        policy=facts.keep or None,
         layout=named.layout,
         reason=damage if named.is_complete else '',
-        custom_metadata=sidecar.custom_metadata,
+        custom_metadata=facts.custom_metadata,
     )
 
 
-def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Sidecar, None, str]:
-    """Orbax's metadata of a step as a sidecar, and the text of the error if it does not decode."""
+def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Facts, None, str]:
+    """Orbax's metadata of a step as facts, and the text of the error if it does not decode."""
     try:
         return read_orbax_facts(storage, entry.name), None, ''
     except FormatError as error:
-        return NO_SIDECAR, None, f'its metrics and times are not read: {error}'
+        return NO_FACTS, None, f'its metrics and times are not read: {error}'
 
 
-def _sidecar(storage: Storage, entry: Entry) -> tuple[Sidecar, int | None, str]:
-    """A step's sidecar, the bytes of the files that it records with its own, and the text of the error if it is damaged."""
+def _facts(storage: Storage, entry: Entry) -> tuple[Facts, int | None, str]:
+    """A step's facts, the bytes of the files that they record with their own, and the text of the error if they are damaged."""
     if not entry.is_dir:
-        return NO_SIDECAR, None, ''
+        return NO_FACTS, None, ''
     try:
-        data = read_sidecar(storage, entry.name)
-        sidecar = decode_sidecar(data, storage.url(join(entry.name, MANIFEST)))
+        data = read_facts(storage, entry.name)
+        facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
     except CheckpointNotFoundError:
-        return NO_SIDECAR, None, ''
+        return NO_FACTS, None, ''
     except FormatError as error:
-        return NO_SIDECAR, None, str(error)
-    return sidecar, _recorded_bytes(sidecar, len(facts_entry(data))), ''
+        return NO_FACTS, None, str(error)
+    return facts, _recorded_bytes(facts, len(facts_entry(data))), ''
 
 
-def _is_part(sidecar: Sidecar, files: Mapping[str, Entry]) -> bool:
+def _is_part(facts: Facts, files: Mapping[str, Entry]) -> bool:
     """Whether the files of other processes of the save are on other disks."""
     try:
-        return part_of(FileChecksums.recorded_by(sidecar, MANIFEST).lists, files) is not None
+        return part_of(FileChecksums.recorded_by(facts, MANIFEST).lists, files) is not None
     except FormatError:
         return False
 
 
-def _recorded_bytes(sidecar: Sidecar, sidecar_bytes: int) -> int | None:
-    """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the sidecar itself."""
+def _recorded_bytes(facts: Facts, facts_bytes: int) -> int | None:
+    """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the facts."""
     try:
-        beside = FileChecksums.recorded_by(sidecar, MANIFEST).values()
+        beside = FileChecksums.recorded_by(facts, MANIFEST).values()
     except FormatError:
         return None
-    return None if sidecar.bytes is None else sidecar.bytes + sidecar_bytes + sum(size for size, _ in beside)
+    return None if facts.bytes is None else facts.bytes + facts_bytes + sum(size for size, _ in beside)

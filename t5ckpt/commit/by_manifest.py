@@ -228,9 +228,9 @@ class ManifestTransaction(Transaction):
         keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]
         self.storage.delete_files([join(self.directory, key) for key in keys])
 
-    def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
+    def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         del directories
-        self._manifest = manifest = file_with_facts(manifest, sidecar)
+        self._manifest = manifest = file_with_facts(manifest, facts)
         last_beat = self._lease.last_beat
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
@@ -243,7 +243,7 @@ class ManifestTransaction(Transaction):
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
         while was_stopped and self._delete_manifest_if_collected(version):
             version = self._write.put(manifest)
-        self._finish(version, was_stopped=was_stopped, has_lists=sidecar is not None)
+        self._finish(version, was_stopped=was_stopped, has_lists=facts is not None)
 
     def _check_not_kept(self, *, checks_readers: bool = True) -> None:
         storage, step = self.storage, self.step

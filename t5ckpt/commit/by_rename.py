@@ -29,12 +29,12 @@ from t5ckpt.commit.removal import (
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
 from t5ckpt.commit.transaction import Transaction, TransactionOptions, writer_facts
-from t5ckpt.commit.write_lease import WriteLease, sidecar_record
+from t5ckpt.commit.write_lease import WriteLease, writer_record
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
 from t5ckpt.format.manifest import file_with_facts
-from t5ckpt.format.names import MANIFEST, SIDECAR, aside_dir, parse_leftover, step_dir
+from t5ckpt.format.names import FACTS_FILE, MANIFEST, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -102,15 +102,15 @@ class RenameTransaction(Transaction):
 
     def _take_lease(self) -> None:
         """Writes the write lease into the directory and renews it until it is closed."""
-        record = sidecar_record(writer_facts(), self.step)
-        self._lease = WriteLease(self.storage, join(self.directory, SIDECAR), self._clock, self._lock, record)
+        record = writer_record(writer_facts(), self.step)
+        self._lease = WriteLease(self.storage, join(self.directory, FACTS_FILE), self._clock, self._lock, record)
         self._lease.start()
 
-    def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
+    def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
-        storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, sidecar))
+        storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, facts))
         # After the manifest, which names the writer, too.
-        storage.delete_file(join(self.directory, SIDECAR))
+        storage.delete_file(join(self.directory, FACTS_FILE))
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)
         self.directory = final

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterable
 
-from t5ckpt.catalog.listing import catalog_of, read_sidecar
+from t5ckpt.catalog.listing import catalog_of, read_facts
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import collect_in_bucket
 from t5ckpt.commit.lease_files import is_live, leased_directory, warn_of_lease
@@ -27,8 +27,8 @@ from t5ckpt.commit.step_lease import has_live_lease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.names import MANIFEST, READ_LEASE_PREFIX, SIDECAR, Leftover, parse_leftover
-from t5ckpt.format.sidecar import decode_sidecar
+from t5ckpt.format.facts import decode_facts
+from t5ckpt.format.names import FACTS_FILE, MANIFEST, READ_LEASE_PREFIX, Leftover, parse_leftover
 from t5ckpt.storage import Storage
 
 STALE_AFTER_SECONDS = 3600.0
@@ -133,7 +133,7 @@ def _collect_one(storage: Storage, leftover: Leftover, clock: Clock, stale_after
 
 def _has_lease_in_part(names: Collection[str]) -> bool:
     """Whether the writer of a directory has written nothing, or only a part of its lease. T5X and Orbax never use such a name."""
-    return SIDECAR not in names and all(name.startswith(SIDECAR) for name in names)
+    return FACTS_FILE not in names and all(name.startswith(FACTS_FILE) for name in names)
 
 
 def _remove_without_lease(storage: Storage, name: str, names: Iterable[str]) -> bool:
@@ -158,12 +158,12 @@ def is_abandoned(storage: Storage, leftover: Leftover, clock: Clock, stale_after
     name = leftover.name
     names = [entry.name for entry in storage.entries(name)]
     is_old = leftover.unix < clock() - stale_after
-    if SIDECAR not in names and MANIFEST not in names:
+    if FACTS_FILE not in names and MANIFEST not in names:
         return is_old or (has_lock and _has_lease_in_part(names))
-    key, now = join(name, SIDECAR if SIDECAR in names else MANIFEST), lease_clock(storage, clock)
+    key, now = join(name, FACTS_FILE if FACTS_FILE in names else MANIFEST), lease_clock(storage, clock)
     try:
-        record = storage.read(key) if SIDECAR in names else read_sidecar(storage, name)
-        writer = decode_sidecar(record, storage.url(name)).writer
+        record = storage.read(key) if FACTS_FILE in names else read_facts(storage, name)
+        writer = decode_facts(record, storage.url(name)).writer
     except (FormatError, CheckpointNotFoundError):
         return is_old
     owner = parse_owner(writer)

@@ -104,7 +104,7 @@ def process_facts() -> dict[str, Any]:
 
 
 def has_ended(writer: Any) -> bool:
-    """Returns whether the writer that a finished sidecar names was a process of this machine that has ended."""
+    """Returns whether the writer in the facts of a finished directory was a process of this machine that has ended."""
     if not isinstance(writer, Mapping) or not isinstance(writer.get('pid'), int) or not writer.get('place'):
         return False
     return writer['place'] == _boot_id() and (
@@ -147,7 +147,7 @@ def dated(storage: Storage, key: str, owner: Owner) -> Owner:
 
 
 def _owner_part(record: Any) -> Any:
-    """The owner in a record: all of it in a lease object, the entry ``writer`` in the sidecar of an unfinished directory."""
+    """The owner in a record: all of it in a lease object, the entry ``writer`` in the facts of an unfinished directory."""
     return record['writer'] if isinstance(record, Mapping) and 'writer' in record else record
 
 

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.commit.removal import rename_aside
-from t5ckpt.commit.step_facts import known_sidecar
+from t5ckpt.commit.step_facts import known_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
+from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.names import PINNED
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
@@ -46,7 +46,7 @@ def infos_of_others(
             saved = _saved_facts(storage, listed)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(listed.name), error)
-            saved = NO_SIDECAR
+            saved = NO_FACTS
         created = times.get(listed.name) if saved.created_unix is None else saved.created_unix
         metrics = {name: values[listed.step] for name, values in given.items() if listed.step in values}
         pinned = has_pin(storage, listed)
@@ -56,10 +56,10 @@ def infos_of_others(
     return infos
 
 
-def _saved_facts(storage: Storage, listed_step: ListedStep) -> Sidecar:
+def _saved_facts(storage: Storage, listed_step: ListedStep) -> Facts:
     if listed_step.layout == ORBAX:
         return read_orbax_facts(storage, listed_step.name)
-    return known_sidecar(storage, listed_step.name) if listed_step.layout == PADDED else NO_SIDECAR
+    return known_facts(storage, listed_step.name) if listed_step.layout == PADDED else NO_FACTS
 
 
 def has_pin(storage: Storage, listed_step: ListedStep) -> bool:

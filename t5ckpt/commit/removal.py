@@ -18,7 +18,7 @@ import os
 import shlex
 from collections.abc import Collection, Generator, Sequence
 
-from t5ckpt.catalog.listing import read_head, read_sidecar
+from t5ckpt.catalog.listing import read_facts, read_head
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -31,6 +31,7 @@ from t5ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.facts import FORMAT, newer_format
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, is_of_others, version_of
 from t5ckpt.format.names import (
@@ -38,11 +39,10 @@ from t5ckpt.format.names import (
     PINNED,
     aside_dir,
     foreign_keys,
+    is_facts_file,
     is_file_checksums,
-    is_sidecar,
     step_dir,
 )
-from t5ckpt.format.sidecar import FORMAT, newer_format
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -68,7 +68,7 @@ def check_known(storage: Storage, directory: str, *, manifest: bytes | None = No
             version = version_of(storage.read(join(directory, MANIFEST)))
         if version is not None and version > VERSION:
             raise _newer(storage, directory, 'manifest', version, VERSION)
-        newer = newer_format(read_sidecar(storage, directory, head))
+        newer = newer_format(read_facts(storage, directory, head))
         if newer is not None:
             raise _newer(storage, directory, 'facts', newer, FORMAT)
 
@@ -146,7 +146,9 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     aside = name
     with unless_renameless():
         aside = move_aside(storage, name, step, unix, foreign)
-    if any(is_sidecar(key) or is_file_checksums(key) for key in keys) or (MANIFEST in keys and MANIFEST not in foreign):
+    if any(is_facts_file(key) or is_file_checksums(key) for key in keys) or (
+        MANIFEST in keys and MANIFEST not in foreign
+    ):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
             if entry.name not in kept:

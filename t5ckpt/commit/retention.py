@@ -21,14 +21,14 @@ from t5ckpt.commit.prunable_steps import StayLog
 from t5ckpt.commit.pruning import Pruning
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known
-from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_sidecar
+from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_facts
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock, MetricSource
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import parse_prefixed_step, step_dir
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
@@ -120,9 +120,9 @@ class Retention:
         """
         self._steps.listed = listed
 
-    def note_saved(self, step: int, sidecar: Sidecar) -> None:
-        """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
-        self._facts.note_saved(step, sidecar)
+    def note_saved(self, step: int, facts: Facts) -> None:
+        """Stores the facts of a checkpoint that this process has just committed."""
+        self._facts.note_saved(step, facts)
         self._latest = step if self._latest is None else max(self._latest, step)
 
     def is_surely_new(self, step: int) -> bool:
@@ -147,9 +147,9 @@ class Retention:
         raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
 
     def recorded_policy(self) -> KeepPolicy | None:
-        """The keep policy in the sidecar of the latest step; None if it is not recorded."""
+        """The keep policy in the facts of the latest step; None if it is not recorded."""
         steps = self._steps.prunable(listing(self._storage).steps)
-        return policy_of(known_sidecar(self._storage, step_dir(steps[-1])).keep) if steps else None
+        return policy_of(known_facts(self._storage, step_dir(steps[-1])).keep) if steps else None
 
     def plan(self) -> list[Decision]:
         """Decides for each step whether it stays."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from t5ckpt.catalog.listing import read_sidecar, waiting_steps
+from t5ckpt.catalog.listing import read_facts, waiting_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
 from t5ckpt.errors import FormatError, StorageError
+from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts, newer_format
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, decode_sidecar, newer_format
 from t5ckpt.policies import StepInfo
 from t5ckpt.storage import Storage
 
 
 class StepFacts:
-    """Reads the facts that a keep policy takes. They never change for a complete step, so each sidecar is read once."""
+    """Reads the facts that a keep policy takes. They never change for a complete step, so those of each step are read once."""
 
     def __init__(self, storage: Storage, source: MetricSource | None):
         """Takes the run, and the source of the metrics that were not passed to ``save``."""
@@ -24,9 +24,9 @@ class StepFacts:
         self._source = source
         self._facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
 
-    def note_saved(self, step: int, sidecar: Sidecar) -> None:
-        """Stores the facts of a checkpoint that this process has just committed, from its sidecar."""
-        self._facts[step] = sidecar.created_unix, sidecar.metrics
+    def note_saved(self, step: int, facts: Facts) -> None:
+        """Stores the facts of a checkpoint that this process has just committed."""
+        self._facts[step] = facts.created_unix, facts.metrics
 
     def infos(
         self, steps: Sequence[int], leased: Collection[int], names: Collection[str], just_saved: int | None
@@ -61,7 +61,7 @@ class StepFacts:
         ]
 
     def _read_facts(self, step: int) -> tuple[float | None, Mapping[str, float]]:
-        return _facts_in(self._storage, step, known_sidecar(self._storage, step_dir(step)))
+        return _facts_in(self._storage, step, known_facts(self._storage, step_dir(step)))
 
     def _found_metrics(self, steps: Sequence[int], names: Collection[str]) -> dict[str, Mapping[int, float]]:
         if self._source is None:
@@ -95,23 +95,23 @@ class MetricCoverage:
         return {name: next(iter(steps.items())) for name, steps in lacking.items() if len(steps) > 1}
 
 
-def _facts_in(storage: Storage, step: int, sidecar: Sidecar) -> tuple[float | None, Mapping[str, float]]:
+def _facts_in(storage: Storage, step: int, facts: Facts) -> tuple[float | None, Mapping[str, float]]:
     """The time of a step's save, in unix seconds or None, and the metrics passed to it."""
-    created = sidecar.created_unix
+    created = facts.created_unix
     if created is None:
-        # T5X writes no sidecar, and the manifest last.
+        # T5X writes no facts, and the manifest last.
         created = storage.modified(join(step_dir(step), MANIFEST))
-    return created, sidecar.metrics
+    return created, facts.metrics
 
 
-def known_sidecar(storage: Storage, directory: str) -> Sidecar:
-    """A step's sidecar; ``NO_SIDECAR`` if it cannot be read or has a newer format, so that retention continues."""
+def known_facts(storage: Storage, directory: str) -> Facts:
+    """A step's facts; ``NO_FACTS`` if they cannot be read or have a newer format, so that retention continues."""
     key = join(directory, MANIFEST)
     try:
-        data = read_sidecar(storage, directory)
-        return NO_SIDECAR if newer_format(data) is not None else decode_sidecar(data, storage.url(key))
+        data = read_facts(storage, directory)
+        return NO_FACTS if newer_format(data) is not None else decode_facts(data, storage.url(key))
     except (StorageError, FileNotFoundError, FormatError):
-        return NO_SIDECAR
+        return NO_FACTS
 
 
 def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:

@@ -15,7 +15,7 @@ from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, generation_of, is_swap_sidecar, step_dir, superseded
+from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, generation_of, is_bucket_facts_file, step_dir, superseded
 from t5ckpt.reading.contents import listed_files
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
@@ -37,7 +37,7 @@ def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> No
     if has_positions or storage.names(directory, TRAIN_DS_PREFIX):
         reason = 'with positions of data iterators'
     else:
-        if read_raw(_located(storage, step)).sidecar is not None:
+        if read_raw(_located(storage, step)).facts is not None:
             return
         if not storage.is_file(join(directory, MANIFEST)):
             raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
@@ -54,7 +54,7 @@ def _located(storage: Storage, step: int) -> Located:
 
 def is_of_one_save(key: str) -> bool:
     """Whether a file in a step's directory has a name that no other save of the step gives a file."""
-    return generation_of(key) != '' or is_swap_sidecar(key)
+    return generation_of(key) != '' or is_bucket_facts_file(key)
 
 
 def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
@@ -68,7 +68,7 @@ def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     """
     located = _located(storage, step)
     raw = read_raw(located, checksums=True)
-    if raw.sidecar is None:
+    if raw.facts is None:
         raise CorruptCheckpointError(f'{located.url} has no facts of t5ckpt.')
     doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
     if not lease.is_ours():

@@ -2,7 +2,7 @@
 
     with open_transaction(storage, step, clock, options) as work:
         storage.write(join(work.directory, name), data)
-        work.commit(manifest, sidecar, directories)
+        work.commit(manifest, facts, directories)
 
 ``commit/strategy.py`` has this function. It chooses the class: :class:`~t5ckpt.commit.by_rename.RenameTransaction` if
 directories can be renamed, else :class:`~t5ckpt.commit.by_manifest.ManifestTransaction`, which commits by the write of the
@@ -27,9 +27,9 @@ from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError
+from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
@@ -75,7 +75,7 @@ class TransactionOptions:
 
 
 def writer_facts() -> dict[str, Any]:
-    """Returns the facts of this writer, for the sidecar and for the garbage collection of other processes."""
+    """Returns what identifies this writer, for the facts of a checkpoint and for the garbage collection of other processes."""
     host, pid = socket.gethostname(), os.getpid()
     return {'name': 't5ckpt', 'version': __version__, 'host': host, 'pid': pid, **process_facts()}
 
@@ -127,8 +127,8 @@ class Transaction(ABC):
         self._may_arrive = not isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
         self.rollback()
 
-    def sidecar(self, base: Sidecar, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Sidecar:
-        """Returns the sidecar of what was written.
+    def facts(self, base: Facts, counts: Mapping[str, int], files: Mapping[str, FileEntry]) -> Facts:
+        """Returns the facts of what was written.
 
         Args:
           base: the fields that do not depend on the files, such as the facts of the tree and the metrics.
@@ -148,17 +148,17 @@ class Transaction(ABC):
     def commit_with_checksums(
         self,
         manifest: bytes,
-        base: Sidecar,
+        base: Facts,
         counts: Mapping[str, int],
         files: Mapping[str, FileEntry],
         directories: Sequence[str],
     ) -> int:
-        """Writes the file checksums of a write by one process, and commits with a sidecar.
+        """Writes the file checksums of a write by one process, and commits with the facts.
 
         Args:
           manifest: the file's bytes.
-          base: as for :meth:`sidecar`.
-          counts: as for :meth:`sidecar`.
+          base: as for :meth:`facts`.
+          counts: as for :meth:`facts`.
           files: the other files that were written, relative to the directory of the checkpoint.
           directories: as for :meth:`commit`, with the same errors.
 
@@ -167,30 +167,30 @@ class Transaction(ABC):
         """
         entry = write_checksums(self.storage, join(self.directory, self.generation), 0, files)
         own_files = {MANIFEST: entry_of(manifest), join(self.generation, file_checksums_name(0)): entry}
-        self.commit(manifest, encode_sidecar(self.sidecar(base, counts, own_files)), directories)
+        self.commit(manifest, encode_facts(self.facts(base, counts, own_files)), directories)
         return sum(size for size, _ in (*files.values(), *own_files.values()))
 
-    def commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
+    def commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         """Makes the written directory the checkpoint of its step.
 
         Args:
           manifest: the file's bytes.
-          sidecar: the bytes of the sidecar; None for a copy of a checkpoint without one.
+          facts: the bytes of the facts; None for a copy of a checkpoint without any.
           directories: the written directories, relative to that of the checkpoint.
 
         Raises:
-          SaveFailedError: a reader would reject the manifest or the sidecar; nothing became visible.
+          SaveFailedError: a reader would reject the manifest or the facts; nothing became visible.
           StepTakenError: another process has written the step, or is writing it; nothing became visible.
           StorageError: nothing became visible.
         """
         try:
-            check_opens(self.storage, self.directory, manifest, sidecar)
+            check_opens(self.storage, self.directory, manifest, facts)
         except FormatError as error:
             where = self.storage.url(step_dir(self.step))
             raise SaveFailedError(
                 f'{where}: nothing is committed, because it could not be opened again: {error}'
             ) from error
-        self._commit(manifest, sidecar, directories)
+        self._commit(manifest, facts, directories)
         self._is_committed = True
 
     def rollback(self) -> None:
@@ -210,7 +210,7 @@ class Transaction(ABC):
         """Ends the write without a commit, and leaves the files to garbage collection."""
 
     @abstractmethod
-    def _commit(self, manifest: bytes, sidecar: bytes | None, directories: Sequence[str]) -> None:
+    def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         """See :meth:`commit`."""
 
     @abstractmethod

@@ -29,11 +29,11 @@ from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
+    FACTS_FILE,
     PINNED,
-    SIDECAR,
     TRAIN_DS_PREFIX,
+    is_facts_file,
     is_file_checksums,
-    is_sidecar,
     part_of,
     part_text,
     superseded,
@@ -120,11 +120,11 @@ class Transfer:
         left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
         with self._reading_source():
             raw = read_raw(self._source.located)
-        manifest, sidecar = raw.manifest or b'', raw.sidecar
-        # The copy has the sidecar of the earlier layout in its manifest.
-        sizes = {key: size for key, size in sizes.items() if not is_sidecar(key)}
-        checksums = self._file_checksums(sidecar, sizes)
-        if sidecar is not None:
+        manifest, facts = raw.manifest or b'', raw.facts
+        # The copy has the facts in its manifest, also those of the earlier layout.
+        sizes = {key: size for key, size in sizes.items() if not is_facts_file(key)}
+        checksums = self._file_checksums(facts, sizes)
+        if facts is not None:
             # Without the files of a replaced checkpoint that are not removed yet.
             sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums)}
         self._compare(self._manifest_name, manifest, checksums)
@@ -144,9 +144,9 @@ class Transfer:
         with open_transaction(self._to, self._step, clock, options) as work:
             with self._source.reading('copied'):
                 moved = self._copy_all(work, {name: self._size(name, sizes, checksums) for name in names}, checksums)
-            work.commit(manifest, sidecar, parents_of(names))
+            work.commit(manifest, facts, parents_of(names))
         checked = sum(name in checksums for name in [*names, self._manifest_name])
-        nbytes = moved + len(file_with_facts(manifest, sidecar))
+        nbytes = moved + len(file_with_facts(manifest, facts))
         return Transferred(len(sizes), nbytes, checked, left_out)
 
     @contextlib.contextmanager
@@ -172,16 +172,16 @@ class Transfer:
             cure = 'A damaged checkpoint is not copied; copy an older step.'
             checksums.check(name, entry_of(data), self._from.url(join(self._base, name)), cure)
 
-    def _file_checksums(self, sidecar: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
+    def _file_checksums(self, facts: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:
         """The recorded checksums of all files; empty for a checkpoint without checksums."""
-        if sidecar is None:
+        if facts is None:
             if lists := [name for name in sizes if is_file_checksums(name)]:
                 raise CorruptCheckpointError(
-                    f'{self._from.url(join(self._base, SIDECAR))} is missing, so no checksum of {lists[0]} can be compared. A '
+                    f'{self._from.url(join(self._base, FACTS_FILE))} is missing, so no checksum of {lists[0]} can be compared. A '
                     'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
                 )
             return FileChecksums()
-        recorded = FileChecksums.recorded_in(sidecar, self._from.url(join(self._base, SIDECAR)))
+        recorded = FileChecksums.recorded_in(facts, self._from.url(join(self._base, FACTS_FILE)))
         lists = recorded.load_lists(
             lambda name: self._read(name, None) if name in sizes else None,
             lambda name: self._from.url(join(self._base, name)),

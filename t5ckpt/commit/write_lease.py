@@ -6,7 +6,7 @@ or replaces a step has the file ``deleting_<step>.<nonce>``. A lease names the p
 heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. All files that remain
 after a crash have a lease, and garbage collection removes nothing without one.
 
-    save     +lease, [alone?], arrays, sidecar, [is the lease still there?], manifest, -lease
+    save     +lease, [alone?], arrays, file checksums, [is the lease still there?], manifest, -lease
     delete   +lease, [alone? no read lease?], -manifest, [no pin?], [is the lease still there?], -files, -lease
     read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
 
@@ -63,7 +63,7 @@ from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
-from t5ckpt.format.sidecar import Sidecar, encode_sidecar
+from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.storage import Storage
 
 TAKE_OVER_SECONDS = 600.0
@@ -77,9 +77,9 @@ _REPLACEMENTS = 5
 _log = logging.getLogger('t5ckpt')
 
 
-def sidecar_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
-    """Returns a function that encodes an owner, merged with ``writer``, as the sidecar of an unfinished directory."""
-    return lambda owner: encode_sidecar(Sidecar(writer={**writer, **owner}, step=step))
+def writer_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str, Any]], bytes]:
+    """Returns a function that encodes an owner, merged with ``writer``, as the facts of an unfinished directory."""
+    return lambda owner: encode_facts(Facts(writer={**writer, **owner}, step=step))
 
 
 def write_lingering(storage: Storage, step: int, clock: Clock, *, may_leave_files: bool = False) -> str | None:

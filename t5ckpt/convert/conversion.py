@@ -19,8 +19,8 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.codecs import CODECS
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import step_dir
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.save.stream_writer import STREAM_BYTES, StreamRequest, rehearse, write_stream
@@ -126,7 +126,7 @@ class Found:
       added: leaves that the source does not have.
       dropped: names in the source that are left out.
       files: other files of the step, by name in its directory: the state of a data iterator.
-      sidecar: the fields to copy: metrics, the keep policy.
+      facts: those to copy: metrics, the keep policy.
       inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
         stored leaf without mesh axes.
       without_effect: the names of options that have no effect.
@@ -140,7 +140,7 @@ class Found:
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
-    sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
+    facts: Facts = dataclasses.field(default_factory=Facts)
     inline: Collection[Path] = ()
     without_effect: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -176,7 +176,7 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
         {**found.source, **options.recorded},
         options.progress,
         files=found.files,
-        sidecar=found.sidecar,
+        facts=found.facts,
         t5x_inlines=dict.fromkeys(found.inline, True),
     )
     names = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)

@@ -27,8 +27,8 @@ from t5ckpt.core.text import lines
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import TRAIN_DS_PREFIX
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
@@ -139,7 +139,7 @@ def rewrite_checkpoint(
         {name: leaf_name(path) for name, path in new_paths.items()},
         dropped=tuple(name for name in leaves if name not in kept),
         files=_iterator_files(located),
-        sidecar=_copied(contents[-1].sidecar),
+        facts=_copied(contents[-1].facts),
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
@@ -348,7 +348,6 @@ def _refuse_unused(patterns: Sequence[str], names: Collection[str]) -> None:
         )
 
 
-def _copied(sidecar: Sidecar) -> Sidecar:
-    """The fields to copy; without a sidecar in the source, records that typed keys and the like are unknown."""
-    facts = sidecar.facts if sidecar.format else 'unknown'
-    return Sidecar(facts=facts, keep=sidecar.keep, metrics=sidecar.metrics)
+def _copied(facts: Facts) -> Facts:
+    """The facts to copy; without any in the source, records that typed keys and the like are unknown."""
+    return Facts(completeness=facts.completeness if facts.format else 'unknown', keep=facts.keep, metrics=facts.metrics)

@@ -33,9 +33,9 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.dtypes import cast as cast_values
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.progress import Meter
@@ -108,8 +108,8 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     if not options.dry_run:
         with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
             total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, LazyArray))
-            sidecar = contents.sidecar if is_step else None
-            digests = _save(_with_lists(unflatten(leaves)), temporary, Meter(options.progress, total), sidecar)
+            facts = contents.facts if is_step else None
+            digests = _save(_with_lists(unflatten(leaves)), temporary, Meter(options.progress, total), facts)
             _compare_with_written(leaves, digests, temporary, target)
             if is_step:
                 source = {**selected.source, **options.recorded}
@@ -140,7 +140,7 @@ def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
     located = contents.located
     names = [entry.name for entry in located.storage.entries(located.directory)]
     files = [name for name in names if name == PINNED or name.startswith(TRAIN_DS_PREFIX)]
-    recorded = [name for name in ('metrics', 'custom_metadata') if getattr(contents.sidecar, name) and not is_step]
+    recorded = [name for name in ('metrics', 'custom_metadata') if getattr(contents.facts, name) and not is_step]
     return tuple(sorted(files + recorded))
 
 
@@ -236,8 +236,8 @@ def _with_lists(node: Any) -> Any:
     return [children[index] for index in indices] if node and node.keys() == {*indices} else children
 
 
-def _save(tree: Any, target: str, meter: Meter, step: Sidecar | None) -> Mapping[str, str]:
-    """Writes a tree or, with the sidecar of a step, an item with the tree beside its metrics.
+def _save(tree: Any, target: str, meter: Meter, step: Facts | None) -> Mapping[str, str]:
+    """Writes a tree or, with the facts of a step, an item with the tree beside its metrics.
 
     Returns:
       The checksums of the values of LazyArrays, by Orbax's names.

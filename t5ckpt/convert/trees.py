@@ -27,10 +27,10 @@ from t5ckpt.errors import (
     MissingDependencyError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
 from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
@@ -103,15 +103,15 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
     }
     found = select_leaves(table, located.step, identity, optimizer=optimizer)
-    sidecar = contents.sidecar
+    facts = contents.facts
     # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
-    recorded = Sidecar(
-        facts='unknown',
-        created_unix=sidecar.created_unix,
-        metrics=sidecar.metrics,
-        custom_metadata=sidecar.custom_metadata,
+    recorded = Facts(
+        completeness='unknown',
+        created_unix=facts.created_unix,
+        metrics=facts.metrics,
+        custom_metadata=facts.custom_metadata,
     )
-    return dataclasses.replace(found, sidecar=recorded, left_out=contents.left_out)
+    return dataclasses.replace(found, facts=recorded, left_out=contents.left_out)
 
 
 def log_left_out(found: Found, source: str | os.PathLike[str]) -> None:
@@ -153,7 +153,7 @@ def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
         contents = read_contents(located, logs_items=False)
-        if contents.sidecar.format or contents.manifest.version > 0:
+        if contents.facts.format or contents.manifest.version > 0:
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
     if located.step is None:
@@ -202,7 +202,7 @@ def _open_flax_shards(index: str) -> LargeFile:
     absent = [f'{leaf} in {file}' for leaf, file in by_leaf.items() if path_of(leaf) not in table]
     if absent:
         raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')
-    return LargeFile(Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_SIDECAR), arrays)
+    return LargeFile(Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_FACTS), arrays)
 
 
 def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
@@ -245,7 +245,7 @@ def _open_jax(source: str) -> Contents:
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
     arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, zarr3=True)
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, unflatten(table | arrays)), NO_SIDECAR)
+    return Contents(located, Manifest(3, unflatten(table | arrays)), NO_FACTS)
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {

@@ -15,7 +15,7 @@ from typing import Any
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
 from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage, open_target, openable_below
-from t5ckpt.commit.step_facts import known_sidecar
+from t5ckpt.commit.step_facts import known_facts
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
 from t5ckpt.convert.trees import log_left_out, open_tree
@@ -161,7 +161,7 @@ def _converted_before(
 
 def _recorded(target: Storage, step: ListedStep, kind: str) -> Mapping[str, Any]:
     """The source that a converted step records, with the options of the conversion."""
-    return recorded_source(target.url(step.name)) if kind == TO_ORBAX else known_sidecar(target, step.name).source
+    return recorded_source(target.url(step.name)) if kind == TO_ORBAX else known_facts(target, step.name).source
 
 
 def _source(kind: str, source: str) -> Mapping[str, Any]:

@@ -126,7 +126,7 @@ def number(name: str, value: Any, *, least: float | None = None) -> float:
 
 
 def set_fields(policy: Any, **fields: Any) -> None:
-    """Sets the checked values of fields in a frozen policy; a NumPy integer, for example, cannot be encoded in a sidecar."""
+    """Sets the checked values of fields in a frozen policy; a NumPy integer, for example, cannot be encoded in the facts."""
     for name, value in fields.items():
         object.__setattr__(policy, name, value)
 

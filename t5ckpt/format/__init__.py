@@ -1,1 +1,1 @@
-"""The format on disk, as pure functions: names, manifest, array specs, sidecar, file checksums, chunk grid."""
+"""The format on disk, as pure functions: names, manifest, array specs, facts, file checksums, chunk grid."""

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, SIDECAR, TRAIN_DS_PREFIX
+from t5ckpt.format.names import DATASET_REMOVED, FACTS_FILE, MANIFEST, PINNED, TRAIN_DS_PREFIX
 
 # The prefixes of other files of a step.
 _OF_OURS = (TRAIN_DS_PREFIX, 'integrity.', 't5ckpt-', 't5ckpt.')
@@ -44,7 +44,7 @@ def _is_safe(text: str) -> bool:
         len(text) <= _MAX_COMPONENT
         and _SAFE.fullmatch(text) is not None
         and not text.endswith(('.__lock', '.', ' '))
-        and text.casefold() not in {MANIFEST, SIDECAR, PINNED.casefold(), DATASET_REMOVED.casefold()}
+        and text.casefold() not in {MANIFEST, FACTS_FILE, PINNED.casefold(), DATASET_REMOVED.casefold()}
         and not text.casefold().startswith(_OF_OURS)
     )
 

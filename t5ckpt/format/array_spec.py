@@ -20,7 +20,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype
-from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.format.facts import TreeFacts
 from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
@@ -334,7 +334,7 @@ def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> 
     Args:
       table: with specs, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
       version: the manifest's.
-      tree_facts: the sidecar's.
+      tree_facts: of the checkpoint.
 
     Returns:
       A table with values of type StoredLeaf, array, None, Empty and str.
@@ -351,7 +351,7 @@ def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> 
 
 
 def with_facts(table: LeafTable, tree_facts: TreeFacts) -> LeafTable:
-    """Adds the strings and the empty containers in the sidecar to a table."""
+    """Adds the strings and the empty containers in the facts to a table."""
     full: LeafTable = {**tree_facts.text, **table} if tree_facts.text else table
     if not tree_facts.empty:
         return full
@@ -375,7 +375,7 @@ def stored_leaf(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, pa
         dtype = np.dtype(np.void)
     if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
         raise CorruptCheckpointError(
-            f'{name}: its dtype in the sidecar is {dtype_name!r:.40}, which is never stored as {array.dtype.name}. '
+            f'{name}: its dtype in the facts is {dtype_name!r:.40}, which is never stored as {array.dtype.name}. '
             'Remove t5ckpt.json to read it as T5X does.'
         )
     return StoredLeaf(array, dtype)

@@ -2,7 +2,7 @@
 
 Stored arrays cannot hold four of JAX's dtypes: TensorStore's zarr v2 driver (0.1.86) has no name for uint2, uint4 and
 float8_e4m3, and T5X refuses uint16 on load, because in version 2 it meant bfloat16. Such leaves are stored in a dtype that holds
-them exactly, and the sidecar records the original dtype. Integers are stored by value, so that T5X reads the right numbers;
+them exactly, and the facts record the original dtype. Integers are stored by value, so that T5X reads the right numbers;
 float8_e4m3 is stored by its bits, which preserves NaN payloads.
 
 Casts of floating leaves are in :func:`cast`, so that none loses a finite value in silence.
@@ -66,7 +66,7 @@ STORED_AS = {**_BY_VALUE, **_BY_BITS}
 
 
 def dtype_from_name(name: str) -> np.dtype:
-    """The numpy dtype of a name in a manifest or sidecar, from a fixed list.
+    """The numpy dtype of a name in a manifest or its facts, from a fixed list.
 
     Raises:
       KeyError: for any other name. A name from a file never reaches ``np.dtype``, which would accept structured types.

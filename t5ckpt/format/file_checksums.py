@@ -22,8 +22,8 @@ from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
 from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.format.facts import Facts, decode_facts
 from t5ckpt.format.names import is_file_checksums
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 
 FileEntry = tuple[int, str]
 """A file's bytes and the xxh3-64 of its contents, in hex."""
@@ -80,18 +80,18 @@ class FileChecksums(Mapping[str, FileEntry]):
         return cls.from_json(files, where)
 
     @classmethod
-    def recorded_by(cls, sidecar: Sidecar, where: str) -> FileChecksums:
-        """The checksums in a sidecar: of the manifest and of the processes' lists.
+    def recorded_by(cls, facts: Facts, where: str) -> FileChecksums:
+        """The checksums in the facts: of the manifest and of the processes' lists.
 
         Raises:
           CorruptCheckpointError: as :meth:`from_json`.
         """
-        return cls.from_json(sidecar.recorded('digests'), where)
+        return cls.from_json(facts.recorded('digests'), where)
 
     @classmethod
-    def recorded_in(cls, sidecar: bytes, where: str) -> FileChecksums:
-        """As :meth:`recorded_by`, of an undecoded sidecar; raises also as ``decode_sidecar``."""
-        return cls.recorded_by(decode_sidecar(sidecar, where), where)
+    def recorded_in(cls, facts: bytes, where: str) -> FileChecksums:
+        """As :meth:`recorded_by`, of undecoded facts; raises also as ``decode_facts``."""
+        return cls.recorded_by(decode_facts(facts, where), where)
 
     @classmethod
     def from_json(cls, files: Any, where: str) -> FileChecksums:
@@ -121,18 +121,18 @@ class FileChecksums(Mapping[str, FileEntry]):
         return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
 
     def to_json(self) -> dict[str, list[Any]]:
-        """The entries as the sidecar records them, see :meth:`recorded_by`."""
+        """The entries as the facts record them, see :meth:`recorded_by`."""
         return {name: list(entry) for name, entry in self._entries.items()}
 
     # --- several processes --------------------------------------------------------------------------------------------
 
     @property
     def lists(self) -> list[str]:
-        """The names of the processes' lists, if these are the checksums in a sidecar."""
+        """The names of the processes' lists, if these are the checksums in the facts."""
         return [name for name in self._entries if is_file_checksums(name)]
 
     def load_lists(self, read: Callable[[str], bytes | None], where: Callable[[str], str]) -> dict[str, FileChecksums]:
-        """Reads, verifies and decodes the processes' lists, by name; ``self`` holds the checksums in the sidecar.
+        """Reads, verifies and decodes the processes' lists, by name; ``self`` holds the checksums in the facts.
 
         Args:
           read: from a list's name to its bytes; None leaves it out.

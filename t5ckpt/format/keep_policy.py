@@ -1,4 +1,4 @@
-"""Encodes keep policies in types of JSON, as they are recorded in sidecars."""
+"""Encodes keep policies in types of JSON, as they are recorded in facts."""
 
 from __future__ import annotations
 

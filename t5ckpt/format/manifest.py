@@ -1,7 +1,7 @@
 """Decodes and encodes the msgpack manifest, in all versions. No files are read or written here.
 
 Format (flax/serialization.py, t5x/checkpoints.py): one msgpack map ``{'version': 3, 'optimizer': <nested maps>}``, in which
-t5ckpt puts before ``optimizer`` the facts that T5X has no place for, as the text ``t5ckpt`` (``format/sidecar.py``). T5X ignores
+t5ckpt puts before ``optimizer`` the facts that T5X has no place for, as the text ``t5ckpt`` (``format/facts.py``). T5X ignores
 it.
 A leaf is an array or scalar in an extension type, nil, or a map that holds a TensorStore spec. Extension 1 is an
 array, extension 3 a NumPy scalar, both packed as ``(shape, dtype name, C-order bytes)``; extension 2 is a complex number,

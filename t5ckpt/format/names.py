@@ -9,14 +9,16 @@ T5X's names (t5x/checkpoints.py):
 
 t5ckpt's names:
 
-    t5ckpt.json, integrity.<process>.json  the sidecar and the file checksums
+    integrity.<process>.json               the file checksums of a process
+    t5ckpt.json                            the facts: before the commit those of its writer; in the earlier layout, of the step
     copies.json                            in a local directory, the checksums of the files that others upload
     DATASET_REMOVED                        retention has deleted the files of data iterators
     checkpoint_<step>.deleted-<unix>       a step that is being deleted
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
-    checkpoint_<step>/t5ckpt-<hex>/        on object stores, arrays and file checksums of one save; t5ckpt.<hex>.json its sidecar
+    checkpoint_<step>/t5ckpt-<hex>/        on object stores, the arrays and file checksums of one save
+    checkpoint_<step>/t5ckpt.<hex>.json    on object stores, in the earlier layout, the facts of one save
     held_<step>.<unix>.<who>s<seconds>     a read lease of <seconds>, until <unix>, during which the step is not deleted
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
     .t5ckpt/                               on object stores, the leases, see ``catalog/bucket_catalog.py``
@@ -35,7 +37,8 @@ from t5ckpt.core.text import numbered
 MANIFEST = 'checkpoint'
 DAMAGED_MANIFEST = 'checkpoint.damaged'
 """The manifest of a damaged step whose directory cannot be renamed."""
-SIDECAR = 't5ckpt.json'
+FACTS_FILE = 't5ckpt.json'
+"""The facts of an unfinished directory, which name its writer; in the earlier layout also those of a step."""
 COPIES = 'copies.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
@@ -48,7 +51,7 @@ READ_LEASE_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'
 
 _GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
-_SIDECAR_OF = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
+_BUCKET_FACTS_FILE = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
 _FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
@@ -244,19 +247,19 @@ def generation_of(key: str) -> str:
     return top if _GENERATION.fullmatch(top) else ''
 
 
-def sidecar_of(manifest_checksum: str) -> str:
-    """The name of the sidecar of the manifest with this xxh3-64, on an object store."""
+def facts_file_of(manifest_checksum: str) -> str:
+    """The file with the facts beside the manifest with this xxh3-64, on an object store in the earlier layout."""
     return f't5ckpt.{manifest_checksum}.json'
 
 
-def is_swap_sidecar(name: str) -> bool:
-    """Whether :func:`sidecar_of` returns a name for some manifest."""
-    return _SIDECAR_OF.fullmatch(name) is not None
+def is_bucket_facts_file(name: str) -> bool:
+    """Whether :func:`facts_file_of` returns a name for some manifest."""
+    return _BUCKET_FACTS_FILE.fullmatch(name) is not None
 
 
-def is_sidecar(name: str) -> bool:
-    """Whether a name is a sidecar's."""
-    return name == SIDECAR or is_swap_sidecar(name)
+def is_facts_file(name: str) -> bool:
+    """Whether a name is that of a file with facts."""
+    return name == FACTS_FILE or is_bucket_facts_file(name)
 
 
 def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str]:
@@ -264,9 +267,9 @@ def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str
 
     Args:
       keys: all files of the directory, relative to it.
-      current_files: those of the current checkpoint, from its file checksums and its sidecar, and the sidecar.
+      current_files: those of the current checkpoint, from its file checksums and its facts, and the file with the facts.
     """
-    if not any(generation_of(key) or is_swap_sidecar(key) for key in keys):
+    if not any(generation_of(key) or is_bucket_facts_file(key) for key in keys):
         return set()
     fixed = {MANIFEST, PINNED, DATASET_REMOVED, *current_files, *foreign_keys(keys)}
     return {key for key in keys if key not in fixed and not key.startswith(TRAIN_DS_PREFIX)}
@@ -303,14 +306,14 @@ def dataset_prefix(shard_id: int, num_shards: int) -> str:
 def foreign_keys(keys: Iterable[str]) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt writes, decided by their names.
 
-    T5X and t5ckpt write the manifest, the sidecar, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin with
-    ``train_ds-``, and metadata and chunks in the directories of arrays; the last also in a :func:`generation_dir`.
+    T5X and t5ckpt write the manifest, the files with facts, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin
+    with ``train_ds-``, and metadata and chunks in the directories of arrays; the last also in a :func:`generation_dir`.
 
     Args:
       keys: all files of the directory, relative to it.
     """
     names = list(keys)
-    is_step = any(key == MANIFEST or is_sidecar(key) for key in names)
+    is_step = any(key == MANIFEST or is_facts_file(key) for key in names)
     arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in names if key.endswith(f'/{_ARRAY_METADATA}')}
     # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
     arrays = {array for array in arrays if is_step or '/' not in array}
@@ -324,7 +327,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     if top.startswith(TRAIN_DS_PREFIX) or is_file_checksums(key):
         return True
     if not slash:
-        return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_sidecar(top)
+        return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_facts_file(top)
     if generation_of(top):
         # All arrays are directly below it, and t5ckpt wrote all of its files.
         name = key.rpartition('/')[2]

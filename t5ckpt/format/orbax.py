@@ -1,4 +1,4 @@
-"""The names of the files that Orbax writes into a step, and the metadata in them, as a sidecar.
+"""The names of the files that Orbax writes into a step, and the metadata in them, as facts.
 
     metrics/metrics                 the metrics that were passed to ``CheckpointManager.save``, of every version since 2022
     _CHECKPOINT_METADATA            times, custom metadata and, in versions to come, metrics; since 0.6
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.sidecar import Sidecar, as_number
+from t5ckpt.format.facts import Facts, as_number
 
 # Files of a step. The last is written at the end where a store cannot rename.
 STEP_METADATA = '_CHECKPOINT_METADATA'
@@ -95,8 +95,8 @@ def orbax_object(data: bytes, where: str) -> dict[str, Any]:
     return decoded
 
 
-def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Sidecar:
-    """The contents of these files as a sidecar of format 0, which no file holds.
+def orbax_facts(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Facts:
+    """The contents of these files as facts of format 0, which no file holds.
 
     Args:
       metadata: of the step.
@@ -105,7 +105,7 @@ def orbax_sidecar(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: 
     """
     nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
     times = [value / 10**9 for value in nanoseconds if isinstance(value, int) and 0 < value < _LATEST_UNIX * 10**9]
-    return Sidecar(
+    return Facts(
         format=0,
         created_unix=round(times[0], 3) if times else None,
         metrics=_numbers(_object(metadata, 'metrics')) | _numbers(metrics),

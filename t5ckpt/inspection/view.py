@@ -112,12 +112,12 @@ class CheckpointView(Mapping[str, LazyArray]):
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that were saved with the checkpoint."""
-        return dict(self._contents.sidecar.metrics)
+        return dict(self._contents.facts.metrics)
 
     @property
     def custom_metadata(self) -> dict[str, Any]:
         """The argument of ``save(..., custom_metadata={...})``, or {}."""
-        return dict(self._contents.sidecar.custom_metadata)
+        return dict(self._contents.facts.custom_metadata)
 
     def data_positions(self) -> dict[int, Any]:
         """The states of the data iterators, by data shard; of iterators that write files, such as tf.data's, their paths.
@@ -280,7 +280,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         return f'{self.path}: {leaf_name(self._prefix)}' if self._prefix else self.path
 
     def _details(self) -> list[str]:
-        infos, created = self.infos(), self._contents.sidecar.created_unix
+        infos, created = self.infos(), self._contents.facts.created_unix
         details = [] if self.step is None else [f'step {self.step}']
         details += [
             counted(sum(info.kind != 'none' for info in infos), 'leaf', 'leaves'),

@@ -1,4 +1,4 @@
-"""Reads the usable records of a damaged checkpoint: its manifest, its sidecar and its file checksums.
+"""Reads the usable records of a damaged checkpoint: its manifest, its facts and its file checksums.
 
 Damaged file checksums verify nothing. If the files reproduce the list whose checksum the manifest records, all of them are
 intact and the list is rebuilt.
@@ -10,12 +10,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.facts_files import facts_file
 from t5ckpt.catalog.locate import Located
-from t5ckpt.catalog.sidecar_files import sidecar_file
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.text import CURE_OF_DAMAGE, Lines, lines, listed, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
+from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest, split_facts
 from t5ckpt.format.names import (
@@ -23,16 +24,15 @@ from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
     TRAIN_DS_PREFIX,
+    is_facts_file,
     is_file_checksums,
-    is_sidecar,
 )
-from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 
 Source = tuple[bytes, bytes, float]
-"""The bytes of the manifest and of the sidecar, and the manifest's modification time, if the storage has it."""
+"""The bytes of the manifest and of the facts, and the manifest's modification time, if the storage has it."""
 
 
 def source_of(located: Located) -> Source:
@@ -44,17 +44,17 @@ def source_of(located: Located) -> Source:
     files = CheckpointFiles.at(located.storage, located.directory)
     entries = {entry.name: entry for entry in located.storage.entries(located.directory)}
     written = entries[located.manifest].mtime if located.manifest in entries else 0.0
-    manifest, sidecar = split_facts(files.read(located.manifest))
-    return manifest, _read(files, sidecar_file(manifest, entries)) if sidecar is None else sidecar, written
+    manifest, facts = split_facts(files.read(located.manifest))
+    return manifest, _read(files, facts_file(manifest, entries)) if facts is None else facts, written
 
 
 class RecoveryRecords:
-    """The manifest, the sidecar and the file checksums.
+    """The manifest, the facts and the file checksums.
 
     Attributes:
-      source: the bytes of manifest and sidecar.
+      source: the bytes of manifest and facts.
       manifest: decoded.
-      sidecar: None for a checkpoint of another program.
+      facts: None for a checkpoint of another program.
       had_checksums: whether t5ckpt wrote file checksums.
       unusable_lists: files with file checksums (``integrity.*.json``) that are missing or damaged.
       intact: the checksums of the other lists.
@@ -74,9 +74,9 @@ class RecoveryRecords:
         self.source = source_of(located)
         self.manifest: Manifest = decode_manifest(self.source[0], located.url)
         raw = self.source[1]
-        self.sidecar = decode_sidecar(raw, located.url) if raw else None
-        self.had_checksums = self.sidecar is not None
-        recorded = FileChecksums() if self.sidecar is None else FileChecksums.recorded_by(self.sidecar, located.url)
+        self.facts = decode_facts(raw, located.url) if raw else None
+        self.had_checksums = self.facts is not None
+        recorded = FileChecksums() if self.facts is None else FileChecksums.recorded_by(self.facts, located.url)
         lists = set(recorded.lists)
         self.unusable_lists = lists & wrong
         self.intact = FileChecksums.union(
@@ -108,9 +108,9 @@ class RecoveryRecords:
         Raises:
           StorageError: a file cannot be read.
         """
-        if self.sidecar is None or not self.unusable_lists:
-            return self.sidecar is not None
-        recorded = FileChecksums.recorded_by(self.sidecar, self._located.url)
+        if self.facts is None or not self.unusable_lists:
+            return self.facts is not None
+        recorded = FileChecksums.recorded_by(self.facts, self._located.url)
         if len(self.unusable_lists) != 1 or not self.unusable_lists <= recorded.keys():
             return False
         names = [name for name in files_of(self._located) if name not in self.checksums and not is_own(name)]
@@ -167,7 +167,7 @@ def _json(data: bytes) -> Mapping[str, Any] | None:
 
 def is_own(name: str) -> bool:
     """Whether a file is metadata of the checkpoint, and not of an array or an iterator."""
-    return name in {MANIFEST, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_sidecar(name)
+    return name in {MANIFEST, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_facts_file(name)
 
 
 def files_of(located: Located) -> list[str]:
@@ -190,7 +190,9 @@ def unrecoverable_text(damages: Sequence[Damage]) -> Lines:
 
 def _is_unrecoverable(damage: Damage, manifest: str) -> bool:
     return (
-        damage.file == manifest or is_sidecar(damage.file) or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
+        damage.file == manifest
+        or is_facts_file(damage.file)
+        or damage.kind in {'contradiction', 'unsafe', 'unreadable'}
     )
 
 

@@ -27,9 +27,9 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.chunk_grid import ChunkIndex
+from t5ckpt.format.facts import FORMAT
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import DATASET_REMOVED, PINNED, step_dir
-from t5ckpt.format.sidecar import FORMAT
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
@@ -185,7 +185,7 @@ class _RepairWriter:
             raise CorruptCheckpointError(f'{self._located.url} has changed since it was verified. Try again.')
 
     def _fill(self, work: Transaction) -> FileChecksums:
-        """Writes all files except the manifest and the sidecar; returns their checksums."""
+        """Writes all files except the manifest and the facts; returns their checksums."""
         source_files = files_of(self._located)
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
@@ -226,19 +226,19 @@ class _RepairWriter:
             work.commit(plan.manifest, None, directories)
             return
         counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
-        sidecar = (
-            plan.sidecar if plan.sidecar.format else dataclasses.replace(plan.sidecar, format=FORMAT, facts='unknown')
+        facts = (
+            plan.facts if plan.facts.format else dataclasses.replace(plan.facts, format=FORMAT, completeness='unknown')
         )
-        sidecar = dataclasses.replace(
-            sidecar,
-            created_unix=self._manifest_time() if sidecar.created_unix is None else sidecar.created_unix,
+        facts = dataclasses.replace(
+            facts,
+            created_unix=self._manifest_time() if facts.created_unix is None else facts.created_unix,
             repaired={
                 'unix': round(self._clock(), 3),
                 'rebuilt': list(plan.rebuilt),
                 'dropped': list(plan.dropped),
             },
         )
-        work.commit_with_checksums(plan.manifest, sidecar, counts, files, directories)
+        work.commit_with_checksums(plan.manifest, facts, counts, files, directories)
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""

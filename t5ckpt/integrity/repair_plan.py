@@ -1,7 +1,7 @@
 """Plans the repair of a checkpoint from the damages that a verification found; writes nothing.
 
 Three repairs are possible. A ``.zarray`` is rebuilt from the manifest, if the result matches its checksum. The file checksums of
-one process are rebuilt from the files, if the result matches the checksum in the sidecar. Damaged leaves that the caller names
+one process are rebuilt from the files, if the result matches the checksum in the facts. Damaged leaves that the caller names
 are left out. ``trust_files`` accepts files whose checksums are lost, and rebuilds a ``.zarray`` that has none. Values are never
 invented: a chunk that is missing or differs from its checksum cannot be repaired, nor can a damaged manifest.
 """
@@ -22,10 +22,10 @@ from t5ckpt.core.protocols import Clock, leaf_pattern
 from t5ckpt.core.text import CURE_OF_DAMAGE, lines, some_of
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, near_names
 from t5ckpt.format.array_spec import StoredLeaf, is_spec
+from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest, version_of
 from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, file_checksums_name
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
     RecoveryRecords,
@@ -74,7 +74,7 @@ class RepairPlan:
     Attributes:
       source: the checkpoint as it was verified.
       manifest: the bytes of the new manifest, without the dropped leaves.
-      sidecar: the sidecar, or an empty one, without the dropped leaves.
+      facts: those of the checkpoint, or empty ones, without the dropped leaves.
       zarrays: the bytes of the rebuilt ``.zarray`` files, by name.
       rebuilt: the names of all rebuilt files: these, the manifest if facts were added, and file checksums.
       dropped: names of leaves and of iterator files.
@@ -88,7 +88,7 @@ class RepairPlan:
 
     source: Source
     manifest: bytes
-    sidecar: Sidecar
+    facts: Facts
     zarrays: dict[str, bytes]
     rebuilt: tuple[str, ...]
     dropped: tuple[str, ...]
@@ -112,7 +112,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
       CorruptCheckpointError: it cannot be repaired, with each damage and the option that may help.
     """
     records = RecoveryRecords(located, report)
-    contents = Contents(located, records.manifest, records.sidecar or NO_SIDECAR)
+    contents = Contents(located, records.manifest, records.facts or NO_FACTS)
     table = {leaf_name(path): leaf for path, leaf in contents.leaves().items()}
     leaves = {name: leaf for name, leaf in table.items() if isinstance(leaf, StoredLeaf)}
     damages = [damage for damage in report.damages if damage.file not in records.unusable_lists]
@@ -131,7 +131,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     ]:
         raise _unproven_error(unproven)
     dropped, iterators = _droppable(lost, {_named(damage) for damage in damages}, options.drop)
-    manifest, tree_facts = records.source[0], contents.sidecar.tree
+    manifest, tree_facts = records.source[0], contents.facts.tree
     if version_of(manifest[:64]) is None:
         # Of Flax; the facts of a copy stand after the version.
         manifest = encode_manifest(records.manifest.state)
@@ -147,7 +147,7 @@ def plan_repair(located: Located, options: RepairOptions, report: VerifyReport) 
     return RepairPlan(
         source=records.source,
         manifest=manifest,
-        sidecar=dataclasses.replace(contents.sidecar, tree=tree_facts),
+        facts=dataclasses.replace(contents.facts, tree=tree_facts),
         zarrays=zarrays,
         rebuilt=tuple(sorted({*zarrays, *records.unusable_lists, *added})),
         dropped=tuple(sorted({*dropped, *iterators})),

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from t5ckpt.catalog.facts_files import facts_file
 from t5ckpt.catalog.locate import Located, locate, with_links
-from t5ckpt.catalog.sidecar_files import sidecar_file
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
@@ -32,6 +32,7 @@ from t5ckpt.errors import (
     T5CkptError,
 )
 from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.facts import Facts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
@@ -41,15 +42,14 @@ from t5ckpt.format.names import (
     PINNED,
     TRAIN_DS_PREFIX,
     generation_of,
+    is_facts_file,
     is_file_checksums,
-    is_sidecar,
     parse_step_dir,
     part_of,
     step_dir,
     superseded,
 )
 from t5ckpt.format.orbax import TREE_METADATA
-from t5ckpt.format.sidecar import Sidecar, decode_sidecar
 from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.report import VerifyReport
@@ -147,7 +147,7 @@ def locate_or_broken(
             parent, name = split_path(path)
             outer = open_storage(parent, storage_options)
         if not any(
-            is_file_checksums(each) or is_sidecar(each) or generation_of(each) for each in outer.names(name, '')
+            is_file_checksums(each) or is_facts_file(each) or generation_of(each) for each in outer.names(name, '')
         ):
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))
@@ -195,27 +195,27 @@ class _Check:
         everything = {entry.name: entry for entry in self._entries('')}
         self.dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
-        sidecar = self._sidecar(top)
+        facts = self._facts(top)
         recorded = FileChecksums()
-        if sidecar is not None:
+        if facts is not None:
             try:
-                recorded = FileChecksums.recorded_by(sidecar, self.recorder)
+                recorded = FileChecksums.recorded_by(facts, self.recorder)
             except CorruptCheckpointError as error:
                 self.findings.add('undecodable', self.recorder, str(error))
-            self._compare_step(sidecar)
+            self._compare_step(facts)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
         if self.accepts_part and COPIES in top and (part := part_of(recorded.lists, top)) is not None:
             self.part = part
             lists = {COPIES, *(lists & top.keys())}
         manifest = self.raw.manifest
-        if sidecar is None and lists and manifest is not None and not self.findings.damages:
+        if facts is None and lists and manifest is not None and not self.findings.damages:
             text = (
                 'has no facts of t5ckpt, so nothing verifies integrity.*.json; without these it is read as T5X reads it'
             )
             self.findings.add('contradiction', self.located.manifest, text)
         replaced = superseded({*top, *self.dirs}, recorded)
         for name in sorted(lists):
-            if sidecar is None or name in recorded or name == COPIES:
+            if facts is None or name in recorded or name == COPIES:
                 self._read_list(name, recorded, name in top)
             elif name not in replaced:
                 self.findings.add(
@@ -225,23 +225,23 @@ class _Check:
         if manifest is not None:
             self._compare(self.located.manifest, manifest, recorded)
 
-    def _sidecar(self, top: Mapping[str, Entry]) -> Sidecar | None:
+    def _facts(self, top: Mapping[str, Entry]) -> Facts | None:
         """Reads the manifest and the facts in it or, in the earlier layout, beside it."""
         self.recorder = self.located.manifest
         data = self._read(self.recorder, FileChecksums()) if self.recorder else None
         manifest, encoded = (None, None) if data is None else split_facts(data)
-        name = sidecar_file(manifest or b'', top)
+        name = facts_file(manifest or b'', top)
         if self.recorder and encoded is None and name in top:
             self.recorder, encoded = name, self._read(name, FileChecksums())
         self.raw = RawFiles(manifest, encoded)
         try:
-            return None if encoded is None else decode_sidecar(encoded, self.recorder)
+            return None if encoded is None else decode_facts(encoded, self.recorder)
         except CorruptCheckpointError as error:
             self.findings.add('checksum', self.recorder, str(error))
             return None
 
-    def _compare_step(self, sidecar: Sidecar) -> None:
-        written = sidecar.recorded('step')
+    def _compare_step(self, facts: Facts) -> None:
+        written = facts.recorded('step')
         if self.located.step is not None and written != self.located.step:
             self.findings.add(
                 'contradiction', self.recorder, f'is of step {written!r:.40}, the directory says {self.located.step}'
@@ -315,9 +315,9 @@ class _Check:
         try:
             return decode_contents(self.located, self.raw, logs_items=False)
         except CorruptCheckpointError:
-            if self.raw.sidecar is None:
+            if self.raw.facts is None:
                 raise
-            # The damage of the sidecar is recorded already, and the manifest alone locates the arrays.
+            # The damage of the facts is recorded already, and the manifest alone locates the arrays.
             return decode_contents(self.located, RawFiles(self.raw.manifest, None))
 
     # --- presence and sizes -------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def plan_restore(
     Args:
       leaves: from :func:`checkpoint_leaves`.
       templates: the template of each leaf.
-      options: fallback values, casts, and facts of the sidecar.
+      options: fallback values, casts, and recorded facts.
       where: the checkpoint, for messages.
 
     Raises:

@@ -33,7 +33,7 @@ from t5ckpt.format.checksum import digest
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS, takes
 from t5ckpt.format.dtypes import stored_dtype
-from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.format.facts import TreeFacts
 from t5ckpt.planning.casts import Cast, dtypes_after_cast
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
@@ -129,7 +129,7 @@ class InlineWrite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """The leaves to write; ``tree_facts`` becomes the sidecar's ``tree``."""
+    """The leaves to write; ``tree_facts`` becomes ``Facts.tree``."""
 
     writes: tuple[ArrayWrite, ...]
     inline: tuple[InlineWrite, ...]

@@ -258,7 +258,7 @@ def open_contents(
     *,
     lazy: bool,
 ) -> Contents:
-    """Finds a checkpoint and decodes its manifest and sidecar; raises as ``locate`` and ``decode_contents``."""
+    """Finds a checkpoint and decodes its manifest and facts; raises as ``locate`` and ``decode_contents``."""
     located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
     checksums = reading.verifies_checksums(located.storage, lazy=lazy)
     return decode_contents(located, read_raw(located, checksums=checksums))
@@ -289,7 +289,7 @@ def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     Raises:
       CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
     """
-    written, step = contents.sidecar.recorded('step'), contents.located.step
+    written, step = contents.facts.recorded('step'), contents.located.step
     if written is None or step is None or written == step:
         return
     text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'

@@ -1,4 +1,4 @@
-"""Decodes the manifest, the sidecar and the file checksums of a located checkpoint, without reading arrays.
+"""Decodes the manifest, the facts and the file checksums of a located checkpoint, without reading arrays.
 
 Notes: computes one checksum of the manifest. ``reading/raw_files.py`` reads the files.
 """
@@ -24,6 +24,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
+from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest, refuse_pointer
 from t5ckpt.format.names import (
@@ -34,7 +35,6 @@ from t5ckpt.format.names import (
     part_text,
 )
 from t5ckpt.format.safetensors import is_tensor_file
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
@@ -54,11 +54,11 @@ _TRANSFORM_NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A checkpoint's manifest and sidecar, and where it was found.
+    """A checkpoint's manifest and facts, and where it was found.
 
     Attributes:
       located: where.
-      manifest, sidecar: decoded.
+      manifest, facts: decoded.
       checksums: the file checksums, if they are to be compared.
       versions: see :class:`RawFiles`.
       left_out: items of a step of Orbax, or arrays of a tree of zarr, that are not read.
@@ -67,7 +67,7 @@ class Contents:
 
     located: Located
     manifest: Manifest
-    sidecar: Sidecar
+    facts: Facts
     checksums: FileChecksums | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Contents:
         Raises:
           CorruptCheckpointError: it is a part; the text says how to restore it.
         """
-        _check_not_part(self.located, FileChecksums.recorded_by(self.sidecar, self.located.url))
+        _check_not_part(self.located, FileChecksums.recorded_by(self.facts, self.located.url))
 
     @contextlib.contextmanager
     def naming_part(self) -> Generator[None]:
@@ -118,12 +118,12 @@ class Contents:
 
 
 def read_contents(located: Located, *, logs_items: bool = True) -> Contents:
-    """Reads and decodes a checkpoint's manifest and sidecar; otherwise as :func:`decode_contents`."""
+    """Reads and decodes a checkpoint's manifest and facts; otherwise as :func:`decode_contents`."""
     return decode_contents(located, read_raw(located), logs_items=logs_items)
 
 
 def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True) -> Contents:
-    """Decodes the manifest, of any layout, and the sidecar if there is one.
+    """Decodes the manifest, of any layout, and the facts if there are any.
 
     Args:
       located: the checkpoint.
@@ -131,7 +131,7 @@ def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True)
       logs_items: logs the items of Orbax and the arrays of zarr that are not read.
 
     Raises:
-      FormatError: the manifest or the sidecar does not decode, or is in another format.
+      FormatError: the manifest or the facts do not decode, or are in another format.
       CheckpointNotFoundError: the checkpoint was deleted since it was located.
     """
     with Identity(located, raw.versions).checked_on_failure():
@@ -144,11 +144,11 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         of_levanter = is_levanter(located.storage, located.directory)
         orbax = None if of_levanter else read_orbax(files, logs_items=logs_items)
         orbax = orbax or read_zarr_tree(files, logs_items=logs_items)
-        return Contents(located, orbax.manifest, orbax.sidecar, left_out=orbax.left_out, unread=orbax.unread)
+        return Contents(located, orbax.manifest, orbax.facts, left_out=orbax.left_out, unread=orbax.unread)
     if is_tensor_file(located.manifest):
-        return Contents(located, decode_tensors(raw.manifest), NO_SIDECAR, None, raw.versions)
+        return Contents(located, decode_tensors(raw.manifest), NO_FACTS, None, raw.versions)
     refuse_pointer(raw.manifest, located.url)
-    sidecar, recorded = _recorded(located, raw)
+    facts, recorded = _recorded(located, raw)
     recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     try:
         manifest = decode_manifest(raw.manifest, located.url)
@@ -161,47 +161,47 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:
-        return Contents(located, orbax.manifest, orbax.sidecar, None, raw.versions)
+        return Contents(located, orbax.manifest, orbax.facts, None, raw.versions)
     # Specs without a dtype are rare.
     for path, spec in untyped_specs(manifest.state):
         with contextlib.suppress(CheckpointNotFoundError):
             typed_by_zarray(spec, leaf_name(path), files.read)
-    return Contents(located, manifest, sidecar, _file_checksums(located, raw, recorded), raw.versions)
+    return Contents(located, manifest, facts, _file_checksums(located, raw, recorded), raw.versions)
 
 
-def _recorded(located: Located, raw: RawFiles) -> tuple[Sidecar, FileChecksums]:
-    """The sidecar, and the checksums that it records."""
-    sidecar = NO_SIDECAR if raw.sidecar is None else decode_sidecar(raw.sidecar, located.url)
-    return sidecar, FileChecksums.recorded_by(sidecar, located.url)
+def _recorded(located: Located, raw: RawFiles) -> tuple[Facts, FileChecksums]:
+    """The facts, and the checksums that they record."""
+    facts = NO_FACTS if raw.facts is None else decode_facts(raw.facts, located.url)
+    return facts, FileChecksums.recorded_by(facts, located.url)
 
 
-def check_opens(storage: Storage, directory: str, manifest: bytes, sidecar: bytes | None) -> None:
+def check_opens(storage: Storage, directory: str, manifest: bytes, facts: bytes | None) -> None:
     """Decodes the files of a commit as a reader will: specs, facts and the manifest's checksum.
 
     Args:
       storage: of the run.
       directory: the temporary directory; for a copy of an Orbax checkpoint its arrays are opened.
       manifest: the bytes of the manifest.
-      sidecar: the bytes of the sidecar, if there is one.
+      facts: the bytes of the facts, if there are any.
 
     Raises:
       FormatError: a reader could not open the checkpoint.
     """
     with paused():
-        _decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, sidecar)).leaves()
+        _decoded(Located(storage, directory, MANIFEST, None), RawFiles(manifest, facts)).leaves()
 
 
 def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) -> FileChecksums | None:
     """The checkpoint's file checksums; None if they were not read, or if the checkpoint has none (T5X)."""
     lists = raw.checksum_lists
-    if lists is None or (raw.sidecar is None and not lists):
+    if lists is None or (raw.facts is None and not lists):
         return None
 
     def where(name: str) -> str:
         return located.storage.url(join(located.directory, name))
 
     missing = sorted(set(recorded.lists) - lists.keys())
-    if missing or raw.sidecar is None:
+    if missing or raw.facts is None:
         _check_not_part(located, recorded)
         what = f'{", ".join(map(where, missing))} is missing' if missing else f'{located.url} has no facts of t5ckpt'
         raise CorruptCheckpointError(
@@ -224,17 +224,17 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
     """A checkpoint's file checksums; None if it has none.
 
     Raises:
-      CorruptCheckpointError: the sidecar or one of the files that hold them is missing or damaged.
+      CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
     """
     raw = read_raw(located, checksums=True)
     return _file_checksums(located, raw, _recorded(located, raw)[1])
 
 
 def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
-    """All files that the sidecar and the file checksums name, of a checkpoint that was read with them.
+    """All files that the facts and the file checksums name, of a checkpoint that was read with them.
 
     Raises:
-      CorruptCheckpointError: the sidecar or one of the files that hold the checksums is missing or damaged.
+      CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
     """
     _, recorded = _recorded(located, raw)
     return recorded.merged(_file_checksums(located, raw, recorded) or {})
@@ -243,7 +243,7 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
 def leaves_of(
     contents: Contents, transforms: Sequence[RestoreStateTransformationFn], template: Mapping[str, Any]
 ) -> tuple[LeafTable, TreeFacts]:
-    """A checkpoint's leaves after the restore transforms, and the sidecar's facts under their new paths.
+    """A checkpoint's leaves after the restore transforms, and the facts of its tree under their new paths.
 
     Empty containers and text are added before the first transform. A fact about a leaf (it was a Python number, or is PRNG
     keys) moves with the object that represents the leaf. Typed keys of a transform become their data and such a fact.
@@ -252,7 +252,7 @@ def leaves_of(
       UnsupportedFormatError: a transform did not return a state dict.
       FormatError: a spec is not accepted.
     """
-    manifest, tree_facts = contents.manifest, contents.sidecar.tree
+    manifest, tree_facts = contents.manifest, contents.facts.tree
     before = with_facts(flatten_nested(manifest.state, is_spec), tree_facts)
     if not transforms:
         return checkpoint_leaves(before, manifest.version, tree_facts), tree_facts

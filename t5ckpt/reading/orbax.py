@@ -38,6 +38,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.format.orbax import (
@@ -51,7 +52,6 @@ from t5ckpt.format.orbax import (
     TREE_METADATA,
     orbax_object,
 )
-from t5ckpt.format.sidecar import NO_SIDECAR, Sidecar, TreeFacts
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.open_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
@@ -76,13 +76,13 @@ class OrbaxContents:
 
     Attributes:
       manifest: with the tree.
-      sidecar: with the metrics and metadata of the step.
+      facts: with the metrics and metadata of the step.
       left_out: items of the step that are not read.
       unread: the dtypes of leaves that are left out since t5ckpt does not know them, by the names of the leaves.
     """
 
     manifest: Manifest
-    sidecar: Sidecar
+    facts: Facts
     left_out: tuple[str, ...] = ()
     unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -106,8 +106,8 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | N
         state |= {(*prefix, *path) or BARE_ARRAY: leaf for path, leaf in table.items()}
         impls = _key_impls(files, item, table)
         keys |= {(*prefix, *path) or BARE_ARRAY: impl for path, impl in impls.items()}
-    sidecar = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
-    return OrbaxContents(Manifest(3, unflatten(state)), sidecar, left_out)
+    facts = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
+    return OrbaxContents(Manifest(3, unflatten(state)), facts, left_out)
 
 
 def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
@@ -128,13 +128,13 @@ def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path
     return {names[name]: str(impl) for name, impl in impls.items() if name in names and impl is not None}
 
 
-def _facts(files: CheckpointFiles) -> Sidecar:
+def _facts(files: CheckpointFiles) -> Facts:
     """The metrics and metadata of a step; the arrays are also read without them."""
     try:
         return read_orbax_facts(files.storage, files.directory, of_run=True)
     except (FormatError, StorageError) as error:
         _log.warning('t5ckpt: the metrics and metadata of the step are not read: %s', error)
-        return NO_SIDECAR
+        return NO_FACTS
 
 
 def _trees(storage: Storage, directory: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Reads the manifest, the sidecar and the files with the file checksums of a located checkpoint, without decoding them.
+"""Reads the manifest, the facts and the files with the file checksums of a located checkpoint, without decoding them.
 
-The file ``checkpoint`` holds manifest and sidecar. Steps of the earlier layout have the latter in a file
-(``catalog/sidecar_files.py``).
+The file ``checkpoint`` holds manifest and facts. Steps of the earlier layout have the latter in a file
+(``catalog/facts_files.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from t5ckpt.catalog.facts_files import facts_file, facts_files
 from t5ckpt.catalog.locate import Located
-from t5ckpt.catalog.sidecar_files import sidecar_file, sidecar_files
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.file_checksums import FileChecksums
@@ -25,17 +25,17 @@ from t5ckpt.reading.safetensors import read_tensors, refuse_shard
 
 @dataclasses.dataclass(frozen=True)
 class RawFiles:
-    """The undecoded manifest, sidecar and file checksums; all empty for an Orbax directory.
+    """The undecoded manifest, facts and file checksums; all empty for an Orbax directory.
 
     Attributes:
-      manifest: the file ``checkpoint`` without the sidecar.
-      sidecar: the facts in it, if it has them.
+      manifest: the file ``checkpoint`` without the facts.
+      facts: those of the checkpoint, if it has any.
       checksum_lists: the files with the file checksums by name, if checksums are to be compared.
       versions: of the file ``checkpoint``, or of tensor files, by name, see ``Storage.version``.
     """
 
     manifest: bytes | None = None
-    sidecar: bytes | None = None
+    facts: bytes | None = None
     checksum_lists: Mapping[str, bytes] | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
@@ -57,32 +57,32 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
     files = CheckpointFiles.of(located)
     while True:
         data, version = files.read_with_version(located.manifest)
-        manifest, sidecar = split_facts(data)
-        if sidecar is not None:
+        manifest, facts = split_facts(data)
+        if facts is not None:
             break
-        sidecar = _read_sidecar_file(located, files, manifest)
-        if sidecar is not None or storage.version(join(directory, located.manifest)) == version:
+        facts = _read_facts_file(located, files, manifest)
+        if facts is not None or storage.version(join(directory, located.manifest)) == version:
             break
-        # A save has replaced a step of the earlier layout, and its sidecar is gone.
-    raw = RawFiles(manifest, sidecar, versions={located.manifest: version})
-    return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.sidecar)) if checksums else raw
+        # A save has replaced a step of the earlier layout, and the file with its facts is gone.
+    raw = RawFiles(manifest, facts, versions={located.manifest: version})
+    return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.facts)) if checksums else raw
 
 
-def _read_sidecar_file(located: Located, files: CheckpointFiles, manifest: bytes) -> bytes | None:
-    names = sidecar_files(located.storage, located.directory)
-    read = files.read_if_there(sidecar_file(manifest, names)) if names else None
+def _read_facts_file(located: Located, files: CheckpointFiles, manifest: bytes) -> bytes | None:
+    names = facts_files(located.storage, located.directory)
+    read = files.read_if_there(facts_file(manifest, names)) if names else None
     return None if read is None else read[0]
 
 
-def _read_lists(located: Located, files: CheckpointFiles, sidecar: bytes | None) -> dict[str, bytes]:
+def _read_lists(located: Located, files: CheckpointFiles, facts: bytes | None) -> dict[str, bytes]:
     """The lists of file checksums that the facts record; without facts, those in the directory."""
     names: Collection[str] = ()
-    if sidecar is None:
+    if facts is None:
         names = [entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)]
     else:
         # Damaged facts are reported where they are decoded, as is a missing list.
         with contextlib.suppress(CorruptCheckpointError):
-            names = FileChecksums.recorded_in(sidecar, located.url).lists
+            names = FileChecksums.recorded_in(facts, located.url).lists
     lists: dict[str, bytes] = {}
     for name in names:
         with contextlib.suppress(CheckpointNotFoundError):

@@ -17,9 +17,9 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import OCDBT_MANIFEST
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.orbax import OrbaxContents, array_leaves
 from t5ckpt.storage import foreign_errors
@@ -95,10 +95,10 @@ def _keys(files: CheckpointFiles, where: str) -> list[str]:
         return [key.decode() for key in store.list().result()]
 
 
-def _facts(files: CheckpointFiles) -> Sidecar:
+def _facts(files: CheckpointFiles) -> Facts:
     """The contents of Levanter's ``metadata.json``, as custom metadata."""
     try:
-        facts = json.loads(files.read(LEVANTER, 2**20))
+        metadata = json.loads(files.read(LEVANTER, 2**20))
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError, RecursionError):
-        return Sidecar(format=0)
-    return Sidecar(format=0, custom_metadata=facts if isinstance(facts, dict) else {})
+        return NO_FACTS
+    return Facts(format=0, custom_metadata=metadata if isinstance(metadata, dict) else {})

@@ -99,7 +99,7 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
         request.cast,
         fallback,
         tree_facts.keys,
-        knows_keys=bool(contents.sidecar.format) and contents.sidecar.facts != 'unknown',
+        knows_keys=bool(contents.facts.format) and contents.facts.completeness != 'unknown',
         strict=request.call.strict,
         on_devices=not request.call.lazy,
         resize=request.call.resize,

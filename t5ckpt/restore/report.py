@@ -43,7 +43,7 @@ def report_plan(
             warn_caller(NoEffectWarning(text))
     warn_if_narrowed(plan)
     if request.round.is_single_process and not request.call.lazy:
-        _warn_if_unsharded(plan, template, contents.sidecar.devices, request.notices)
+        _warn_if_unsharded(plan, template, contents.facts.devices, request.notices)
     elif not request.call.lazy:
         _warn_if_local(plan)
 
@@ -156,7 +156,7 @@ def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int |
     Args:
       plan: of a restore in a job of one process.
       template: the template's leaves.
-      saved_over: the sidecar's ``devices``.
+      saved_over: ``devices`` in the facts.
       notices: of the checkpointer.
     """
     if saved_over is None or saved_over < 2:

@@ -48,14 +48,14 @@ class LocalPart:
 
     Attributes:
       located: the part of this process.
-      manifest, sidecar: of the checkpoint, the same in all processes.
+      manifest, facts: of the checkpoint, the same in all processes.
       provide: called in all processes with the round, the chunk files that this process reads, and the prefix of its position of
         the data iterator; makes these files available in ``located`` and returns their checksums.
     """
 
     located: Located
     manifest: bytes
-    sidecar: bytes
+    facts: bytes
     provide: Callable[[CoordinationRound, Sequence[str], str | None], FileChecksums]
 
 

@@ -49,7 +49,7 @@ def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
 
 
 def contents_to_restore(request: RestoreRequest) -> Contents:
-    """Finds the checkpoint and reads its manifest and sidecar on process 0, which shares them with all processes.
+    """Finds the checkpoint and reads its manifest and facts on process 0, which shares them with all processes.
 
     Raises:
       CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``local_part``.
@@ -64,7 +64,7 @@ def contents_to_restore(request: RestoreRequest) -> Contents:
 
 def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:
     if request.local_part is not None:
-        return request.local_part.located, RawFiles(request.local_part.manifest, request.local_part.sidecar)
+        return request.local_part.located, RawFiles(request.local_part.manifest, request.local_part.facts)
     if request.round.is_single_process:
         return _find(request)
     return _find_and_broadcast(request) if request.round.is_leader else _receive(request)
@@ -73,7 +73,7 @@ def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:
 def _find_and_broadcast(request: RestoreRequest) -> tuple[Located, RawFiles]:
     try:
         located, raw = _find(request)
-        files = {'manifest': raw.manifest, 'sidecar': raw.sidecar, **(raw.checksum_lists or {})}
+        files = {'manifest': raw.manifest, 'facts': raw.facts, **(raw.checksum_lists or {})}
         sizes = [[name, len(data)] for name, data in files.items() if data is not None]
         location = [located.directory, located.manifest, located.step]
         head = {'url': located.url, 'location': location, 'sizes': sizes, 'requested': _requested(request)}
@@ -102,5 +102,5 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
         Located(request.storage, *head['location']) if request.call.path is None else _locate_path(request, head['url'])
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links)
-    raw = RawFiles(shared.pop('manifest', None), shared.pop('sidecar', None))
+    raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None))
     return located, dataclasses.replace(raw, checksum_lists=shared if request.verifies_checksums(located) else None)

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.listing import listing, read_sidecar
+from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.checksum import digest
@@ -47,7 +47,7 @@ class PreviousCheckpoint:
     Attributes:
       directory: its directory in the same storage; in an object store, that of its arrays.
       checksums: file to (bytes, xxh3-64 hex).
-      sidecar_checksum: of its sidecar; differs once another checkpoint has replaced this one.
+      facts_checksum: of its facts; differs once another checkpoint has replaced this one.
       file_versions: by file, from when its checksum was last verified; see ``Storage.stamp``. In an object store, of its write.
       values: for chunks with a codec, file to the xxh3-64 of the values before encoding.
       codecs: array directory to the codec, if this process wrote the checkpoint.
@@ -55,7 +55,7 @@ class PreviousCheckpoint:
 
     directory: str
     checksums: Mapping[str, FileEntry]
-    sidecar_checksum: str = ''
+    facts_checksum: str = ''
     file_versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     values: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     codecs: Mapping[str, Any] | None = None
@@ -95,7 +95,7 @@ class PreviousCheckpoint:
             # The directory has a name of its own, and the server compares the version of each file.
             return True
         try:
-            return digest(read_sidecar(storage, self.directory)) == self.sidecar_checksum
+            return digest(read_facts(storage, self.directory)) == self.facts_checksum
         except T5CkptError:
             return False
 
@@ -156,7 +156,7 @@ def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     key = join(directory, file_checksums_name(0))
     try:
         checksums = FileChecksums.decode(storage.read(key), storage.url(key))
-        return PreviousCheckpoint(directory, checksums, digest(read_sidecar(storage, directory)))
+        return PreviousCheckpoint(directory, checksums, digest(read_facts(storage, directory)))
     except T5CkptError:
         # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
         return None

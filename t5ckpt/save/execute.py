@@ -19,12 +19,12 @@ from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import DisagreementError, SaveFailedError, T5CkptError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import encode_facts
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.names import step_dir
-from t5ckpt.format.sidecar import encode_sidecar
 from t5ckpt.planning.save_plan import difference
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
+from t5ckpt.save.manifest_and_facts import facts_of_save, manifest_bytes
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.write import WriteReport, write_arrays
@@ -77,7 +77,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
     if done.get('skip'):
         return None
     arrays = join(step_dir(request.step), started['generation'])
-    return after_commit(prepared, written, arrays, done['sidecar_checksum'], done['bytes'], before)
+    return after_commit(prepared, written, arrays, done['facts_checksum'], done['bytes'], before)
 
 
 class _Leader:
@@ -118,8 +118,8 @@ class _Leader:
         request, work = self._prepared.request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        sidecar, nbytes = sidecar_of_save(self._prepared, work, votes, report, entry_of(manifest))
-        encoded = encode_sidecar(sidecar)
+        facts, nbytes = facts_of_save(self._prepared, work, votes, report, entry_of(manifest))
+        encoded = encode_facts(facts)
         below = sorted({name for vote in votes for name in vote['directories']})
         directories = [array.location for array in report.arrays.values()] + below
         try:
@@ -127,8 +127,8 @@ class _Leader:
                 work.commit(manifest, encoded, directories)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
-        request.context.retention.note_saved(request.step, sidecar)
-        return {'bytes': nbytes, 'sidecar_checksum': digest(encoded)}
+        request.context.retention.note_saved(request.step, facts)
+        return {'bytes': nbytes, 'facts_checksum': digest(encoded)}
 
 
 def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
@@ -142,14 +142,14 @@ def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -
 
 
 def _previous_of(
-    prepared: PreparedSave, directory: str, written: WriteReport, sidecar_checksum: str
+    prepared: PreparedSave, directory: str, written: WriteReport, facts_checksum: str
 ) -> PreviousCheckpoint:
     """The committed checkpoint as the source of unchanged chunks for the next save; ``directory`` has its arrays."""
     storage, versions = prepared.request.context.storage, written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
-    return PreviousCheckpoint(directory, dict(written.checksums), sidecar_checksum, versions, written.values, codecs)
+    return PreviousCheckpoint(directory, dict(written.checksums), facts_checksum, versions, written.values, codecs)
 
 
 def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
@@ -225,7 +225,7 @@ def after_commit(
     prepared: PreparedSave,
     written: WriteReport,
     directory: str,
-    sidecar_checksum: str,
+    facts_checksum: str,
     nbytes: int,
     requests_before: Mapping[str, int],
 ) -> CommittedCheckpoint:
@@ -250,5 +250,5 @@ def after_commit(
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)
     if context.reuse is not None:
-        context.reuse.take(_previous_of(prepared, directory, written, sidecar_checksum))
+        context.reuse.take(_previous_of(prepared, directory, written, facts_checksum))
     return done

@@ -100,12 +100,12 @@ class LinkedArray(LazyThreadPoolArray):
 def linked_leaves(contents: Contents) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 
-    Python numbers, text, empty containers and typed PRNG keys are restored if the sidecar records them.
+    Python numbers, text, empty containers and typed PRNG keys are restored if the facts record them.
 
     Raises:
       CorruptCheckpointError: the checksums cannot be read.
     """
-    tree_facts = contents.sidecar.tree
+    tree_facts = contents.facts.tree
     checkpoint = SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():

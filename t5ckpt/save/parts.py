@@ -1,7 +1,7 @@
 """Writes and commits a save of several processes to storages of their own, such as the local disks of their hosts.
 
 Each process writes every distinct shard of its devices, also the chunks that another process uploads. All directories get the
-same manifest and the same sidecar, whose checksum therefore identifies the save:
+same manifest and the same facts, whose checksum therefore identifies the save:
 
     integrity.<process>.json    the checksums of the files that are assigned to this process, as in a shared directory
     copies.json                 those of its other files; a directory with this file has a part of a checkpoint
@@ -11,7 +11,7 @@ A directory is renamed to its final name only after all processes have agreed th
 first and the last rename leaves a step that some directories lack; ``tiers/shared_choice.py`` decides whether the others have all
 of it.
 
-Notes: agreement is by the coordination service, never by a device collective. Each process receives the sidecar from process 0,
+Notes: agreement is by the coordination service, never by a device collective. Each process receives the facts from process 0,
 and the manifest if its own differs.
 """
 
@@ -34,11 +34,11 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CoordinationError, NotDurableError, ProcessMissingError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.save.execute import after_commit, agreed_codecs, check_agreement, write_positions
-from t5ckpt.save.manifest_and_sidecar import manifest_bytes, sidecar_of_save
+from t5ckpt.save.manifest_and_facts import facts_of_save, manifest_bytes
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.write import WriteReport, write_arrays
@@ -75,14 +75,14 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             done = request.round.reduce_on_leader(
                 Phase.WRITE, vote, lambda votes: _sealed(prepared, work, votes, _own(prepared, written), manifest)
             )
-            sidecar = _commit(prepared, work, done, manifest, _directories(prepared, written))
+            facts = _commit(prepared, work, done, manifest, _directories(prepared, written))
     except BaseException:
         if context.reuse is not None:
             # The next save must not fail for the same reason.
             context.reuse.previous = None
         raise
-    context.retention.note_saved(request.step, decode_sidecar(sidecar, context.storage.url(work.directory)))
-    return after_commit(prepared, written, work.directory, digest(sidecar), done['bytes'], before)
+    context.retention.note_saved(request.step, decode_facts(facts, context.storage.url(work.directory)))
+    return after_commit(prepared, written, work.directory, digest(facts), done['bytes'], before)
 
 
 def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
@@ -163,11 +163,11 @@ def _positions_of_peer(prepared: PreparedSave, having: Collection[int]) -> dict[
 def _sealed(
     prepared: PreparedSave, work: Transaction, votes: Sequence[Any], own: WriteReport, manifest: bytes
 ) -> dict[str, Any]:
-    """On process 0, when all files are durable: sends the sidecar, and the manifest if a process needs it."""
+    """On process 0, when all files are durable: sends the facts, and the manifest if a process needs it."""
     request = prepared.request
     entry: FileEntry = entry_of(manifest)
-    sidecar, nbytes = sidecar_of_save(prepared, work, votes, own, entry)
-    request.round.share('sidecar', encode_sidecar(sidecar))
+    facts, nbytes = facts_of_save(prepared, work, votes, own, entry)
+    request.round.share('facts', encode_facts(facts))
     if any(vote['manifest'] != votes[0]['manifest'] for vote in votes):
         request.round.share('manifest', manifest)
     return {'bytes': nbytes, 'manifest': votes[0]['manifest'], 'reason': request.upload_reason()}
@@ -176,19 +176,19 @@ def _sealed(
 def _commit(
     prepared: PreparedSave, work: Transaction, done: Mapping[str, Any], manifest: bytes, directories: Sequence[str]
 ) -> bytes:
-    """Commits the directory of this process; returns the sidecar when all processes have committed theirs.
+    """Commits the directory of this process; returns the facts when all processes have committed theirs.
 
     If the commit of a process fails, all of them take the step back: they put back the checkpoint that it replaced, or delete it.
     If a process dies, the others leave it: it may be complete.
     """
     request, context = prepared.request, prepared.request.context
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
-        sidecar = request.round.receive('sidecar')
+        facts = request.round.receive('facts')
         if digest(manifest) != done['manifest']:
             manifest = request.round.receive('manifest')
         stack.enter_context(request.around_commit(done['reason']))
         try:
-            work.commit(manifest, sidecar, directories)
+            work.commit(manifest, facts, directories)
         except NotDurableError as error:
             # The other processes take theirs back.
             with contextlib.suppress(T5CkptError):
@@ -204,7 +204,7 @@ def _commit(
             raise
     if work.replaced is not None:
         remove_replaced(context.storage, request.step, work.replaced, context.clock)
-    return sidecar
+    return facts
 
 
 def _take_back(request: SaveRequest, replaced: str | None) -> None:

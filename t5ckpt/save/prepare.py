@@ -8,7 +8,7 @@ from typing import Any
 
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.format.sidecar import TreeFacts
+from t5ckpt.format.facts import TreeFacts
 from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
@@ -25,7 +25,7 @@ class PreparedSave:
 
     Attributes:
       request: of the save.
-      tree_facts: the facts of the tree, for the sidecar.
+      tree_facts: the facts of the tree.
       staging: the leaves, in waves.
       previous: the checkpoint from which chunks are linked or copied.
       dataset: the files of the data iterator's position, by name.

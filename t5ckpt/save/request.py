@@ -71,7 +71,7 @@ class SaveRequest:
       in_background: whether the caller continues during the save, and may write to its host arrays.
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
-      keep: the keep policy that the sidecar records.
+      keep: the keep policy that the facts record.
       restored_step: the step that was restored last; a loop that saves it first is not warned.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
       frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.

@@ -80,7 +80,7 @@ class Staging:
     ``is_staged`` is set.
 
     Attributes:
-      inline: the inline leaves, staged, for ``save/manifest_and_sidecar.py``.
+      inline: the inline leaves, staged, for ``save/manifest_and_facts.py``.
       writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
       total_bytes, file_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.

@@ -3,7 +3,7 @@
 The leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is read when it is written, in slices of
 one chunk if it can be sliced, and each slice is released once its write was started. The bytes in flight stay within
 ``budget_bytes``, so a checkpoint of any size takes a few hundred megabytes of memory, plus the largest leaf that cannot be
-sliced. The commit is the same as that of a save: temporary directory, fsync, sidecars with checksums, manifest, rename.
+sliced. The commit is the same as that of a save: temporary directory, fsync, file checksums, manifest with facts, rename.
 
 The chunk files of an unchanged :class:`LinkedArray` are hard-linked from its checkpoint, or copied where links are not
 possible, after their checksums were verified.
@@ -25,13 +25,13 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.format.dtypes import is_storable
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import step_dir
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
-from t5ckpt.save.manifest_and_sidecar import manifest_leaves
+from t5ckpt.save.manifest_and_facts import manifest_leaves
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.write import write_arrays
 from t5ckpt.storage import Storage
@@ -54,11 +54,11 @@ class StreamRequest:
       options: dtype, codec, chunks and what goes inline, as in a save.
       budget_bytes: of values in flight; a larger chunk is written alone.
       overwrite: replace a complete checkpoint of this step once the new one is complete. A pinned one is never replaced.
-      source: the input and its options, in JSON types; recorded in the sidecar.
+      source: the input and its options, in JSON types; recorded in the facts.
       progress: called with (bytes done, bytes in total).
       clock: unix seconds.
       files: further files of the step, by name in its directory.
-      sidecar: further fields, such as metrics.
+      facts: further ones, such as metrics.
       t5x_inlines: as for ``plan_save``.
     """
 
@@ -71,7 +71,7 @@ class StreamRequest:
     progress: Progress | None = None
     clock: Clock = time.time
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
-    sidecar: Sidecar = dataclasses.field(default_factory=Sidecar)
+    facts: Facts = dataclasses.field(default_factory=Facts)
     t5x_inlines: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
 
 
@@ -139,11 +139,9 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
-    sidecar = dataclasses.replace(
-        request.sidecar, tree=plan.tree_facts.below(work.generation), source=request.source or {}
-    )
+    facts = dataclasses.replace(request.facts, tree=plan.tree_facts.below(work.generation), source=request.source or {})
     locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
-    return work.commit_with_checksums(manifest, sidecar, counts, checksums, locations)
+    return work.commit_with_checksums(manifest, facts, counts, checksums, locations)
 
 
 def _write_files(request: StreamRequest, work: Transaction) -> None:

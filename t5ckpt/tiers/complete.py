@@ -67,5 +67,5 @@ def _is_same(local: Storage, run: Storage, step: int) -> bool:
     try:
         return is_same_save(local, run, step)
     except T5CkptError:
-        # The manifest or the sidecar is what is damaged.
+        # The manifest or the facts are damaged.
         return False

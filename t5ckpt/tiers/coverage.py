@@ -33,7 +33,7 @@ class DiskStep:
     """One local step of one disk.
 
     Attributes:
-      save: the checksum of the sidecar, which is the same on all disks that took part in the save.
+      save: the checksum of the facts, which is the same on all disks that took part in the save.
       index: of the process in the save; -1 if the disk does not have the files that were assigned to it.
       count: of the processes in the save.
       positions: the positions of data iterators on the disk, T5X's ``(SSS, NNN)`` of their names.

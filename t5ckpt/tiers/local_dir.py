@@ -341,10 +341,10 @@ def read_run_id(run: Storage) -> str:
 def _has_save(run: Storage, step: int, save: str) -> bool:
     """Whether a run has this save of a step. A step that cannot be read has none."""
     try:
-        sidecar = read_raw(locate_step(run, step)).sidecar
+        facts = read_raw(locate_step(run, step)).facts
     except (FormatError, CheckpointNotFoundError):
         return False
-    return sidecar is not None and digest(sidecar) == save
+    return facts is not None and digest(facts) == save
 
 
 def _cures(local: Storage) -> str:

@@ -1,7 +1,7 @@
 """The files that one process of a save was to upload, and whose disk is lost: the disks of replicas have them.
 
 Only the processes' lists of file checksums say which file is assigned to which process. If one list is lost, its files are those
-in no other list. The list itself is made from their checksums, and compared with its own in the sidecar.
+in no other list. The list itself is made from their checksums, and compared with its own in the facts.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from t5ckpt.catalog.listing import read_sidecar
+from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.replacement import take_back
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
@@ -29,7 +29,7 @@ def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
         if leftover is None or leftover.state != 'replaced':
             continue
         try:
-            save = digest(read_sidecar(storage, entry.name))
+            save = digest(read_facts(storage, entry.name))
         except CheckpointNotFoundError:
             # Its writer died before it was complete.
             continue

@@ -10,13 +10,14 @@ import functools
 import re
 from collections.abc import Collection, Iterable
 
-from t5ckpt.catalog.listing import listing, read_sidecar
+from t5ckpt.catalog.facts_files import read_facts_file
+from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.catalog.locate import Located
-from t5ckpt.catalog.sidecar_files import read_sidecar_file
 from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
@@ -28,7 +29,6 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.sidecar import decode_sidecar
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
@@ -46,7 +46,7 @@ class Part:
 
     Attributes:
       storage, step: the local directory, and the step in it.
-      manifest, sidecar: undecoded; the same on all disks of a save.
+      manifest, facts: undecoded; the same on all disks of a save.
       lists: the lists of file checksums in the directory, by name; one for each process.
       checksums: of the files that were written here, including those that no longer exist.
       there: the names of the files that exist and have the recorded size.
@@ -58,7 +58,7 @@ class Part:
     storage: Storage
     step: int
     manifest: bytes
-    sidecar: bytes
+    facts: bytes
     lists: dict[str, FileChecksums]
     checksums: FileChecksums
     there: frozenset[str]
@@ -80,9 +80,9 @@ class Part:
         def where(name: str) -> str:
             return storage.url(join(directory, name))
 
-        manifest, sidecar = split_facts(storage.read(join(directory, MANIFEST)))
-        sidecar = read_sidecar_file(storage, directory) if sidecar is None else sidecar
-        decoded = decode_sidecar(sidecar, where(MANIFEST))
+        manifest, facts = split_facts(storage.read(join(directory, MANIFEST)))
+        facts = read_facts_file(storage, directory) if facts is None else facts
+        decoded = decode_facts(facts, where(MANIFEST))
         recorded = FileChecksums.recorded_by(decoded, where(MANIFEST))
         recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
@@ -93,12 +93,12 @@ class Part:
         checksums = FileChecksums.union((copies, *lists.values()))
         there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
         has_removed, created = DATASET_REMOVED in sizes, decoded.created_unix or 0.0
-        return cls(storage, step, manifest, sidecar, lists, checksums, there, len(recorded.lists), created, has_removed)
+        return cls(storage, step, manifest, facts, lists, checksums, there, len(recorded.lists), created, has_removed)
 
     @property
     def save(self) -> str:
         """Identifies the save."""
-        return digest(self.sidecar)
+        return digest(self.facts)
 
     @property
     def located(self) -> Located:
@@ -135,8 +135,8 @@ class Part:
         return DiskStep(self.save, index, self.count, positions_in(self.there), num_positions, self.created)
 
     def contents(self) -> Contents:
-        """The decoded manifest and sidecar."""
-        return decode_contents(self.located, RawFiles(self.manifest, self.sidecar))
+        """The decoded manifest and facts."""
+        return decode_contents(self.located, RawFiles(self.manifest, self.facts))
 
     def arrays(self) -> dict[str, StoredArray]:
         """The arrays of the step, by location."""
@@ -162,10 +162,10 @@ class Part:
         return written
 
 
-def time_of_save(sidecar: bytes) -> float:
-    """The time of a save in unix seconds, from its sidecar; 0 if it is not recorded, or the sidecar is damaged."""
+def time_of_save(facts: bytes) -> float:
+    """The time of a save in unix seconds, from its facts; 0 if they do not record it, or are damaged."""
     try:
-        return decode_sidecar(sidecar, MANIFEST).created_unix or 0.0
+        return decode_facts(facts, MANIFEST).created_unix or 0.0
     except FormatError:
         return 0.0
 
@@ -173,7 +173,7 @@ def time_of_save(sidecar: bytes) -> float:
 def save_of(storage: Storage, step: int) -> str:
     """Identifies the save that a local directory has of a step; '' if it has none."""
     try:
-        return digest(read_sidecar(storage, step_dir(step)))
+        return digest(read_facts(storage, step_dir(step)))
     except T5CkptError:
         return ''
 

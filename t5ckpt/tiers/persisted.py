@@ -65,7 +65,7 @@ def _when_begun(directory: LocalDir) -> str:
 def _save_in_run(run: Storage, step: int) -> str:
     """Identifies the save that the run has of a step; '' if it has been deleted."""
     try:
-        sidecar = read_raw(locate_step(run, step)).sidecar
+        facts = read_raw(locate_step(run, step)).facts
     except CheckpointNotFoundError:
         return ''
-    return '' if sidecar is None else digest(sidecar)
+    return '' if facts is None else digest(facts)

@@ -278,20 +278,20 @@ def completed(at: CoordinationRound, part: Part | None, storage: Storage, step: 
         with at.together(Phase.SEND):
             if at.processes.index == sender and part is not None:
                 at.share('manifest', part.manifest)
-                at.share('sidecar', part.sidecar)
+                at.share('facts', part.facts)
             if part is None:
-                part = begin_part(storage, step, at.receive('manifest'), at.receive('sidecar'), clock)
+                part = begin_part(storage, step, at.receive('manifest'), at.receive('facts'), clock)
     if part is None:
         raise AssertionError('every process has a part now')
     return part
 
 
-def begin_part(storage: Storage, step: int, manifest: bytes, sidecar: bytes, clock: Clock) -> Part:
+def begin_part(storage: Storage, step: int, manifest: bytes, facts: bytes, clock: Clock) -> Part:
     """Makes a part without chunks. Renames what the disk has of another save of the step, or a part that cannot be read."""
     if has_step(storage, step):
         aside = rename_damaged(storage, step, clock)
         _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
     with open_transaction(storage, step, clock) as work:
         storage.write(join(work.directory, COPIES), FileChecksums().encode())
-        work.commit(manifest, sidecar, [])
+        work.commit(manifest, facts, [])
     return Part.read(storage, step)

@@ -95,7 +95,7 @@ def _of_disk(catalog: TierCatalog, request: RestoreRequest, step: int) -> Restor
     if part is None or not part.has_all_chunks():
         return local
     there = FileChecksums({name: part.checksums[name] for name in part.there})
-    return dataclasses.replace(local, local_part=LocalPart(part.located, part.manifest, part.sidecar, lambda *_: there))
+    return dataclasses.replace(local, local_part=LocalPart(part.located, part.manifest, part.facts, lambda *_: there))
 
 
 def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:

@@ -27,7 +27,7 @@ class RunStep:
 
     Attributes:
       step: the newest step, or the requested one; None without one.
-      save: the checksum of its sidecar.
+      save: the checksum of its facts.
       created: the time of the save, in unix seconds; 0 if it is not known.
     """
 

@@ -131,13 +131,13 @@ class SharedRestore:
                 at = None if listed is None else listed.step
             else:
                 at = step if has_step(self._run, step) else None
-            sidecar = None if at is None else read_raw(locate_step(self._run, at)).sidecar
+            facts = None if at is None else read_raw(locate_step(self._run, at)).facts
         except StorageError as error:
             if not has_local:
                 raise
             _log.warning('t5ckpt: only the steps of the local directories are used: %s', error)
             return RunStep()
-        return RunStep(at) if sidecar is None else RunStep(at, digest(sidecar), time_of_save(sidecar))
+        return RunStep(at) if facts is None else RunStep(at, digest(facts), time_of_save(facts))
 
     def _of_storage(self, request: RestoreRequest, found: SharedChoice) -> Any:
         """Restores from the run's storage, as without local directories."""
@@ -171,7 +171,7 @@ class SharedRestore:
         run = self._run if found.in_run else None
         provider = Provider(self._coordinator, part, run, request.reading.budget_bytes, self._reads)
         call = dataclasses.replace(request.call, step=step)
-        local_part = LocalPart(part.located, part.manifest, part.sidecar, provider)
+        local_part = LocalPart(part.located, part.manifest, part.facts, provider)
         of_part = dataclasses.replace(
             request,
             call=call,

@@ -5,7 +5,7 @@ channel of their own. The other processes wait for orders in a thread, without a
 may take hours. An order is answered when the files are in the run's storage. The last order is :class:`Close`.
 
 If the disk of one process of the save is lost, the others upload the files of its list, see ``tiers/lost_files.py``, and process
-0 writes the list, whose checksum is in the sidecar.
+0 writes the list, whose checksum is in the facts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Leader:
                 )
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
-            work.commit(part.manifest, part.sidecar, sorted({*grids, *parents_of(names)}))
+            work.commit(part.manifest, part.facts, sorted({*grids, *parents_of(names)}))
         return nbytes + sum(answer.nbytes for answer in answers)
 
     def _answers(self, number: int, pace: Callable[[int], None]) -> list[Answer]:
@@ -93,7 +93,7 @@ class Leader:
         """Writes the list of the lost disk, whose files the processes have sent; returns its size."""
         name = file_checksums_name(self.orders.lost.index)
         data = FileChecksums({key: entry for entries in entry_maps for key, entry in entries.items()}).encode()
-        recorded = FileChecksums.recorded_in(part.sidecar, MANIFEST)
+        recorded = FileChecksums.recorded_in(part.facts, MANIFEST)
         if recorded.get(name) != entry_of(data):
             raise NotUploadableError(f'{name} is on no disk, and cannot be made from the other disks')
         self._run.write(join(directory, name), data)

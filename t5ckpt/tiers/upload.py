@@ -2,7 +2,7 @@
 
 ``tiers/intents.py`` decides which steps are uploaded, and ``tiers/queue.py`` when.
 
-The copy has the same bytes, so the manifest and the sidecar of both tiers are equal if and only if they are of one save.
+The copy has the same bytes, so the manifest and the facts of both tiers are equal if and only if they are of one save.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_same_save(first: Storage, second: Storage, step: int) -> bool:
 
 
 def _is_same(first: RawFiles, second: RawFiles) -> bool:
-    return first.sidecar is not None and (first.manifest, first.sidecar) == (second.manifest, second.sidecar)
+    return first.facts is not None and (first.manifest, first.facts) == (second.manifest, second.facts)
 
 
 def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:

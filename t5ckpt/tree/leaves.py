@@ -337,7 +337,7 @@ class LeafToSave(NamedTuple):
       kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none' or 'empty'.
       shape: of the array; of the key data for keys.
       dtype: of the array; None for text, none and empty.
-      note: the sidecar's record of the kind: the name of the number's type, of the keys' implementation, or of the
+      note: what the facts record about the kind: the name of the number's type, of the keys' implementation, or of the
         empty container's type; the text itself.
     """
 

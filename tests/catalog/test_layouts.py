@@ -566,12 +566,12 @@ def spoil_facts(step):
     put_facts(step, b'{' * 40)
 
 
-def spoil_sidecar(step):
+def spoil_facts_file(step):
     as_earlier_layout(step)
     (step / 't5ckpt.json').write_text('{')
 
 
-def sidecar_is_a_directory(step):
+def facts_file_is_a_directory(step):
     as_earlier_layout(step)
     (step / 't5ckpt.json').unlink()
     (step / 't5ckpt.json').mkdir()
@@ -582,7 +582,7 @@ def manifest_loops(step):
     os.symlink('checkpoint', step / 'checkpoint')
 
 
-@pytest.mark.parametrize('spoil', [spoil_facts, spoil_sidecar, sidecar_is_a_directory, manifest_loops])
+@pytest.mark.parametrize('spoil', [spoil_facts, spoil_facts_file, facts_file_is_a_directory, manifest_loops])
 def test_one_unreadable_step_does_not_hide_the_others(run_dir, spoil):
     with open_ck(run_dir) as ck:
         for step in (1, 2, 3):

@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental import v1
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli.app import app
-from t5ckpt.format.orbax import orbax_object, orbax_sidecar
+from t5ckpt.format.orbax import orbax_facts, orbax_object
 from t5ckpt.metrics import TensorBoardMetrics
 
 LOSSES = {1: 0.5, 2: 0.2, 3: 0.4}
@@ -139,6 +139,6 @@ def test_values_that_are_no_numbers_are_left_out():
     for _ in range(100):
         nested = {'b': nested}
     metrics = {'loss': float('nan'), 'big': 10**400, 'list': [1], 'none': None, 'deep': nested, 'flag': True}
-    found = orbax_sidecar({'commit_timestamp_nsecs': 'soon', 'custom_metadata': [1]}, metrics, {})
+    found = orbax_facts({'commit_timestamp_nsecs': 'soon', 'custom_metadata': [1]}, metrics, {})
     assert set(found.metrics) == {'loss', 'flag'}
     assert (found.created_unix, found.custom_metadata, found.format) == (None, {}, 0)

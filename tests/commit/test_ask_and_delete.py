@@ -41,8 +41,8 @@ from t5ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.manifest import file_with_facts, split_facts
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -287,8 +287,8 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             storage.write('checkpoint_1/checkpoint', serialization.msgpack_serialize({**contents, 'version': 9}))
         else:
             manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
-            newer = dataclasses.replace(decode_sidecar(facts, ''), format=9)
-            storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, encode_sidecar(newer)))
+            newer = dataclasses.replace(decode_facts(facts, ''), format=9)
+            storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, encode_facts(newer)))
         before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
         caplog.set_level('INFO', 't5ckpt')
         with Checkpointer(state(), checkpoints_dir=url, keep=1, clock=clock) as ck:

@@ -30,7 +30,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.format.names import foreign_keys, sidecar_of, superseded
+from t5ckpt.format.names import facts_file_of, foreign_keys, superseded
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -308,12 +308,12 @@ def test_a_reader_over_the_swap(run, reads):
 
 
 def test_a_reader_of_the_earlier_layout_over_the_swap(url):
-    """Another process replaces the step between the reads of its manifest and of its sidecar, which then is gone."""
+    """Another process replaces the step between the reads of its manifest and of the file with its facts, which then is gone."""
     save(url, 1)
     storage = open_storage(url)
     manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
     storage.write('checkpoint_1/checkpoint', manifest)
-    storage.write(f'checkpoint_1/{sidecar_of(digest(manifest))}', facts)
+    storage.write(f'checkpoint_1/{facts_file_of(digest(manifest))}', facts)
 
     class Late(FaultyStorage):
         overwritten = False

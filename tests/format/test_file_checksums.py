@@ -1,13 +1,13 @@
-"""`FileChecksums`: from the sidecar over the processes' lists to one file."""
+"""`FileChecksums`: from the facts over the processes' lists to one file."""
 
 import numpy as np
 import pytest
 
 from t5ckpt import errors
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import file_checksums_name
-from t5ckpt.format.sidecar import Sidecar
 
 
 def url(name):
@@ -21,10 +21,10 @@ def two_processes():
     }
     files = {'checkpoint': b'manifest'} | lists
     recorded = FileChecksums({name: entry_of(data) for name, data in files.items()})
-    return FileChecksums.recorded_by(Sidecar(digests=recorded.to_json()), url('t5ckpt.json')), lists
+    return FileChecksums.recorded_by(Facts(digests=recorded.to_json()), url('t5ckpt.json')), lists
 
 
-def test_from_the_sidecar_to_each_file():
+def test_from_the_facts_to_each_file():
     recorded, lists = two_processes()
     assert recorded.lists == ['integrity.0.json', 'integrity.1.json']
     loaded = recorded.load_lists(lists.get, url)

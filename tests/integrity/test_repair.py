@@ -170,7 +170,7 @@ def test_a_damaged_list_of_checksums_condemns_no_file(run_dir, tmp_path):
 @pytest.mark.parametrize('victim', ['params.w/0.0', 'params.edge/1.0', 'iterator'])
 @pytest.mark.parametrize('gone', [False, True])
 def test_a_lost_list_and_a_changed_file_are_not_made_one(run_dir, tmp_path, how, victim, gone):
-    """The sidecar knows that something has changed: new checksums would make it whole."""
+    """The facts show that something has changed: new checksums would make it whole."""
     step_dir = save(run_dir)
     harm(step_dir / 'integrity.0.json', how, random.Random(3))
     path = step_dir / victim if victim != 'iterator' else next(step_dir.glob('train_ds*'))

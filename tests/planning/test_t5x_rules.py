@@ -400,7 +400,7 @@ def assert_same_leaves(step_dir: pathlib.Path, tree) -> None:
     numbers = []
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, str):
-            continue  # T5X has no place for text: it is in the sidecar alone
+            continue  # T5X has no place for text: it is in the facts alone
         if type(leaf) in (bool, int, float):  # np.float64 is a float too
             numbers.append(leaf)
             continue

@@ -29,7 +29,7 @@ from t5ckpt import (
     YoungDaly,
 )
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_facts import known_sidecar
+from t5ckpt.commit.step_facts import known_facts
 from t5ckpt.errors import NoSpaceError, SaveFailedError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
@@ -123,7 +123,7 @@ def test_improvement_counts_from_what_is_saved_also_after_a_restart(tmp_path):
 
     assert run(1, [5.0, 6.0, np.float32(4.0), float('nan'), 4.0]) == [1, 3]
     assert run(6, [4.5, 4.0, 3.0]) == [8]
-    assert known_sidecar(open_storage(tmp_path), 'checkpoint_3').metrics == {'loss': 4.0}
+    assert known_facts(open_storage(tmp_path), 'checkpoint_3').metrics == {'loss': 4.0}
 
 
 def test_an_infinity_is_no_improvement(tmp_path):

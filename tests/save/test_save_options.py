@@ -173,7 +173,7 @@ def test_policies(make):
 
 
 def test_integers_of_numpy_count(tmp_path):
-    """And what a policy was given can be written to a sidecar."""
+    """And what a policy was given can be written to the facts."""
     policy = KeepLatest(np.int64(1)) | KeepSteps(np.array([0])) | KeepBest(np.int32(1), 'm', period=np.int64(100))
     with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=policy, chunk_bytes=np.int64(64)) as ck:
         for step in range(3):

@@ -33,7 +33,7 @@ class Iterator:
 
 
 def state_of(seed=0):
-    """Stored and inline arrays, a chunk at an edge, and facts for the sidecar."""
+    """Stored and inline arrays, a chunk at an edge, and leaves with facts."""
     rng = np.random.default_rng(seed)
     return {
         'params': {
@@ -93,25 +93,25 @@ def arrays_of(step_dir):
     return {info.name: leaf_print(np.asarray(view[info.name])) for info in view.infos() if info.dtype}
 
 
-def with_fields(sidecar, **fields):
-    """The bytes of a sidecar with these fields, which may be of any type, and a checksum that matches."""
-    contents = {**json.loads(sidecar), **fields}
+def with_fields(facts, /, **fields):
+    """The bytes of the facts with these fields, which may be of any type, and a checksum that matches."""
+    contents = {**json.loads(facts), **fields}
     del contents['checksum']
     text = (json.dumps(contents, indent=1, sort_keys=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
 def of_two_processes(step_dir):
-    """The list in two halves, as two processes write it; the sidecar is signed again."""
+    """The list in two halves, as two processes write it; the facts are signed again."""
     files = FileChecksums.decode((step_dir / 'integrity.0.json').read_bytes(), '')
     halves = [dict(list(files.items())[part::2]) for part in (0, 1)]
-    sidecar = facts_of(step_dir)
-    digests = json.loads(sidecar)['digests']
+    facts = facts_of(step_dir)
+    digests = json.loads(facts)['digests']
     for number, half in enumerate(halves):
         data = FileChecksums(half).encode()
         (step_dir / f'integrity.{number}.json').write_bytes(data)
         digests[f'integrity.{number}.json'] = [len(data), digest(data)]
-    put_facts(step_dir, with_fields(sidecar, digests=digests))
+    put_facts(step_dir, with_fields(facts, digests=digests))
     assert t5ckpt.verify(step_dir, full=True).ok
     return halves
 

@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from support import independent_reader
 
-_SIDECARS = re.compile(r'integrity\.\d+(\..*)?|PINNED|DATASET_REMOVED|train_ds-\d{3,}-of-\d{3,}.*')
+_BESIDE = re.compile(r'integrity\.\d+(\..*)?|PINNED|DATASET_REMOVED|train_ds-\d{3,}-of-\d{3,}.*')
 _SPEC_KEYS = {'driver', 'dtype', 'kvstore', 'metadata'}
 _METADATA_KEYS = {'shape', 'chunks', 'compressor'}
 
@@ -111,12 +111,12 @@ def check_files(step_dir: pathlib.Path, arrays: set[str]) -> None:
     """No file but those the format knows."""
     for entry in step_dir.iterdir():
         if entry.is_dir():
-            files = [p for p in entry.rglob('*') if p.is_file() and not _SIDECARS.fullmatch(p.name)]
+            files = [p for p in entry.rglob('*') if p.is_file() and not _BESIDE.fullmatch(p.name)]
             nested = {p.parent.relative_to(step_dir).as_posix() for p in files}
             assert nested <= arrays, f'stray {sorted(nested - arrays)}'
             assert nested, f'empty directory {entry.name}'
         else:
-            assert entry.name == 'checkpoint' or _SIDECARS.fullmatch(entry.name), f'stray file {entry.name}'
+            assert entry.name == 'checkpoint' or _BESIDE.fullmatch(entry.name), f'stray file {entry.name}'
 
 
 def check_run_dir(run_dir: pathlib.Path) -> None:

@@ -20,8 +20,8 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.format.array_spec import SpecDict
+from t5ckpt.format.facts import Facts, TreeFacts, encode_facts
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.sidecar import Sidecar, TreeFacts, encode_sidecar
 from t5ckpt.storage import open_storage
 
 
@@ -108,12 +108,12 @@ def with_spec(path):
 
 
 UNREADABLE = {
-    'a Python type that no reader knows': (GOOD, Sidecar(TreeFacts(python={('w',): 'IntEnum'}))),
-    'text that is not a string': (GOOD, Sidecar(TreeFacts(text={('w',): 3}))),
-    'a dtype that nothing is stored as': (with_spec('w/'), Sidecar(TreeFacts(stored={'w': 'float64'}))),
+    'a Python type that no reader knows': (GOOD, Facts(TreeFacts(python={('w',): 'IntEnum'}))),
+    'text that is not a string': (GOOD, Facts(TreeFacts(text={('w',): 3}))),
+    'a dtype that nothing is stored as': (with_spec('w/'), Facts(TreeFacts(stored={'w': 'float64'}))),
     'a spec that leads elsewhere': (with_spec('../w/'), None),
     'a truncated manifest': (GOOD[:-1], None),
-    'another checksum of the manifest': (GOOD, Sidecar(digests={'checkpoint': [1, '0' * 16]})),
+    'another checksum of the manifest': (GOOD, Facts(digests={'checkpoint': [1, '0' * 16]})),
 }
 
 
@@ -121,12 +121,12 @@ UNREADABLE = {
 @pytest.mark.parametrize('case', UNREADABLE)
 def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     """All writers (saves, conversions, copies, repairs) commit through the one function that decodes it first."""
-    manifest, sidecar = UNREADABLE[case]
+    manifest, facts = UNREADABLE[case]
     storage = open_storage(tmp_path if where == 'file' else f'memory://{tmp_path.name}')
     work = open_transaction(storage, 3, lambda: 1e9)
     try:
         with pytest.raises(errors.SaveFailedError, match='nothing is committed'):
-            work.commit(manifest, None if sidecar is None else encode_sidecar(sidecar), ())
+            work.commit(manifest, None if facts is None else encode_facts(facts), ())
     finally:
         work.rollback()
     assert t5ckpt.all_steps(storage) == []

@@ -18,8 +18,8 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.read_lease import leased_directory
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
+from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.names import read_lease_file
-from t5ckpt.format.sidecar import decode_sidecar, encode_sidecar
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage, mixed_state
 
@@ -163,11 +163,11 @@ def unfinished(storage, clock, **facts):
     work = open_transaction(storage, 1, clock)
     work.keep()
     key = f'{work.directory}/t5ckpt.json'
-    sidecar = decode_sidecar(storage.read(key), key)
-    writer = {**sidecar.writer, **facts}
+    record = decode_facts(storage.read(key), key)
+    writer = {**record.writer, **facts}
     assert {'host', 'place', 'pid', 'born', 'beat', 'nonce'} <= writer.keys()
     assert writer['host'] == socket.gethostname()
-    storage.write(key, encode_sidecar(dataclasses.replace(sidecar, writer=writer)))
+    storage.write(key, encode_facts(dataclasses.replace(record, writer=writer)))
     return work.directory
 
 

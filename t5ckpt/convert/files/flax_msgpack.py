@@ -22,8 +22,8 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.convert.files.flat_array import FlatArray
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, FormatError
+from t5ckpt.format.facts import NO_FACTS
 from t5ckpt.format.manifest import STREAM_ITEM, array_header, decode_ext, manifest_of, stream_path
-from t5ckpt.format.sidecar import NO_SIDECAR
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.contents import Contents
@@ -74,7 +74,7 @@ def read_large(located: Located, path: str, in_place_bytes: int = _IN_PLACE_BYTE
             raise CorruptCheckpointError(
                 f'{path}: {scan.size - scan.at:,} bytes follow the end of the map. Copy the file again.'
             )
-    return LargeFile(Contents(located, manifest_of(tree, path), NO_SIDECAR), scan.arrays)
+    return LargeFile(Contents(located, manifest_of(tree, path), NO_FACTS), scan.arrays)
 
 
 class _Scan:

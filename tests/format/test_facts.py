@@ -1,4 +1,4 @@
-"""The sidecar: what t5ckpt has written is read into fields, and written again byte for byte."""
+"""The facts: what t5ckpt has written is read into fields, and written again byte for byte."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from support.golden import TESTDATA
 
 from t5ckpt import errors
 from t5ckpt.core.text import finite_json
+from t5ckpt.format.facts import FORMAT, NO_FACTS, Facts, TreeFacts, decode_facts, encode_facts, newer_format
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.sidecar import FORMAT, NO_SIDECAR, Sidecar, TreeFacts, decode_sidecar, encode_sidecar, newer_format
 
 WRITTEN = {path.stem: path.read_bytes() for path in sorted((TESTDATA / 'sidecars').glob('*.json'))}
 WRITER = {'name': 't5ckpt', 'version': '0.1.0', 'host': 'host', 'pid': 1234, 'place': 'boot/pid:[1]', 'born': '56789'}
@@ -32,17 +32,17 @@ KEEP = {
 
 @pytest.mark.parametrize('name', WRITTEN)
 def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(name):
-    sidecar = decode_sidecar(WRITTEN[name], name)
+    facts = decode_facts(WRITTEN[name], name)
     # Earlier programs wrote NaN, which JSON lacks.
     metrics = finite_json(json.loads(WRITTEN[name]).get('metrics'))
     expected = with_fields(WRITTEN[name], metrics=metrics) if 'nan' in str(metrics) else WRITTEN[name]
-    assert encode_sidecar(sidecar) == expected
-    assert set(sidecar.other) == ({'aa_new', 'zz_new'} if name == 'repaired' else set())
+    assert encode_facts(facts) == expected
+    assert set(facts.other) == ({'aa_new', 'zz_new'} if name == 'repaired' else set())
 
 
 def test_the_fields_of_a_save():
     saved = json.loads(WRITTEN['saved'])
-    assert decode_sidecar(WRITTEN['saved'], '') == Sidecar(
+    assert decode_facts(WRITTEN['saved'], '') == Facts(
         TreeFacts(
             empty={('e',): 'dict', ('l',): 'list'},
             python={('b',): 'bool', ('f',): 'float', ('n',): 'int'},
@@ -65,16 +65,16 @@ def test_the_fields_of_a_save():
 
 
 def test_the_fields_of_the_other_writers():
-    rewritten, lost = (decode_sidecar(WRITTEN[name], '') for name in ('rewritten', 'rewritten_lost'))
-    assert (rewritten.facts, rewritten.keep, rewritten.source['format']) == (None, KEEP, 't5x')
-    assert (lost.facts, lost.keep) == ('unknown', {})
-    assert math.isnan(decode_sidecar(WRITTEN['overwritten_in_place'], '').metrics['nan'])
-    repaired = decode_sidecar(WRITTEN['repaired'], '')
+    rewritten, lost = (decode_facts(WRITTEN[name], '') for name in ('rewritten', 'rewritten_lost'))
+    assert (rewritten.completeness, rewritten.keep, rewritten.source['format']) == (None, KEEP, 't5x')
+    assert (lost.completeness, lost.keep) == ('unknown', {})
+    assert math.isnan(decode_facts(WRITTEN['overwritten_in_place'], '').metrics['nan'])
+    repaired = decode_facts(WRITTEN['repaired'], '')
     assert repaired.repaired['rebuilt'] == ['w/.zarray']
     assert repaired.other == {'aa_new': 5, 'zz_new': {'a': [1]}}
-    unfinished = decode_sidecar(WRITTEN['unfinished'], '')
+    unfinished = decode_facts(WRITTEN['unfinished'], '')
     assert unfinished.writer['resume'] == 'abc'
-    assert (unfinished.program, NO_SIDECAR.program) == ('t5ckpt 0.1.0', '')
+    assert (unfinished.program, NO_FACTS.program) == ('t5ckpt 0.1.0', '')
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,24 @@ def test_the_fields_of_the_other_writers():
 )
 def test_a_value_that_is_not_usable_is_as_if_it_were_missing_and_is_written_again(field, value):
     data = with_fields(WRITTEN['saved'], **{field: value})
-    sidecar = decode_sidecar(data, '')
-    assert getattr(sidecar, field) == getattr(Sidecar(), field)
-    assert encode_sidecar(sidecar) == data
+    facts = decode_facts(data, '')
+    attribute = 'completeness' if field == 'facts' else field
+    assert getattr(facts, attribute) == getattr(Facts(), attribute)
+    assert encode_facts(facts) == data
     if field == 'digests':
         with pytest.raises(errors.CorruptCheckpointError, match='here: the file checksums are str, expected an object'):
-            FileChecksums.recorded_by(sidecar, 'here')
+            FileChecksums.recorded_by(facts, 'here')
 
 
 def test_a_newer_format_stays_one():
     newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
-    assert newer_format(encode_sidecar(decode_sidecar(newer, ''))) == FORMAT + 1
+    assert newer_format(encode_facts(decode_facts(newer, ''))) == FORMAT + 1
     assert newer_format(WRITTEN['saved']) is None
-    assert decode_sidecar(with_fields(WRITTEN['saved'], format='two'), '').format == FORMAT
+    assert decode_facts(with_fields(WRITTEN['saved'], format='two'), '').format == FORMAT
 
 
-def test_a_damaged_one_is_refused():
+def test_damaged_facts_are_refused():
     with pytest.raises(errors.CorruptCheckpointError, match='does not match its own checksum'):
-        decode_sidecar(WRITTEN['saved'].replace(b'"step": 1', b'"step": 2'), 'here')
+        decode_facts(WRITTEN['saved'].replace(b'"step": 1', b'"step": 2'), 'here')
     with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
-        decode_sidecar(with_fields(WRITTEN['saved'], tree={'python': [[['w'], 'IntEnum']]}), 'here')
+        decode_facts(with_fields(WRITTEN['saved'], tree={'python': [[['w'], 'IntEnum']]}), 'here')

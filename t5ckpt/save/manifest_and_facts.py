@@ -1,4 +1,4 @@
-"""The manifest and the sidecar of a save, from what all processes wrote."""
+"""The manifest and the facts of a save, from what all processes wrote."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import SaveFailedError, StepMismatchWarning
 from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import cast
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name
-from t5ckpt.format.sidecar import Sidecar
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import InlineWrite
 from t5ckpt.save.prepare import PreparedSave
@@ -82,10 +82,10 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
     return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 
 
-def sidecar_of_save(
+def facts_of_save(
     prepared: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
-) -> tuple[Sidecar, int]:
-    """The sidecar of what all processes wrote, and the bytes of all files.
+) -> tuple[Facts, int]:
+    """The facts of what all processes wrote, and the bytes of all files.
 
     Raises:
       SaveFailedError: the files are not those of the arrays.
@@ -99,11 +99,11 @@ def sidecar_of_save(
         raise SaveFailedError(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
-    sidecar = Sidecar(
+    facts = Facts(
         prepared.tree_facts.below(work.generation),
         devices=prepared.devices if prepared.devices > 1 else None,
         custom_metadata=prepared.request.call.custom_metadata,
         metrics=prepared.request.call.metrics,
         keep=fields_of(prepared.request.keep) or {},
     )
-    return work.sidecar(sidecar, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
+    return work.facts(facts, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())

@@ -11,25 +11,25 @@ from collections.abc import Collection
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import MANIFEST, SIDECAR, is_sidecar, sidecar_of
+from t5ckpt.format.names import FACTS_FILE, MANIFEST, facts_file_of, is_facts_file
 from t5ckpt.storage import Storage
 
 
-def sidecar_files(storage: Storage, directory: str) -> list[str]:
+def facts_files(storage: Storage, directory: str) -> list[str]:
     """The names of the files in a step's directory; one request on an object store."""
-    return [name for name in storage.names(directory, 't5ckpt.') if is_sidecar(name)]
+    return [name for name in storage.names(directory, 't5ckpt.') if is_facts_file(name)]
 
 
-def sidecar_file(manifest: bytes, names: Collection[str]) -> str:
+def facts_file(manifest: bytes, names: Collection[str]) -> str:
     """The one that belongs to a manifest: the only one, also if the manifest is damaged, or that with its checksum."""
-    expected, sidecars = sidecar_of(digest(manifest)), [name for name in names if is_sidecar(name)]
-    return expected if expected in sidecars else sidecars[0] if len(sidecars) == 1 else SIDECAR
+    expected, there = facts_file_of(digest(manifest)), [name for name in names if is_facts_file(name)]
+    return expected if expected in there else there[0] if len(there) == 1 else FACTS_FILE
 
 
-def read_sidecar_file(storage: Storage, directory: str) -> bytes:
+def read_facts_file(storage: Storage, directory: str) -> bytes:
     """The contents of the file; raises CheckpointNotFoundError if there is none."""
-    names = sidecar_files(storage, directory)
+    names = facts_files(storage, directory)
     if not names:
         raise CheckpointNotFoundError(f'{storage.url(directory)} has no facts of t5ckpt')
     manifest = storage.read(join(directory, MANIFEST)) if len(names) > 1 else b''
-    return storage.read(join(directory, sidecar_file(manifest, names)))
+    return storage.read(join(directory, facts_file(manifest, names)))

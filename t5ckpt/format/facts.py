@@ -1,9 +1,9 @@
-"""Encodes and decodes the sidecar: the information that T5X's manifest cannot hold.
+"""Encodes and decodes the facts of a checkpoint: the information that T5X's manifest cannot hold.
 
-It is the text of a JSON object, under ``t5ckpt`` in the manifest (``format/manifest.py``), or in the earlier layout in the file
-``t5ckpt.json`` next to it. Real T5X ignores both. A checkpoint without it is read as T5X reads it.
+They are the text of a JSON object, under ``t5ckpt`` in the manifest (``format/manifest.py``), or in the earlier layout in the
+file ``t5ckpt.json`` next to it. Real T5X ignores both. A checkpoint without them is read as T5X reads it.
 
-Its fields are those of :class:`Sidecar`, in the types of JSON; the first is
+Their fields are those of :class:`Facts`, in the types of JSON; the first is
 
     checksum   xxh3-64 hex of the text without this line
 
@@ -76,7 +76,9 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
     **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source', 'repaired'), _object),
 }
-"""From a field's name to the function that returns its value, or None if that is not usable."""
+"""From a field's key to the function that returns its value, or None if that is not usable."""
+_ATTRIBUTES = {'facts': 'completeness'}
+"""From a field's key to its attribute, if they differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,28 +98,29 @@ class TreeFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sidecar:
-    """The contents of the sidecar. A field that is not recorded, or not usable, is None or empty.
+class Facts:
+    """The decoded facts of a checkpoint. A field that is not recorded, or not usable, is None or empty.
 
     Attributes:
       tree: facts of the tree, which the manifest does not have.
-      format: ``FORMAT``; more in a sidecar of a newer program, 0 in ``NO_SIDECAR``.
-      writer: the process that wrote it: name and version of the program, host, pid, and what identifies a process on its
+      format: ``FORMAT``; more in facts of a newer program, 0 in ``NO_FACTS``.
+      writer: the process that wrote them: name and version of the program, host, pid, and what identifies a process on its
         machine. In an unfinished directory also the write lease (``commit/lease_owner.py``).
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
-      digests: {file: [bytes, xxh3-64 hex]} of the manifest without the sidecar, and of the file checksums, integrity.*.json.
+      digests: {file: [bytes, xxh3-64 hex]} of the manifest without the facts, and of the file checksums, integrity.*.json.
         Parsed by :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
       metrics: those passed to ``save``.
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
       custom_metadata: the argument of ``save``, a JSON object.
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
-      facts: ``'unknown'`` if a copy or a repair had no sidecar to take ``tree`` from: typed PRNG keys are then not recorded.
+      completeness: ``'unknown'`` if a copy or a repair had no facts to take ``tree`` from: typed PRNG keys are then not recorded.
+        Its key on disk is ``facts``.
       source: of a conversion or of a copy with changes.
       repaired: the time of the repair that wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
-      other: fields that this program does not know, and values that are not usable. :func:`encode_sidecar` writes them again.
+      other: fields that this program does not know, and values that are not usable. :func:`encode_facts` writes them again.
     """
 
     tree: TreeFacts = dataclasses.field(default_factory=TreeFacts)
@@ -132,7 +135,7 @@ class Sidecar:
     devices: int | None = None
     custom_metadata: _Object = dataclasses.field(default_factory=dict[str, Any])
     keep: _Object = dataclasses.field(default_factory=dict[str, Any])
-    facts: str | None = None
+    completeness: str | None = None
     source: _Object = dataclasses.field(default_factory=dict[str, Any])
     repaired: _Object = dataclasses.field(default_factory=dict[str, Any])
     other: _Object = dataclasses.field(default_factory=dict[str, Any])
@@ -147,27 +150,27 @@ class Sidecar:
         return self.other.get(field, getattr(self, field))
 
 
-NO_SIDECAR = Sidecar(format=0)
-"""The sidecar of a checkpoint that has none."""
+NO_FACTS = Facts(format=0)
+"""Those of a checkpoint that records none."""
 
 
-def encode_sidecar(sidecar: Sidecar) -> bytes:
-    """The bytes of the sidecar."""
+def encode_facts(facts: Facts) -> bytes:
+    """The bytes of the facts."""
     tree: dict[str, Any] = {
-        field: [[list(path), value] for path, value in getattr(sidecar.tree, field).items()]
+        field: [[list(path), value] for path, value in getattr(facts.tree, field).items()]
         for field in ('empty', 'python', 'keys', 'text')
     }
-    tree['stored'] = [[directory, dtype] for directory, dtype in sidecar.tree.stored.items()]
-    fields = {name: value for name in _PARSERS if (value := getattr(sidecar, name)) not in (None, {})}
+    tree['stored'] = [[directory, dtype] for directory, dtype in facts.tree.stored.items()]
+    fields = {key: value for key in _PARSERS if (value := getattr(facts, _ATTRIBUTES.get(key, key))) not in (None, {})}
     if 'metrics' in fields:
         fields['metrics'] = finite_json(fields['metrics'])
-    contents = {**sidecar.other, **fields, 'tree': tree}
+    contents = {**facts.other, **fields, 'tree': tree}
     text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
-def decode_sidecar(data: bytes, where: str) -> Sidecar:
-    """Decodes the bytes of the sidecar.
+def decode_facts(data: bytes, where: str) -> Facts:
+    """Decodes the bytes of the facts.
 
     Raises:
       CorruptCheckpointError: the checksum does not match, or ``tree`` has the wrong type.
@@ -196,13 +199,13 @@ def decode_sidecar(data: bytes, where: str) -> Sidecar:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
         ) from error
-    parsed = {name: parse(contents[name]) for name, parse in _PARSERS.items() if name in contents}
-    fields = {name: value for name, value in parsed.items() if value is not None}
-    return Sidecar(tree_facts, **fields, other={name: value for name, value in contents.items() if name not in fields})
+    parsed = {key: parse(contents[key]) for key, parse in _PARSERS.items() if key in contents}
+    fields = {_ATTRIBUTES.get(key, key): value for key, value in parsed.items() if value is not None}
+    return Facts(tree_facts, **fields, other={key: value for key, value in contents.items() if parsed.get(key) is None})
 
 
 def newer_format(data: bytes) -> int | None:
-    """The format of a sidecar if it is newer than this program's, else None."""
+    """The format of facts if it is newer than this program's, else None."""
     try:
         version = json.loads(data)['format']
     except (ValueError, TypeError, KeyError, RecursionError):

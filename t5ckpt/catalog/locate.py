@@ -261,7 +261,8 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
                 f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
             )
         holding = catalog_of(storage).incomplete() if marks else []
-        if holding:
+        # The first step may have been committed meanwhile.
+        if holding and newest(storage) is None:
             raise CheckpointNotFoundError(
                 f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a '
                 'new run.'

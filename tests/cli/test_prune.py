@@ -17,6 +17,7 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
@@ -29,6 +30,7 @@ from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage
+from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
 
@@ -354,6 +356,22 @@ def test_steps_as_they_come(tmp_path):
     assert list(checkpoints_iterator(tmp_path / 'none', timeout=0)) == []
     with pytest.raises(ValueError, match='hold_seconds'):
         checkpoints_iterator(tmp_path, hold_seconds=0)
+
+
+@pytest.mark.parametrize('at', range(4))
+def test_a_first_step_that_is_committed_while_an_evaluator_starts(tmp_path, at):
+    (tmp_path / 'checkpoint_9.tmp-7').mkdir()
+    listings = []
+
+    class Run(FileStorage):
+        def entries(self, directory=''):
+            listings.append(directory)
+            if len(listings) == at + 1:
+                save(tmp_path, [1])
+            return super().entries(directory)
+
+    refuse_other_contents(Run(str(tmp_path)))
+    assert len(listings) > at
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What one version writes, another reads: the package of an earlier commit, from git's history, beside this one."""
+"""What an earlier version wrote is read: the package of an earlier commit, from git's history, beside this one."""
 
 import os
 import pathlib
@@ -64,11 +64,9 @@ def run(code, package, run_dir, compression=''):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize('compression', ['', 'zstd'])
-@pytest.mark.parametrize('writer', ['this', 'earlier'])
-def test_versions_read_each_other(writer, compression, earlier, tmp_path):
+def test_a_step_of_an_earlier_version_is_read(compression, earlier, tmp_path):
     """Also deletes it, and saves beside it."""
-    packages = {'this': ROOT, 'earlier': earlier}
-    run(_SAVE, packages[writer], tmp_path / 'run', compression)
+    run(_SAVE, earlier, tmp_path / 'run', compression)
     state = t5ckpt.load_t5x_checkpoint(tmp_path / 'run', step=3)
     np.testing.assert_array_equal(state['params']['w'], mixed_state()['params']['w'])
-    run(_LOAD, packages['earlier' if writer == 'this' else 'this'], tmp_path / 'run')
+    run(_LOAD, ROOT, tmp_path / 'run')

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.output import (
     check_exists,
@@ -96,12 +95,10 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
         key=lambda item: (item[1].step, str(item[0])),
     )
     _check_present(rules['steps'], [decision.step for _, decision in plan])
-    other_steps = sorted({step for tier in tiers for step in tier.others})
     if not as_json:
         for note in dict.fromkeys(tier.note for tier in tiers if tier.note is not None):
             print_line(note)
         print_decisions(plan)
-        _print_others(other_steps)
     doomed = sum(len(tier.doomed) for tier in tiers)
     deleted: list[tuple[str | None, int]] = []
     if doomed and not dry_run:
@@ -115,7 +112,6 @@ def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool
                 'plan': decision_fields(plan, deleted),
                 'deleted': list(dict.fromkeys(step for _, step in deleted)),
                 'failed': failed,
-                'not_counted': other_steps,
                 'mode': tiers[0].mode,
                 'dry_run': dry_run,
             }
@@ -137,7 +133,6 @@ class _Planned:
       retention: of its storage, with the policy of the options.
       mode: of the metric, and the ``note`` that describes it.
       plan: the decision about each step, ascending.
-      others: the steps of Orbax and Flax.
     """
 
     name: str | None
@@ -145,7 +140,6 @@ class _Planned:
     mode: str | None
     note: str | None
     plan: list[Decision]
-    others: list[int]
 
     @property
     def doomed(self) -> list[int]:
@@ -184,26 +178,13 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
     ]
     if not plan:
         check_exists(storage)
-    return _Planned(name, retention, mode, note, plan, _others(storage))
+    return _Planned(name, retention, mode, note, plan)
 
 
 def _summary(deleted: Sequence[tuple[str | None, int]], doomed: int, steps: int, *, dry_run: bool) -> str:
     if deleted:
         return f'deleted: {some_of(deleted_texts(deleted), _SHOWN, ", ")}'
     return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
-
-
-def _print_others(steps: Sequence[int]) -> None:
-    if steps:
-        print_line(
-            f'not counted: {counted(len(steps), "step")} of Orbax or Flax ({some_of(list(map(str, steps)), 10)}). '
-            'To delete one, use t5ckpt rm.'
-        )
-
-
-def _others(storage: Storage) -> list[int]:
-    """The steps of Orbax and Flax."""
-    return [listed.step for listed in listing(storage).steps if not listed.is_t5x]
 
 
 def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:

@@ -36,7 +36,7 @@ def command(path: str, output: str | None, in_place: bool, yes: bool, as_json: b
     """Writes a repaired copy of the checkpoint at PATH into the run at OUTPUT; the original does not change.
 
     Rebuilds .zarray files from the manifest. Recomputes a lost list of file checksums, if it then matches its checksum in
-    t5ckpt.json. Lost values cannot be rebuilt: --drop leaves out damaged leaves, such as a part of the optimizer state, and
+    the manifest. Lost values cannot be rebuilt: --drop leaves out damaged leaves, such as a part of the optimizer state, and
     a restore then needs fallback_state for them. --in-place replaces the checkpoint in one operation.
 
     \b

@@ -241,6 +241,8 @@ def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:
             continue
         # The writer of one that is locked is alive and will publish it as the step.
         lock = storage.try_lock(leftover.name)
-        with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
-            if lock is not None and lock.is_held and not is_pinned(storage, leftover.name):
+        if lock is None:
+            continue
+        with contextlib.closing(lock):
+            if lock.is_held and not is_pinned(storage, leftover.name):
                 rename_aside(storage, leftover.name, step, 'deleted', clock())

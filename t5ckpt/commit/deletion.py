@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from t5ckpt.catalog.layouts import ListedStep, inspect_name, other_layout
-from t5ckpt.catalog.listing import listing, waiting_steps
-from t5ckpt.catalog.locate import no_step
+from t5ckpt.catalog.layouts import other_layout
+from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.bucket_deletion import Hidden, remove_in_bucket
-from t5ckpt.commit.other_layouts import delete_other, has_pin
+from t5ckpt.commit.other_layouts import step_in_other_layout
 from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
     check_known,
@@ -62,13 +61,7 @@ def _locked(storage: Storage, directory: str) -> Lock | None:
 
 
 def decide_deletion(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    *,
-    even_pinned: bool = False,
-    even_waiting: bool = False,
-    in_any_layout: bool = False,
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> Decision:
     """Decides whether a step may be deleted, with the reason; changes nothing.
 
@@ -77,14 +70,10 @@ def decide_deletion(
       UnsupportedFormatError: the step is in another layout, or of a newer program.
     """
     directory = step_dir(step)
-    other = _in_other_layout(storage, step)
-    if other is not None and not in_any_layout:
+    other = step_in_other_layout(storage, step)
+    if other is not None:
         cure = f'Remove it with the program that wrote it, or with t5ckpt rm {storage.url()}@{step}.'
         raise other_layout(storage.url(other.name), other.layout, 'which this call does not delete', cure)
-    if other is not None:
-        if not even_pinned and has_pin(storage, other):
-            return Decision(step, True, pin_reason(storage, other.name))
-        return Decision(step, False, f'requested; in the layout of {other.layout}, and deleted with all files')
     check_known(storage, directory)
     if not even_pinned and is_pinned(storage, directory):
         return Decision(step, True, pin_reason(storage, directory))
@@ -93,22 +82,6 @@ def decide_deletion(
     if not even_waiting and step in waiting_steps(storage):
         return Decision(step, True, WAITS)
     return Decision(step, False, 'requested')
-
-
-def _in_other_layout(storage: Storage, step: int) -> ListedStep | None:
-    """The step, if it is in another layout.
-
-    Raises:
-      CheckpointNotFoundError: the step does not exist; the message lists the steps.
-    """
-    occupant = inspect_name(storage, step_dir(step))
-    if occupant.is_t5x if occupant is not None else storage.is_file(join(step_dir(step), MANIFEST)):
-        return None
-    steps = [occupant] if occupant is not None else listing(storage).steps
-    other = next((listed for listed in steps if listed.step == step and not listed.is_t5x), None)
-    if other is None:
-        raise no_step(storage, step, steps, 'Pass one of them.')
-    return other
 
 
 def check_deletable(
@@ -121,18 +94,12 @@ def check_deletable(
 
 
 def delete_step(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    *,
-    even_pinned: bool = False,
-    even_waiting: bool = False,
-    in_any_layout: bool = False,
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> None:
     """Deletes one step: makes it invisible in one atomic operation, and then removes it.
 
     A crash in between leaves files that no listing shows and the next save removes. With ``even_waiting``, the upload for which
-    the step waits is dropped. With ``in_any_layout``, a step of Orbax or Flax is deleted, too.
+    the step waits is dropped.
 
     Raises:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
@@ -140,18 +107,11 @@ def delete_step(
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
     flags = {'even_pinned': even_pinned, 'even_waiting': even_waiting}
-    decided = decide_deletion(storage, step, clock, **flags, in_any_layout=in_any_layout)
-    other = _in_other_layout(storage, step) if in_any_layout and not decided.keep else None
-    if other is not None:
-        delete_other(storage, other, clock)
-        return
-    hidden = None
-    if not decided.keep:
-        hidden = strategy_of(storage).hide(storage, step, clock, **flags)
+    decided = decide_deletion(storage, step, clock, **flags)
+    hidden = None if decided.keep else strategy_of(storage).hide(storage, step, clock, **flags)
     if hidden is None:
-        if not decided.keep:
-            # It was pinned or leased since the decision.
-            decided = decide_deletion(storage, step, clock, **flags)
+        # It may have been pinned or leased since the decision.
+        decided = decide_deletion(storage, step, clock, **flags)
         raise kept_error(storage, step, decided.reason if decided.keep else HELD, 'deleted')
     try:
         if even_waiting and step in waiting_steps(storage):

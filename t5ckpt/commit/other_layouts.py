@@ -9,16 +9,21 @@ import contextlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, ListedStep
+from t5ckpt.catalog.layouts import FLAX, LEVANTER, ORBAX, PADDED, ListedStep, inspect_name, orbax_marks
+from t5ckpt.catalog.listing import listing
+from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
-from t5ckpt.commit.removal import rename_aside
+from t5ckpt.catalog.pin_file import pin_reason
+from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.commit.removal import kept_error, rename_aside
 from t5ckpt.commit.step_facts import known_facts
+from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.facts import NO_FACTS, Facts
-from t5ckpt.format.names import PINNED
-from t5ckpt.policies import StepInfo
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir
+from t5ckpt.policies import HELD, Decision, StepInfo
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -49,7 +54,7 @@ def infos_of_others(
             saved = NO_FACTS
         created = times.get(listed.name) if saved.created_unix is None else saved.created_unix
         metrics = {name: values[listed.step] for name, values in given.items() if listed.step in values}
-        pinned = has_pin(storage, listed)
+        pinned = _has_pin(storage, listed)
         infos.append(
             StepInfo(listed.step, pinned, listed.step in leased, created or None, {**metrics, **saved.metrics})
         )
@@ -62,26 +67,60 @@ def _saved_facts(storage: Storage, listed_step: ListedStep) -> Facts:
     return known_facts(storage, listed_step.name) if listed_step.layout == PADDED else NO_FACTS
 
 
-def has_pin(storage: Storage, listed_step: ListedStep) -> bool:
+def _has_pin(storage: Storage, listed_step: ListedStep) -> bool:
     """Whether a user has put the file of a pin into the step."""
     return listed_step.layout != FLAX and storage.is_file(join(listed_step.name, PINNED))
 
 
-def delete_other(storage: Storage, listed_step: ListedStep, clock: Clock) -> None:
-    """Deletes all files of a step. Where directories can be renamed, no listing shows it from the first moment on.
+def step_in_other_layout(storage: Storage, step: int) -> ListedStep | None:
+    """The step, if it is in another layout.
 
     Raises:
-      CheckpointNotFoundError: another process has deleted it.
-      StorageError: it could not be deleted.
+      CheckpointNotFoundError: the step does not exist; the message lists the steps.
     """
-    name = listed_step.name
-    if storage.kind(name) == 'file':
-        storage.delete_file(name)
-        return
-    if not storage.commits_by_rename:
-        storage.delete_tree(name)
-        return
-    # Garbage collection leaves a directory that is locked.
-    lock = storage.try_lock(name)
-    with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
-        storage.delete_tree(rename_aside(storage, name, listed_step.step, 'deleted', clock()))
+    occupant = inspect_name(storage, step_dir(step))
+    if occupant.is_t5x if occupant is not None else storage.is_file(join(step_dir(step), MANIFEST)):
+        return None
+    steps = [occupant] if occupant else listing(storage).steps
+    other = next((listed for listed in steps if listed.step == step and not listed.is_t5x), None)
+    if other is None:
+        raise no_step(storage, step, steps, 'Pass one of them.')
+    return other
+
+
+def decide_other(storage: Storage, other: ListedStep, clock: Clock, *, even_pinned: bool) -> Decision:
+    """Decides whether a step in another layout may be deleted, with the reason; changes nothing."""
+    if not even_pinned and _has_pin(storage, other):
+        return Decision(other.step, True, pin_reason(storage, other.name))
+    if other.step in leased_steps(storage, clock):
+        return Decision(other.step, True, HELD)
+    return Decision(other.step, False, f'requested; in the layout of {other.layout}, and deleted with all files')
+
+
+def delete_other(storage: Storage, other: ListedStep, clock: Clock) -> None:
+    """Hides a step in another layout, under its write lease, and removes all of its files.
+
+    Where no directory can be renamed, a crash may leave files that no listing shows.
+
+    Raises:
+      StepKeptError: it has a read lease; nothing was changed.
+      CheckpointNotFoundError: another process has deleted it.
+      StorageError: another process is writing it, or the storage failed.
+    """
+    name = other.name
+    lease = acquire_to_hide(storage, other.step, clock)
+    try:
+        if other.step in lease.read_steps:
+            raise kept_error(storage, other.step, HELD, 'deleted')
+        if storage.kind(name) == 'file':
+            storage.delete_file(name)
+        elif storage.commits_by_rename:
+            # Garbage collection leaves a directory that is locked.
+            lock = storage.try_lock(name)
+            with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
+                storage.delete_tree(rename_aside(storage, name, other.step, 'deleted', clock()))
+        else:
+            storage.delete_files([join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
+            storage.delete_tree(name)
+    finally:
+        lease.release()

@@ -29,7 +29,6 @@ from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
-    FACTS_FILE,
     PINNED,
     TRAIN_DS_PREFIX,
     is_facts_file,
@@ -177,11 +176,11 @@ class Transfer:
         if facts is None:
             if lists := [name for name in sizes if is_file_checksums(name)]:
                 raise CorruptCheckpointError(
-                    f'{self._from.url(join(self._base, FACTS_FILE))} is missing, so no checksum of {lists[0]} can be compared. A '
-                    'damaged checkpoint is not copied; repair it (t5ckpt repair), or copy an older step.'
+                    f'{self._from.url(self._base)} has no facts of t5ckpt, so no checksum of {lists[0]} can be compared. Copy an '
+                    'older step, or remove integrity.*.json to copy it as a step of T5X.'
                 )
             return FileChecksums()
-        recorded = FileChecksums.recorded_in(facts, self._from.url(join(self._base, FACTS_FILE)))
+        recorded = FileChecksums.recorded_in(facts, self._from.url(join(self._base, self._manifest_name)))
         lists = recorded.load_lists(
             lambda name: self._read(name, None) if name in sizes else None,
             lambda name: self._from.url(join(self._base, name)),

@@ -17,6 +17,7 @@ import numpy as np
 
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype
@@ -376,6 +377,6 @@ def stored_leaf(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, pa
     if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
         raise CorruptCheckpointError(
             f'{name}: its dtype in the facts is {dtype_name!r:.40}, which is never stored as {array.dtype.name}. '
-            'Remove t5ckpt.json to read it as T5X does.'
+            f'{CURE_OF_DAMAGE}'
         )
     return StoredLeaf(array, dtype)

@@ -1,9 +1,9 @@
 """The file checksums of a checkpoint: the length and the xxh3-64 of each file. No files are read or written here.
 
-Every process writes the checksums of its files to ``integrity.<process>.json``. ``t5ckpt.json`` holds the checksums of the
-manifest, of these lists and of itself, so that every byte of the checkpoint can be verified:
+Every process writes the checksums of its files to ``integrity.<process>.json``. The facts in the manifest hold the checksums of
+the rest of the manifest, of these lists and of themselves, so that every byte of the checkpoint can be verified:
 
-    t5ckpt.json ──> checkpoint, integrity.0.json, integrity.1.json, ... ──> chunk files, .zarray, iterator files
+    facts ──> checkpoint, integrity.0.json, integrity.1.json, ... ──> chunk files, .zarray, iterator files
 
 A checksum detects accidents such as flipped bits, a truncated copy, or files of another step. It is not a signature: anyone with
 write access to the checkpoint can also write its checksums.

@@ -138,9 +138,9 @@ def aside_dir(step: int, state: str, unix: int) -> str:
 
     Args:
       step: its number.
-      state: 'tmp' while it is written, 'deleted' while it is deleted, 'replaced'
-        for the old or the new checkpoint of a replacement; 'damaged' for one that could not be restored, and 'foreign' for one
-        with files of other programs, which were renamed.
+      state: 'tmp' while it is written, 'deleted' while it is deleted, 'replaced' for the old or the new checkpoint of a
+        replacement; 'damaged' for one that could not be restored, and 'foreign' for one with files of other programs, which
+        were renamed.
       unix: the time, in unix seconds.
     """
     return f'checkpoint_{step}.{state}-{unix}'
@@ -221,7 +221,7 @@ def parse_prefixed_step(name: str) -> int | None:
 
 
 def parse_leftover(name: str) -> Leftover | None:
-    """Parses an :func:`aside_dir` of the first four states; None for any other name."""
+    """Parses an :func:`aside_dir` of the first three states; None for any other name."""
     match = _LEFTOVER.fullmatch(name)
     return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
 

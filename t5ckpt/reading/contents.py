@@ -20,13 +20,14 @@ from t5ckpt.core.text import CURE_OF_DAMAGE, some_of, without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    T5CkptError,
     TreeMismatchError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.manifest import Manifest, decode_manifest, refuse_pointer
+from t5ckpt.format.manifest import Manifest, begins_state, decode_manifest, refuse_pointer
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
@@ -154,7 +155,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         manifest = decode_manifest(raw.manifest, located.url)
     except CorruptCheckpointError as error:
         name = located.manifest
-        if name == MANIFEST or name.endswith('.msgpack') or parse_step_dir(name) is not None:
+        if name == MANIFEST or parse_step_dir(name) is not None or begins_state(raw.manifest):
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
         what = foreign_bytes(raw.manifest) or 'not a checkpoint. Check the path'
@@ -260,6 +261,8 @@ def leaves_of(
     for fn in transforms:
         try:
             state = fn(state, template)
+        except T5CkptError:
+            raise
         except Exception as error:
             error.add_note(_TRANSFORM_NOTE)
             raise

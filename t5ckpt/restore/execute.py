@@ -94,7 +94,7 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
     view = flatten_state(request.template)
     template = unflatten(view.table)
     leaves, tree_facts = leaves_of(contents, request.call.transforms, template)
-    fallback = {} if request.call.fallback is None else flatten_state(request.call.fallback).table
+    fallback = flatten_state(request.call.fallback).table if request.call.fallback else {}
     options = RestoreOptions(
         request.cast,
         fallback,

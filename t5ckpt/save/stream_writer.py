@@ -75,20 +75,6 @@ class StreamRequest:
     t5x_inlines: Mapping[Path, bool] = dataclasses.field(default_factory=dict[Path, bool])
 
 
-@dataclasses.dataclass
-class _LinkedLeaves:
-    """Leaves whose files are linked from another checkpoint, so that they are not read."""
-
-    writes: dict[Path, ArrayWrite] = dataclasses.field(default_factory=dict[Path, ArrayWrite])
-    checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
-    array_bytes: int = 0
-
-    def add(self, write: ArrayWrite, files: Mapping[str, FileEntry]) -> None:
-        self.writes[write.path] = write
-        self.checksums |= files
-        self.array_bytes += write.array.nbytes
-
-
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises the errors that :func:`write_stream` would raise before it reads or writes anything; for dry runs."""
     strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
@@ -124,16 +110,16 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
 def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) -> int:
     """Writes everything and commits; returns the bytes of all files."""
     storage, directory = request.storage, join(work.directory, work.generation)
-    linked = _linked_leaves(request, plan.writes, directory)
-    rest = tuple(write for write in plan.writes if write.path not in linked.writes)
+    linked, linked_files = _link_leaves(request, plan.writes, directory)
+    rest = tuple(write for write in plan.writes if write.path not in linked)
     staging = Staging(dataclasses.replace(plan, writes=rest), request.budget_bytes)
     staging.start()
-    progress = _progress_after(request.progress, linked.array_bytes)
+    progress = _progress_after(request.progress, sum(write.array.nbytes for write in linked.values()))
     report = write_arrays(storage, directory, staging, progress=progress)
     report = dataclasses.replace(
         report,
-        arrays=report.arrays | {path: write.array for path, write in linked.writes.items()},
-        checksums=report.checksums | linked.checksums,
+        arrays=report.arrays | {path: write.array for path, write in linked.items()},
+        checksums=report.checksums | linked_files,
     ).below(work.generation)
     _write_files(request, work)
     checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
@@ -155,18 +141,21 @@ def _progress_after(progress: Progress | None, before: int) -> Progress | None:
     return None if progress is None else lambda done, total: progress(before + done, before + total)
 
 
-def _linked_leaves(request: StreamRequest, writes: Sequence[ArrayWrite], directory: str) -> _LinkedLeaves:
-    """Links the leaves of other checkpoints."""
-    linked = _LinkedLeaves()
-    total = sum(write.array.nbytes for write in writes)
+def _link_leaves(
+    request: StreamRequest, writes: Sequence[ArrayWrite], directory: str
+) -> tuple[dict[Path, ArrayWrite], dict[str, FileEntry]]:
+    """Links the files of leaves of other checkpoints, which are then not read; returns these leaves and the file checksums."""
+    linked: dict[Path, ArrayWrite] = {}
+    checksums: dict[str, FileEntry] = {}
+    total, done = sum(write.array.nbytes for write in writes), 0
     for write in writes:
         source = write.value.source if isinstance(write.value, LinkedArray) else None
         array = None if source is None else linkable_array(source, write)
         if source is None or array is None:
             continue
-        planned = dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
-        files = link_or_copy_chunks(source, planned, request.storage, directory)
-        linked.add(planned, files)
+        linked[write.path] = dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
+        checksums |= link_or_copy_chunks(source, linked[write.path], request.storage, directory)
+        done += array.nbytes
         if request.progress is not None:
-            request.progress(linked.array_bytes, total)
-    return linked
+            request.progress(done, total)
+    return linked, checksums

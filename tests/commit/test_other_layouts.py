@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import flax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.commit.other_layouts import delete_other, step_in_other_layout
+from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.storage import open_storage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float32)}, 'count': np.int32(0)}
@@ -94,9 +97,8 @@ def test_keep_policies_neither_count_nor_delete_them(mixed):
     words = ('prune', mixed, '--keep', 1)
     plan = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
     assert [each['step'] for each in plan['plan'] if not each['keep']] == [5]
-    assert plan['not_counted'] == [1, 2, 3]
-    said = t5ckpt_cli(*words, '--yes')
-    assert 'not counted: 3 steps of Orbax or Flax (1, 2, 3). To delete one, use t5ckpt rm.' in said
+    assert [each['reason'] for each in plan['plan'] if each['step'] < 4] == ['in the layout of orbax'] * 3
+    t5ckpt_cli(*words, '--yes')
     assert t5ckpt.all_steps(mixed) == [1, 2, 3, 6]
 
 
@@ -116,6 +118,35 @@ def test_rm_deletes_one_by_hand(run_dir, make):
         assert t5ckpt.all_steps(run_dir) == [7, 8]
     t5ckpt_cli('rm', f'{run_dir}@7', '--yes', '--pinned')
     assert [name for name in os.listdir(run_dir) if name not in ('checkpoint_8', 'metadata')] == []
+
+
+def test_rm_keeps_one_that_is_read(mixed):
+    with read_lease(open_storage(mixed), 2, 60.0, time.time) as is_there:
+        assert is_there
+        assert 'nothing was deleted: 2 must stay' in t5ckpt_cli('rm', f'{mixed}@2', '--yes', code=1)
+        storage = open_storage(mixed)
+        other = step_in_other_layout(storage, 2)
+        with pytest.raises(errors.StepKeptError):
+            delete_other(storage, other, time.time)
+    assert t5ckpt.open_checkpoint(mixed, 2)['count'] == 0
+
+
+def test_rm_of_a_bucket_hides_the_step_before_its_files_go(bucket, mixed):
+    run = bucket.url()
+    for name, _ in open_storage(mixed).walk('checkpoint_1'):
+        open_storage(run).write(name, open_storage(mixed).read(name))
+    open_storage(run).write('checkpoint_1/commit_success.txt', b'')
+    failed = []
+
+    def fail(kind, key):
+        failed.append((kind, key)) if kind == 'delete' and '/d/' in key else None
+        return '403' if failed else None
+
+    bucket.proxy.choose = fail
+    t5ckpt_cli('rm', f'{run}@1', '--yes', code=4)
+    bucket.proxy.reset()
+    assert failed
+    assert t5ckpt.all_steps(run) == []
 
 
 def test_rm_deletes_one_of_a_bucket(bucket, mixed):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import forked
 from support.cli import t5ckpt_cli
+from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import errors
@@ -211,3 +212,15 @@ def test_the_verb_with_changes(tmp_path):
     assert sorted(read('named')) == ['step', 'target']
     assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
     assert 'match no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)
+
+
+def test_a_step_that_has_lost_its_facts_is_copied_as_the_error_says(tmp_path):
+    saved(str(tmp_path / 'run'))
+    step_dir = tmp_path / 'run' / 'checkpoint_3'
+    put_facts(step_dir, None)
+    with pytest.raises(errors.CorruptCheckpointError, match=r'has no facts of t5ckpt.* remove integrity\.\*\.json'):
+        t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    for path in step_dir.glob('integrity.*.json'):
+        path.unlink()
+    t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    assert files(str(tmp_path / 'copy')) == files(str(tmp_path / 'run'))

@@ -414,6 +414,20 @@ def test_files_without_their_usual_name_are_named_by_their_first_bytes(tmp_path,
         t5ckpt.open_checkpoint(tmp_path / 'model.ckpt')
 
 
+@pytest.mark.parametrize('keys', [2, 20])
+@pytest.mark.parametrize('name', ['ckpt_5', 'ckpt-5.flax'])
+def test_a_truncated_file_of_flax_is_damaged_whatever_its_name(tmp_path, name, keys):
+    data = serialization.to_bytes({f'w{i}': np.ones(3, np.float32) for i in range(keys)})
+    (tmp_path / name).write_bytes(data)
+    assert len(t5ckpt.open_checkpoint(tmp_path / name)) == keys
+    (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(CorruptCheckpointError, match=rf'{name} .*truncated.*copy the checkpoint again'):
+        t5ckpt.open_checkpoint(tmp_path / name)
+    (tmp_path / name).write_text('a note')
+    with pytest.raises(UnsupportedFormatError, match=r'not a checkpoint\. Check the path'):
+        t5ckpt.open_checkpoint(tmp_path / name)
+
+
 @pytest.mark.parametrize('name', ['run/checkpoint_1/checkpoint', 'model.safetensors', 'model.msgpack', 'model.ckpt'])
 def test_a_pointer_of_git_lfs_is_not_damaged(tmp_path, name):
     with Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as checkpointer:

@@ -24,6 +24,7 @@ from t5ckpt import Checkpointer
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     DtypeMismatch,
+    MissingLeaves,
     ShapeMismatch,
     ShardingMismatch,
     TreeMismatchError,
@@ -941,3 +942,14 @@ def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
     with pytest.raises(TypeError) as raised:
         reader.restore(state_transformation_fns=[half])
     assert 'stored arrays are dicts in it, as in T5X' in raised.value.__notes__[0]
+    rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/w', 'params/old')])
+    with pytest.raises(MissingLeaves) as missing:
+        reader.restore(state_transformation_fns=[rename])
+    assert not getattr(missing.value, '__notes__', []), 'an error of t5ckpt has its own cure'
+
+
+def test_an_empty_fallback_state_is_none(tmp_path):
+    t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path).save({'w': np.ones(3)}, step=1)
+    wanted = t5ckpt.Checkpointer({'w': np.zeros(3), 'ema': np.zeros(3)}, checkpoints_dir=tmp_path)
+    with pytest.raises(MissingLeaves, match='ema: not in the checkpoint'):
+        wanted.restore(fallback_state={})

@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from t5ckpt.catalog.layouts import ORBAX, has_placeholder, other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
@@ -23,7 +22,7 @@ from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, is_file_checksums, step_dir
+from t5ckpt.format.names import MANIFEST, is_file_checksums, step_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -81,54 +80,20 @@ def hide_in_bucket(
         manifest, version = storage.read_with_version(key)
         _check_deletable(storage, step, manifest)
         end = lease.linger
-        if not _delete_manifest(storage, key, manifest, version):
+        if not storage.delete_unchanged(key, version):
             end = lease.leave
-            _raise_replaced(storage, step)
-        keys = keys_below(storage, step_dir(step))
-        if even_pinned or PINNED not in keys:
-            # The lease stays until all files are removed.
-            return Hidden(step_dir(step), step, lease, keys)
-        storage.replace(key, manifest, None)
+            raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
+        # The lease stays until all files are removed.
+        return Hidden(step_dir(step), step, lease, keys_below(storage, step_dir(step)))
     except BaseException:
         end()
         raise
-    lease.leave()
-    return None
 
 
 def _check_deletable(storage: Storage, step: int, manifest: bytes) -> None:
     if has_placeholder(manifest):
         raise other_layout(storage.url(step_dir(step)), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
     check_known(storage, step_dir(step), manifest=manifest)
-
-
-def _raise_replaced(storage: Storage, step: int) -> None:
-    raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
-
-
-def _delete_manifest(storage: Storage, key: str, manifest: bytes, version: Any) -> bool:
-    """Deletes a manifest that has this version; returns False if another process has replaced it.
-
-    If the deletion fails, its request may still arrive. So the manifest is written again: a store that compares versions in a
-    deletion refuses the late one then.
-
-    Raises:
-      StorageError: the manifest is there.
-    """
-    try:
-        return storage.delete_unchanged(key, version)
-    except AccessDeniedError:
-        raise
-    except StorageError as error:
-        if not storage.is_file(key):
-            # The reply was lost.
-            return True
-        again = storage.rewrite(key, manifest, version)
-        if again is None and not storage.is_file(key):
-            return True
-        if again == version:
-            raise StorageError(error.errno, f'{error} The step may disappear, if the request arrives later.') from error
-        raise
 
 
 def remove_in_bucket(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:

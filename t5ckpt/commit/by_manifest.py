@@ -2,7 +2,7 @@
 
     [lease], arrays, [is the lease still ours?], manifest if there is none, -lease
     overwrite: ... lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
-    the old one, [no pin?], lease with SAVE, -other files, -lease
+    the old one, lease with SAVE, -other files, -lease
 
 The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
 manifest has these locations, so T5X reads them as well. So no request
@@ -17,8 +17,8 @@ removed its manifest waits for the processes that may remove its files. If the f
 again. So two writers of a step do not both give it up.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
-leases the step between the check of the leases and the write waits, as for a deleter. If another program has pinned the step in
-between, the old manifest is written back.
+leases or pins the step between the check of the leases and the write waits, as for a deleter. Nothing is put back. A writer that
+was stopped in between leaves the old files to garbage collection, which looks for readers again.
 
 A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
 ``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
@@ -26,7 +26,6 @@ A crash leaves files that the manifest does not name. Garbage collection removes
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import secrets
@@ -51,7 +50,7 @@ from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     DATASET_REMOVED,
@@ -86,14 +85,12 @@ class _ManifestWrite:
         self._keep_files = keep_files
         self._directory = directory
         self._key = join(directory, MANIFEST)
-        self._old = b''
         self.version: Any = None
         self.overwrites = False
 
     def read_old(self) -> None:
-        """Reads the manifest to replace, if there is one."""
-        with contextlib.suppress(CheckpointNotFoundError):
-            self._old, self.version = self._storage.read_with_version(self._key)
+        """Reads the version of the manifest to replace, if there is one."""
+        self.version = self._storage.version(self._key)
 
     def put(self, manifest: bytes) -> Any:
         """Writes the manifest, unless the step has that of another writer; returns its version.
@@ -138,17 +135,6 @@ class _ManifestWrite:
     def already_committed(self, change: str) -> AlreadyCommittedError:
         """The error of a step that has another manifest."""
         return AlreadyCommittedError(f'{self._storage.url(self._key)} was {change} by another writer in the meantime')
-
-    def put_back(self, version: Any, error: T5CkptError) -> None:
-        """Writes the old manifest again, since a pin or a read lease was written before it was replaced."""
-        try:
-            if self._storage.replace(self._key, self._old, version) is not None:
-                return
-            reason = 'another program has replaced it'
-        except StorageError as second:
-            reason = str(second)
-        self._keep_files()
-        raise StorageError(errno.EIO, f'{error} The old manifest could not be written back: {reason}') from error
 
 
 class ManifestTransaction(Transaction):
@@ -235,7 +221,10 @@ class ManifestTransaction(Transaction):
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
             self._lease.update(action=REPLACE)
-            self._check_not_kept()
+            pinned = is_pinned(self.storage, self.directory)
+            reason = kept_by(self.storage, self.step, self._clock, pinned=pinned)
+            if reason is not None:
+                raise kept_error(self.storage, self.step, reason, 'replaced')
         if not self._lease.is_ours():
             self._keeps_files = not self.generation
             raise self._taken_over()
@@ -243,14 +232,7 @@ class ManifestTransaction(Transaction):
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
         while was_stopped and self._delete_manifest_if_collected(version):
             version = self._write.put(manifest)
-        self._finish(version, was_stopped=was_stopped, has_lists=facts is not None)
-
-    def _check_not_kept(self, *, checks_readers: bool = True) -> None:
-        storage, step = self.storage, self.step
-        pinned = is_pinned(storage, self.directory)
-        reason = kept_by(storage, step, self._clock, pinned=pinned) if pinned or checks_readers else None
-        if reason is not None:
-            raise kept_error(storage, step, reason, 'replaced')
+        self._finish(was_stopped=was_stopped, has_lists=facts is not None)
 
     def _delete_manifest_if_collected(self, version: Any) -> bool:
         """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
@@ -293,20 +275,17 @@ class ManifestTransaction(Transaction):
             f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
         )
 
-    def _finish(self, version: Any, *, was_stopped: bool, has_lists: bool) -> None:
+    def _finish(self, *, was_stopped: bool, has_lists: bool) -> None:
         """Removes the files of others. A failure leaves that to garbage collection."""
-        is_done = False
+        # A reader did not wait for a writer that seemed to have ended.
+        is_done = not (was_stopped and self._write.overwrites)
         try:
             if self._write.overwrites:
-                self._check_not_kept(checks_readers=was_stopped)
                 self._lease.update(action=SAVE)
-            if self._has_others and has_lists:
+            if self._has_others and has_lists and is_done:
                 remove_superseded(self.storage, self.step, self._lease)
-            is_done = True
-        except StepKeptError as error:
-            self._write.put_back(version, error)
-            raise
         except T5CkptError as error:
+            is_done = False
             where = self.storage.url(self.directory)
             _log.warning('t5ckpt: %s: the replaced files are left to the next save: %s', where, error)
         if is_done:

@@ -209,10 +209,6 @@ class Storage(ABC):
         """Whether :meth:`replace` of an existing key compares and writes in one operation, as far as is known."""
         return False
 
-    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
-        """Writes the bytes of a key again, as :meth:`replace`, so that it has a new version; where it cannot, the old one."""
-        return self.replace(key, data, version)
-
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
         """Returns the entries directly below ``key``, by name; an empty list if there are none."""

@@ -138,10 +138,10 @@ class BucketStorage(Storage):
             is_done = self._delete_if_unchanged(key, version)
         except AccessDeniedError:
             raise
-        except StorageError:
+        except StorageError as error:
             # The reply may have been lost.
             if self.is_file(key):
-                raise
+                raise StorageError(error.errno, f'{error} It may disappear, if the request arrives later.') from error
             return True
         return super().delete_unchanged(key, version) if is_done is None else is_done or not self.is_file(key)
 

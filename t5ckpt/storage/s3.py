@@ -16,7 +16,6 @@ from typing import Any
 from t5ckpt.errors import InvalidPathError
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.connection import Connection, http_contexts
-from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.options import (
     Retries,
     S3Options,
@@ -64,11 +63,6 @@ class S3Storage(BucketStorage):
         connection = Connection(spec, http_contexts(options.retry_seconds, resources), options.retry_seconds)
         requests = s3_requests(bucket, options, environ) if self.scheme == 's3' else None
         super().__init__(bucket, prefix, connection, cache=file_cache(options), requests=requests)
-
-    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
-        with bucket_errors(self.url(key), 'writing'):
-            written = None if self._requests is None else self._requests.rewrite(self._key(key), data, version)
-        return written or self.replace(key, data, version)
 
     def url(self, key: str = '') -> str:
         return f'{self.scheme}://{self._bucket}/{self._key(key)}'.rstrip('/')

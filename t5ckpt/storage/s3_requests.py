@@ -4,7 +4,6 @@
 - ``CopyObject`` with ``x-amz-copy-source-if-match``.
 - ``DeleteObject`` with ``If-Match``: a late deletion of a manifest does not hide the step that was saved again.
 - ``DeleteObjects``: 1000 keys a request.
-- An upload in one part, whose ETag is not that of the same bytes in one PUT.
 
 The keys are those of the environment or of a profile's file. Those of a role are found by botocore, if it is installed.
 """
@@ -30,9 +29,6 @@ from t5ckpt.storage.options import S3Options, s3_credentials, s3_endpoint, s3_re
 from t5ckpt.storage.server_requests import RefusedError, ServerRequests, needs_no_proxy
 
 _BULK_KEYS = 1000
-_UPLOAD = re.compile(rb'<UploadId>(.+?)</UploadId>', re.DOTALL)
-_PART = re.compile(rb'<Part>.*?<ETag>(.+?)</ETag>', re.DOTALL)
-_UPLOADED = re.compile(rb'<CompleteMultipartUploadResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
 _ETAG = re.compile(rb'<CopyObjectResult.*?<ETag>(.+?)</ETag>', re.DOTALL)
 _CHILD = re.compile(rb'<(?:Contents|CommonPrefixes)>.*?<(?:Key|Prefix)>(.+?)</', re.DOTALL)
 _NEXT_PAGE = re.compile(rb'<NextContinuationToken>(.+?)</')
@@ -97,36 +93,6 @@ class S3Requests(ServerRequests):
             if page is None:
                 return children
             query['continuation-token'] = html.unescape(page[1].decode())
-
-    def rewrite(self, key: str, data: bytes, version: bytes) -> bytes | None:
-        """Uploads the bytes in one part: the ETag of such an object is the MD5 of the part's, with the number of parts."""
-        if not self._compares or b'-' in version:
-            # A deletion has no condition; or the object was uploaded in parts, and one PUT has another ETag.
-            return None
-        target = self._target(key)
-        try:
-            match = _UPLOAD.search(self._send('PUT', 'POST', f'{target}?uploads=', {}))
-            if match is None:
-                return None
-            return self._uploaded(target, f'uploadId={urllib.parse.quote(match[1], safe="-._~")}', data, version)
-        except RefusedError as error:
-            if error.is_transient:
-                raise
-            return None
-
-    def _uploaded(self, target: str, upload: str, data: bytes, version: bytes) -> bytes | None:
-        """Sends the part and completes the upload; returns the version of the object."""
-        headers = {'If-Match': version.removeprefix(_ETAG_FOLLOWS).decode(), 'Content-Type': 'application/xml'}
-        try:
-            self._send('PUT', 'PUT', f'{target}?partNumber=1&{upload}', {}, data)
-            part = _PART.search(self._send('GET', 'GET', f'{target}?{upload}', {}))
-            listed = b'<Part><PartNumber>1</PartNumber><ETag>%s</ETag></Part>' % (b'' if part is None else part[1])
-            body = b'<CompleteMultipartUpload xmlns="%s">%s</CompleteMultipartUpload>' % (_NAMESPACE, listed)
-            reply = self._send('PUT', 'POST', f'{target}?{upload}', headers, body)
-        except RefusedError:
-            self._send('DELETE', 'DELETE', f'{target}?{upload}', {})
-            raise
-        return _version(_UPLOADED.search(reply))
 
     def delete_unchanged(self, key: str, version: bytes) -> bool | None:
         """Sends the version as ``If-Match``."""

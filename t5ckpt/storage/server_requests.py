@@ -145,10 +145,6 @@ class ServerRequests(ABC):
         """Deletes an object if it has this version; returns False if it has another or is gone, None if unsupported."""
         del key, version
 
-    def rewrite(self, key: str, data: bytes, version: bytes) -> bytes | None:
-        """Writes equal bytes under another version if the object has this one; returns the new version, None if it cannot."""
-        del key, data, version
-
     def delete_many(self, keys: Sequence[str]) -> bool:
         """Deletes objects with few requests; returns False if it is not known that all are gone."""
         del keys

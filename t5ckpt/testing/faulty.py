@@ -86,10 +86,6 @@ class FaultyStorage(Storage):
     def compares_versions(self) -> bool:
         return self._inner.compares_versions
 
-    def rewrite(self, key: str, data: bytes, version: Any) -> Any:
-        self.before_operation('rewrite', key)
-        return self._inner.rewrite(key, data, version)
-
     def delete_unchanged(self, key: str, version: Any) -> bool:
         self.before_operation('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)

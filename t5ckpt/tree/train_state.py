@@ -263,7 +263,9 @@ def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
     with explicit_transfers():
         number = np.asarray(value)
     if number.shape != () or not np.issubdtype(number.dtype, np.integer) or not 0 <= int(number) < MAX_STEP:
-        of_state = ' from the state. Pass step=, or save one of its copies (flax.jax_utils.unreplicate)' * (step is None)
+        of_state = ' from the state. Pass step=, or save one of its copies (flax.jax_utils.unreplicate)' * (
+            step is None
+        )
         raise ValueError(f'the step must be one integer of at least 0 and below 10^18, got {shown(value)}{of_state}.')
     return int(number)
 

@@ -114,7 +114,6 @@ class OwnStorage(FaultyStorage):
     read_with_version = _pointed('read_with_version')
     write = _pointed('write')
     replace = _pointed('replace')
-    rewrite = _pointed('rewrite')
     version = _pointed('version')
     delete_unchanged = _pointed('delete_unchanged')
     copy_unchanged = _pointed('copy_unchanged')

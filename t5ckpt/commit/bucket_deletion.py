@@ -80,14 +80,18 @@ def hide_in_bucket(
         manifest, version = storage.read_with_version(key)
         _check_deletable(storage, step, manifest)
         end = lease.linger
-        if not storage.delete_unchanged(key, version):
-            end = lease.leave
-            raise StorageError(errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.')
-        # The lease stays until all files are removed.
-        return Hidden(step_dir(step), step, lease, keys_below(storage, step_dir(step)))
+        is_hidden = storage.delete_unchanged(key, version)
+        keys = keys_below(storage, step_dir(step)) if is_hidden else []
     except BaseException:
         end()
         raise
+    if not is_hidden:
+        lease.leave()
+        raise StorageError(
+            errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.'
+        )
+    # The lease stays until all files are removed.
+    return Hidden(step_dir(step), step, lease, keys)
 
 
 def _check_deletable(storage: Storage, step: int, manifest: bytes) -> None:
@@ -135,14 +139,17 @@ def _collect_one(storage: Storage, listed: BucketListing, step: int, clock: Cloc
         return False
     try:
         is_committed = storage.is_file(join(step_dir(step), MANIFEST))
+        # A reader may need the files of the checkpoint that was replaced.
+        is_read = is_committed and step in lease.read_steps
         if not is_committed:
             remove_step(storage, step, lease)
-        elif lease.may_leave_files and step not in lease.read_steps:
+        elif not is_read:
             remove_superseded(storage, step, lease)
-        # A reader may need the files of the checkpoint that was replaced.
-        lease.may_leave_files = lease.may_leave_files and is_committed and step in lease.read_steps
     except BaseException:
         lease.close()
         raise
-    lease.release()
+    if is_read:
+        lease.linger()
+    else:
+        lease.release()
     return not is_committed

@@ -206,7 +206,6 @@ class ManifestTransaction(Transaction):
         if occupant is not None and not (occupant.is_t5x and may_replace()):
             raise AlreadyCommittedError(f'{storage.url(occupant.name)} was saved by another writer in the meantime')
         self._has_others, self._write.overwrites = True, occupant is not None
-        self._lease.update(may_leave_files=True)
         if occupant is None:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
 
@@ -220,7 +219,7 @@ class ManifestTransaction(Transaction):
         last_beat = self._lease.last_beat
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
-            self._lease.update(action=REPLACE)
+            self._lease.update(REPLACE)
             pinned = is_pinned(self.storage, self.directory)
             reason = kept_by(self.storage, self.step, self._clock, pinned=pinned)
             if reason is not None:
@@ -281,7 +280,7 @@ class ManifestTransaction(Transaction):
         is_done = not (was_stopped and self._write.overwrites)
         try:
             if self._write.overwrites:
-                self._lease.update(action=SAVE)
+                self._lease.update(SAVE)
             if self._has_others and has_lists and is_done:
                 remove_superseded(self.storage, self.step, self._lease)
         except T5CkptError as error:
@@ -289,14 +288,12 @@ class ManifestTransaction(Transaction):
             where = self.storage.url(self.directory)
             _log.warning('t5ckpt: %s: the replaced files are left to the next save: %s', where, error)
         if is_done:
-            self._lease.may_leave_files = False
             self._lease.release()
         else:
             self._lease.linger()
 
     def keep(self) -> None:
         """Leaves a record that lingers, see ``commit/write_lease.py``: files of this writer may remain, or arrive later."""
-        self._lease.may_leave_files = True
         self._lease.linger()
 
     def _remove(self) -> None:
@@ -318,7 +315,6 @@ class ManifestTransaction(Transaction):
             # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
             self.keep()
         else:
-            self._lease.may_leave_files = any(owner.may_leave_files for owner in self._lease.predecessors)
             self._lease.leave()
 
     def _is_committed_by_another(self) -> bool:

@@ -24,7 +24,7 @@ COLLECT = 'mend'
 """The owner changes something of the step that no reader needs: garbage collection."""
 
 # The names of fields in a record on storage, where they differ.
-_RECORD_NAMES = {'boot_id': 'place', 'started': 'born', 'last_beat': 'beat', 'may_leave_files': 'replaces'}
+_RECORD_NAMES = {'boot_id': 'place', 'started': 'born', 'last_beat': 'beat'}
 # The leases that this process holds, by nonce. A record of this process that is not among them was left behind.
 _open_nonces: set[str] = set()
 
@@ -41,7 +41,6 @@ class Owner:
       started: when the process started, in clock ticks since boot.
       last_beat: when the record was last written.
       action: ``SAVE``, ``DELETE``, ``REPLACE`` or ``COLLECT``.
-      may_leave_files: whether files of an overwrite in place may have been left, see ``commit/by_manifest.py``.
     """
 
     nonce: str
@@ -51,7 +50,6 @@ class Owner:
     started: str
     last_beat: float
     action: str = SAVE
-    may_leave_files: bool = False
 
     @property
     def is_local(self) -> bool:

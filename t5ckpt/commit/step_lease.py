@@ -191,8 +191,6 @@ def _await_alone(
         live = _first_live(owners, now, stale_after)
         if live is None:
             lease.predecessors = tuple(owners.values())
-            if any(owner.may_leave_files for owner in owners.values()):
-                lease.update(may_leave_files=True)
             for key in owners:
                 storage.delete_file(key)
             lease.read_steps = frozenset(live_steps(storage, listed.of_readers, clock))

@@ -14,7 +14,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, generation_of, is_bucket_facts_file, step_dir, superseded
 from t5ckpt.reading.contents import listed_files
 from t5ckpt.reading.raw_files import read_raw
@@ -60,16 +60,17 @@ def is_of_one_save(key: str) -> bool:
 def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     """Removes the files that do not belong to the current manifest.
 
-    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
+    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Without
+    facts, the files of the step are unknown, and all stay.
 
     Raises:
-      CorruptCheckpointError: it has no facts, so its files are unknown.
+      CorruptCheckpointError: the facts, or the file checksums, are damaged.
       StorageError: a file could not be read or removed, or another process has taken the step over.
     """
     located = _located(storage, step)
     raw = read_raw(located, checksums=True)
     if raw.facts is None:
-        raise CorruptCheckpointError(f'{located.url} has no facts of t5ckpt.')
+        return
     doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')

@@ -35,7 +35,7 @@ if the takeover came within an hour of the last heartbeat. In that hour, a reque
 Where the store compares versions, a heartbeat replaces the version that the one before it wrote. So a record that was removed
 does not come back, and a record that is there shows that no process has taken the step over, however long the heartbeat took.
 
-An overwrite in place sets ``may_leave_files`` in its lease, so that garbage collection removes the files that it left.
+Whatever the dead owner did, garbage collection removes the files that the manifest does not name, or all without a manifest.
 
 ``commit/lease_time.py`` has the clock by which leases expire.
 
@@ -82,20 +82,20 @@ def writer_record(writer: Mapping[str, Any], step: int) -> Callable[[Mapping[str
     return lambda owner: encode_facts(Facts(writer={**writer, **owner}, step=step))
 
 
-def write_lingering(storage: Storage, step: int, clock: Clock, *, may_leave_files: bool = False) -> str | None:
+def write_lingering(storage: Storage, step: int, clock: Clock) -> str | None:
     """Writes a record that lingers on an object store, for a change of a step that needs no lease; returns its key.
 
     Writes nothing on a file system, where a request of a process that has ended cannot arrive later.
     """
     key = catalog_of(storage).write_lease_key(step, secrets.token_hex(8))
-    return key if _linger(storage, key, clock, may_leave_files=may_leave_files) else None
+    return key if _linger(storage, key, clock) else None
 
 
-def _linger(storage: Storage, key: str, clock: Clock, *, may_leave_files: bool) -> bool:
+def _linger(storage: Storage, key: str, clock: Clock) -> bool:
     """Writes a record that lingers, if a request may arrive later; returns whether it may."""
     may_arrive = catalog_of(storage).may_arrive_late
     if may_arrive:
-        owner = dataclasses.replace(EXPIRED, last_beat=clock() - _LINGERING_SECONDS, may_leave_files=may_leave_files)
+        owner = dataclasses.replace(EXPIRED, last_beat=clock() - _LINGERING_SECONDS)
         storage.write(key, _encode_record(owner.record()))
     return may_arrive
 
@@ -113,13 +113,11 @@ class WriteLease:
       nonce: identifies the lease.
       action: its purpose, see ``commit/lease_owner.py``.
       read_steps: for a lease of a step, the steps with a read lease, as listed after the record was written.
-      may_leave_files: whether an overwrite in place, by this owner or a dead one, may have left files.
       predecessors: for a lease of a step, the dead owners whose records were removed.
     """
 
     read_steps: frozenset[int] = frozenset()
     predecessors: tuple[Owner, ...] = ()
-    may_leave_files = False
 
     def __init__(
         self,
@@ -151,8 +149,7 @@ class WriteLease:
 
     def _write(self) -> None:
         before, beat = self._beat, self._clock()
-        owner = dataclasses.replace(new_owner(self.nonce, beat, self.action), may_leave_files=self.may_leave_files)
-        record = self._encode(owner.record())
+        record = self._encode(new_owner(self.nonce, beat, self.action).record())
         if not self._is_of_step:
             self._storage.write(self.key, record)
         elif before == -math.inf:
@@ -240,21 +237,20 @@ class WriteLease:
         owner = None if self._is_lost else read_owner(self._storage, self.key)
         return owner is not None and owner.nonce == self.nonce
 
-    def update(self, *, action: str | None = None, may_leave_files: bool | None = None) -> None:
-        """Rewrites the record with another ``action`` or ``may_leave_files``."""
+    def update(self, action: str) -> None:
+        """Rewrites the record with another ``action``."""
         with self._lock:
-            self.action = self.action if action is None else action
-            self.may_leave_files = self.may_leave_files if may_leave_files is None else may_leave_files
+            self.action = action
             self._write()
 
     def release(self) -> None:
         """Ends the lease of an owner that has finished the step. Only requests of a dead owner may still arrive."""
         sent = max((owner.last_beat for owner in self.predecessors), default=-math.inf)
-        self._end(lingers=self.may_leave_files or self._acquired - sent <= SETTLED_SECONDS)
+        self._end(lingers=self._acquired - sent <= SETTLED_SECONDS)
 
     def leave(self) -> None:
         """Ends the lease of an owner that has changed nothing. The files of a dead owner stay for the next owner."""
-        self._end(lingers=self.may_leave_files or bool(self.predecessors))
+        self._end(lingers=bool(self.predecessors))
 
     def linger(self) -> None:
         """Ends the lease of an owner that has failed: its requests may still arrive, and its files may be left."""
@@ -286,7 +282,7 @@ class WriteLease:
             return
         self._stop()
         try:
-            if not (lingers and _linger(self._storage, self.key, self._clock, may_leave_files=self.may_leave_files)):
+            if not (lingers and _linger(self._storage, self.key, self._clock)):
                 self._storage.delete_file(self.key)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s stays for the next save: %s', self.key, error)

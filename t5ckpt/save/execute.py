@@ -209,7 +209,7 @@ def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
         yield
     except BaseException:
         try:
-            write_lingering(context.storage, request.step, context.clock, may_leave_files=True)
+            write_lingering(context.storage, request.step, context.clock)
         except T5CkptError as error:
             where = context.storage.url(step_dir(request.step))
             _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)

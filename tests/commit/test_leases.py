@@ -21,6 +21,7 @@ from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import delete_step, remove_hidden
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.lease_files import write_leases_of
+from t5ckpt.commit.lease_owner import REPLACE, SAVE
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.commit.retention import Retention
@@ -129,10 +130,10 @@ def test_a_heartbeat_that_takes_longer_than_the_lease(compares, is_removed):
 
     lease = None
     lease = acquire_lease(Late(storage), 1, clock)
-    lease.update(may_leave_files=True)
+    lease.update(REPLACE)
     assert lease.is_ours() is (compares and not is_removed)
     assert lease.last_beat == -math.inf or is_removed
-    lease.update(may_leave_files=False)
+    lease.update(SAVE)
     assert lease.is_ours() is (compares and not is_removed)
     assert len(write_leases_of(storage, 1)) == (not (compares and is_removed))
     lease.close()
@@ -155,8 +156,8 @@ def test_a_heartbeat_whose_reply_was_lost_does_not_lose_the_lease():
     lease = acquire_lease(lossy, 1, clock)
     lossy.is_lost = True
     with pytest.raises(StorageError, match='the reply was lost'):
-        lease.update(may_leave_files=True)
-    lease.update(may_leave_files=False)
+        lease.update(REPLACE)
+    lease.update(SAVE)
     assert lease.is_ours()
     lease.release()
     assert write_leases_of(storage, 1) == []

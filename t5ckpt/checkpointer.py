@@ -345,8 +345,8 @@ class Checkpointer:
           concurrent_gb: gigabytes (10^9 bytes) of host memory in flight; a larger array is written alone.
           step: the step to save as; None takes the state's step. If the two differ, a StepMismatchWarning is issued once.
           metrics: numbers by name, stored in its facts and read by keep policies; those of process 0 are used.
-          overwrite: replaces a complete checkpoint of the step, after the new one is complete. Not on an object store if the
-            old or the new one has positions of data iterators, or T5X wrote the old one: call ``delete(step)`` first.
+          overwrite: replaces a complete checkpoint of the step, after the new one is complete. Not on an object store if T5X
+            wrote the old one: call ``delete(step)`` first.
           custom_metadata: a mapping of JSON's types, stored in its facts; ``open_checkpoint(...).custom_metadata`` returns it.
             That of process 0 is used.
 

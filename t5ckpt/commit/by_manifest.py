@@ -4,10 +4,11 @@
     overwrite: ... lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
     the old one, lease with SAVE, -other files, -lease
 
-The arrays and the file checksums of each save are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
-manifest has these locations, so T5X reads them as well. So no request
-of another writer, however late, writes or deletes a file of this one, except for three kinds with fixed names: the manifest,
-the positions of data iterators (T5X's names), and the files of a copy, which have the names that they have in its source.
+All files of a save but the manifest are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the manifest has
+these locations, so T5X reads them as well. So no request of another writer, however late, writes or deletes a file of this one,
+except for two kinds with fixed names: the manifest, and the files of a copy, which have the names that they have in its source.
+T5X reads positions of data iterators under names of its own. They are copied there after the commit, by the writer or, if it was
+killed, by garbage collection; t5ckpt does not read these copies.
 
 A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
 the first manifest to arrive commits, with all of its files, and the other writer finds that the step exists. Only deletion and
@@ -45,7 +46,7 @@ from t5ckpt.commit.step_lease import (
     actions_of_others,
     attempts,
 )
-from t5ckpt.commit.superseded import check_replaceable, is_of_one_save, remove_superseded
+from t5ckpt.commit.superseded import check_replaceable, copy_positions, is_of_one_save, remove_superseded
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
@@ -56,7 +57,6 @@ from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    TRAIN_DS_PREFIX,
     file_checksums_name,
     generation_dir,
     step_dir,
@@ -190,9 +190,9 @@ class ManifestTransaction(Transaction):
         return work
 
     @staticmethod
-    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+    def check_replaceable(storage: Storage, step: int) -> None:
         """Checks that one write replaces a complete step."""
-        check_replaceable(storage, step, has_positions=has_positions)
+        check_replaceable(storage, step)
 
     def _keep_files(self) -> None:
         self._keeps_files = True
@@ -207,7 +207,7 @@ class ManifestTransaction(Transaction):
             raise AlreadyCommittedError(f'{storage.url(occupant.name)} was saved by another writer in the meantime')
         self._has_others, self._write.overwrites = True, occupant is not None
         if occupant is None:
-            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED) or key.startswith(TRAIN_DS_PREFIX))
+            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED))
 
     def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
         keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]
@@ -283,6 +283,8 @@ class ManifestTransaction(Transaction):
                 self._lease.update(SAVE)
             if self._has_others and has_lists and is_done:
                 remove_superseded(self.storage, self.step, self._lease)
+            elif self.positions and is_done:
+                copy_positions(self.storage, self.directory, [join(self.generation, name) for name in self.positions])
         except T5CkptError as error:
             is_done = False
             where = self.storage.url(self.directory)
@@ -301,9 +303,6 @@ class ManifestTransaction(Transaction):
         if not self._is_committed_by_another():
             if self.generation:
                 self.storage.delete_tree(join(self.directory, self.generation))
-                if not self._write.overwrites and self._lease.is_ours() and not self.storage.is_file(self._key):
-                    # T5X reads positions of data iterators from files with fixed names.
-                    self._remove_keys(lambda key: key.startswith(TRAIN_DS_PREFIX))
             elif self._lease.is_ours() and not self.storage.is_file(self._key):
                 self._remove_keys(lambda key: not is_of_one_save(key))
         if (

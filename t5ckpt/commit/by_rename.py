@@ -71,7 +71,7 @@ class RenameTransaction(Transaction):
             unix += 1
 
     @staticmethod
-    def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
+    def check_replaceable(storage: Storage, step: int) -> None:
         """Checks nothing: directories are exchanged whole."""
 
     def _try_take_lease(self) -> bool:

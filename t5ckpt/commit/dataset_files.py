@@ -17,7 +17,14 @@ from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, TRAIN_DS_PREFIX, step_dir
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    GENERATION_PREFIX,
+    MANIFEST,
+    TRAIN_DS_PREFIX,
+    generation_of,
+    step_dir,
+)
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -70,7 +77,12 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
             return
         # First, so that a verification does not report the missing files as damage.
         storage.write(join(directory, DATASET_REMOVED), b'')
-        for name in names:
+        # Those of the save first: T5X's names find the rest after a crash.
+        generations = [name for name in storage.names(directory, GENERATION_PREFIX) if generation_of(name)]
+        own = [
+            join(each, name) for each in generations for name in storage.names(join(directory, each), TRAIN_DS_PREFIX)
+        ]
+        for name in (*own, *names):
             key = join(directory, name)
             # Some iterators write directories.
             remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file

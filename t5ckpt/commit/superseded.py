@@ -1,50 +1,51 @@
-"""Removes the files in a step's directory that its manifest does not name, on storage that cannot rename.
+"""Completes a committed step on storage that cannot rename: removes what its manifest does not name, and writes T5X's names.
 
-They are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see ``commit/by_manifest.py``.
-
-A step with positions of data iterators is not overwritten: T5X reads them from files with fixed names, so no single write
-replaces both the weights and the position (docs/decisions.md). Nor is a step without facts, as one of T5X: its files are unknown.
+The files to remove are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see
+``commit/by_manifest.py``. A step without facts, as one of T5X, is not overwritten: its files are unknown.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, generation_of, is_bucket_facts_file, step_dir, superseded
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    MANIFEST,
+    generation_of,
+    is_bucket_facts_file,
+    positions_for_t5x,
+    step_dir,
+    superseded,
+)
 from t5ckpt.reading.contents import listed_files
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
+_WORKERS = 16
 
-def check_replaceable(storage: Storage, step: int, *, has_positions: bool) -> None:
-    """Checks that a complete step can be overwritten in place.
 
-    Args:
-      storage: the run, which does not rename.
-      step: the step.
-      has_positions: whether the new checkpoint has positions of data iterators.
+def check_replaceable(storage: Storage, step: int) -> None:
+    """Checks that a complete step of a run that does not rename can be overwritten in place.
 
     Raises:
       CheckpointExistsError: it cannot; the message has the reason.
       CheckpointNotFoundError: another process has deleted it.
     """
     directory = step_dir(step)
-    if has_positions or storage.names(directory, TRAIN_DS_PREFIX):
-        reason = 'with positions of data iterators'
-    else:
-        if read_raw(_located(storage, step)).facts is not None:
-            return
-        if not storage.is_file(join(directory, MANIFEST)):
-            raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
-        reason = 'without facts of t5ckpt'
+    if read_raw(_located(storage, step)).facts is not None:
+        return
+    if not storage.is_file(join(directory, MANIFEST)):
+        raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
     raise CheckpointExistsError(
-        f'{storage.url(directory)}: on a storage that cannot rename, a step {reason} is not replaced, because no single write '
-        f'would replace all of it. Call delete({step}) before the save.'
+        f'{storage.url(directory)}: on a storage that cannot rename, a step without facts of t5ckpt is not replaced, because no '
+        f'single write would replace all of it. Call delete({step}) before the save.'
     )
 
 
@@ -58,7 +59,7 @@ def is_of_one_save(key: str) -> bool:
 
 
 def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
-    """Removes the files that do not belong to the current manifest.
+    """Removes the files that do not belong to the current manifest, and copies positions of data iterators to T5X's names.
 
     Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Without
     facts, the files of the step are unknown, and all stay.
@@ -71,7 +72,24 @@ def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     raw = read_raw(located, checksums=True)
     if raw.facts is None:
         return
-    doomed = superseded(keys_below(storage, located.directory), {*listed_files(located, raw), *raw.versions})
+    current, keys = {*listed_files(located, raw), *raw.versions}, keys_below(storage, located.directory)
+    doomed = superseded(keys, current)
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')
     storage.delete_files([join(located.directory, key) for key in sorted(doomed)])
+    copy_positions(storage, located.directory, [key for key in keys if key in current])
+
+
+def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> None:
+    """Copies the positions of data iterators among some files of a step to T5X's names."""
+    names = positions_for_t5x(keys)
+
+    def copy(item: tuple[str, str]) -> None:
+        storage.write(join(directory, item[0]), storage.read(join(directory, item[1])))
+
+    with Pool(_WORKERS) as pool:
+        for future in [pool.submit(copy, item) for item in names.items()]:
+            future.result()
+    if names:
+        # The mark of the checkpoint that was replaced.
+        storage.delete_file(join(directory, DATASET_REMOVED))

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,7 +96,8 @@ class Transaction(ABC):
       storage: the run.
       step: of the checkpoint.
       directory: where the files are written: a temporary directory, or that of the step.
-      generation: the subdirectory of ``directory`` with the arrays and the file checksums; '' for ``directory`` itself.
+      generation: the subdirectory of ``directory`` with all files but the manifest; '' for ``directory`` itself.
+      positions: set before the commit: the files of data iterators, relative to the generation.
       replaced: after a commit with ``keeps_replaced``, the directory of the replaced checkpoint; None without one.
     """
 
@@ -108,6 +109,7 @@ class Transaction(ABC):
         self.step = step
         self.directory = directory
         self.replaced: str | None = None
+        self.positions: Collection[str] = ()
         self._clock = clock
         self._options = options
         self._is_committed = False
@@ -143,6 +145,7 @@ class Transaction(ABC):
             bytes=counts['bytes'],
             files=counts['files'],
             digests=FileChecksums(dict(files)).to_json(),
+            positions_in=(self.generation or None) if self.positions else base.positions_in,
         )
 
     def commit_with_checksums(

@@ -30,9 +30,9 @@ from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
     PINNED,
-    TRAIN_DS_PREFIX,
     is_facts_file,
     is_file_checksums,
+    is_position,
     part_of,
     part_text,
     superseded,
@@ -128,7 +128,7 @@ class Transfer:
             sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums)}
         self._compare(self._manifest_name, manifest, checksums)
         lost = sorted(set(checksums) - set(sizes))
-        removed = [name for name in lost if name.startswith(TRAIN_DS_PREFIX) and DATASET_REMOVED in sizes]
+        removed = [name for name in lost if is_position(name) and DATASET_REMOVED in sizes]
         if len(lost) > len(removed):
             part = part_of(checksums.lists, sizes) if COPIES in sizes else None
             if part is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located, locate
+from t5ckpt.catalog.locate import locate
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
@@ -138,7 +138,7 @@ def rewrite_checkpoint(
         identity,
         {name: leaf_name(path) for name, path in new_paths.items()},
         dropped=tuple(name for name in leaves if name not in kept),
-        files=_iterator_files(located),
+        files=_iterator_files(contents[-1]),
         facts=_copied(contents[-1].facts),
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
@@ -155,9 +155,9 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
     return {new_paths[name] for name, leaf in kept.items() if isinstance(in_manifest.get(leaf.path), np.ndarray)}
 
 
-def _iterator_files(located: Located) -> dict[str, bytes]:
-    """The files of data iterators in the step's directory."""
-    storage, directory = located.storage, located.directory
+def _iterator_files(contents: Contents) -> dict[str, bytes]:
+    """The files of data iterators."""
+    storage, directory = contents.located.storage, join(contents.located.directory, contents.positions_in)
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
     files: dict[str, bytes] = {}
     for name in names:

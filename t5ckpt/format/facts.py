@@ -31,6 +31,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import generation_of
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
 FORMAT = 1
@@ -73,6 +74,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     'created_unix': _time,
     'metrics': _metrics,
     'facts': lambda value: value if value == 'unknown' else None,
+    'positions_in': lambda value: value if isinstance(value, str) and generation_of(value) == value else None,
     **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
     **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source', 'repaired'), _object),
 }
@@ -111,6 +113,7 @@ class Facts:
       bytes, files: the size and number of the files in the arrays' directories.
       digests: {file: [bytes, xxh3-64 hex]} of the manifest without the facts, and of the file checksums, integrity.*.json.
         Parsed by :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
+      positions_in: the directory below the step's with the states of data iterators; None for the step's.
       metrics: those passed to ``save``.
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
@@ -131,6 +134,7 @@ class Facts:
     bytes: int | None = None
     files: int | None = None
     digests: _Object = dataclasses.field(default_factory=dict[str, Any])
+    positions_in: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     devices: int | None = None
     custom_metadata: _Object = dataclasses.field(default_factory=dict[str, Any])

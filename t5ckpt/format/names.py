@@ -17,7 +17,7 @@ t5ckpt's names:
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
-    checkpoint_<step>/t5ckpt-<hex>/        on object stores, the arrays and file checksums of one save
+    checkpoint_<step>/t5ckpt-<hex>/        on object stores, all files of one save but the manifest
     checkpoint_<step>/t5ckpt.<hex>.json    on object stores, in the earlier layout, the facts of one save
     held_<step>.<unix>.<who>s<seconds>     a read lease of <seconds>, until <unix>, during which the step is not deleted
     deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
@@ -44,6 +44,7 @@ PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds-'
 STEP_PREFIX = 'checkpoint_'
+GENERATION_PREFIX = 't5ckpt-'
 INDEX = '.t5ckpt'
 TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
@@ -238,13 +239,28 @@ def is_file_checksums(name: str) -> bool:
 
 def generation_dir(nonce: str) -> str:
     """The directory, below the step's, of one save on an object store; ``nonce`` is 16 hexadecimal digits of no other save."""
-    return f't5ckpt-{nonce}'
+    return f'{GENERATION_PREFIX}{nonce}'
 
 
 def generation_of(key: str) -> str:
     """The first component of a key where it is a :func:`generation_dir`, else ''."""
     top = key.partition('/')[0]
     return top if _GENERATION.fullmatch(top) else ''
+
+
+def without_generation(key: str) -> str:
+    """A key of a step without its :func:`generation_dir`."""
+    return key.removeprefix(f'{generation_of(key)}/')
+
+
+def is_position(key: str) -> bool:
+    """Whether a file of a step is the state of a data iterator, under T5X's name or in a :func:`generation_dir`."""
+    return without_generation(key).startswith(TRAIN_DS_PREFIX)
+
+
+def positions_for_t5x(keys: Collection[str]) -> dict[str, str]:
+    """From T5X's name of the state of a data iterator to the key of the save's own, for those in a :func:`generation_dir`."""
+    return {without_generation(key): key for key in keys if generation_of(key) and is_position(key)}
 
 
 def facts_file_of(manifest_checksum: str) -> str:
@@ -271,8 +287,8 @@ def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str
     """
     if not any(generation_of(key) or is_bucket_facts_file(key) for key in keys):
         return set()
-    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *current_files, *foreign_keys(keys)}
-    return {key for key in keys if key not in fixed and not key.startswith(TRAIN_DS_PREFIX)}
+    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *current_files, *positions_for_t5x(current_files), *foreign_keys(keys)}
+    return {key for key in keys if key not in fixed}
 
 
 def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
@@ -324,7 +340,7 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
     for suffix in _PARTIAL:
         key = key.removesuffix(suffix)
     top, slash, _ = key.partition('/')
-    if top.startswith(TRAIN_DS_PREFIX) or is_file_checksums(key):
+    if is_position(key) or is_file_checksums(key):
         return True
     if not slash:
         return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_facts_file(top)

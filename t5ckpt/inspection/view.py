@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from t5ckpt.core.argument_kinds import checks_kinds
+from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
@@ -127,7 +128,8 @@ class CheckpointView(Mapping[str, LazyArray]):
           DatasetStateError: there are several for a data shard.
         """
         located = self._contents.located
-        positions = by_shard(positions_in(located.storage, located.directory, of_orbax=not located.manifest))
+        directory = join(located.directory, self._contents.positions_in)
+        positions = by_shard(positions_in(located.storage, directory, of_orbax=not located.manifest))
         return {number: position.state() for number, position in positions.items()}
 
     @property

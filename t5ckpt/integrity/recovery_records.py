@@ -23,9 +23,10 @@ from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    TRAIN_DS_PREFIX,
     is_facts_file,
     is_file_checksums,
+    is_position,
+    positions_for_t5x,
 )
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
 from t5ckpt.integrity.report import Damage, VerifyReport
@@ -113,7 +114,9 @@ class RecoveryRecords:
         recorded = FileChecksums.recorded_by(self.facts, self._located.url)
         if len(self.unusable_lists) != 1 or not self.unusable_lists <= recorded.keys():
             return False
-        names = [name for name in files_of(self._located) if name not in self.checksums and not is_own(name)]
+        files = files_of(self._located)
+        known = {*self.checksums, *positions_for_t5x(files)}
+        names = [name for name in files if name not in known and not is_own(name)]
         entries: dict[str, FileEntry] = {
             name: entry_of(data) for name, data in zarrays.items() if name not in self.checksums
         }
@@ -135,7 +138,8 @@ class RecoveryRecords:
         names = sorted(name for name, leaf in leaves.items() if not self.checksums.has_array(leaf.array))
         # If all lists are intact, an iterator's file without a checksum does not belong to the checkpoint.
         files = [] if is_verified else files_of(self._located)
-        return names + [file for file in files if file.startswith(TRAIN_DS_PREFIX) and file not in self.checksums]
+        known = {*self.checksums, *positions_for_t5x(files)}
+        return names + [file for file in files if is_position(file) and file not in known]
 
     def notes(self, unverified: Sequence[str], zarrays: Iterable[str]) -> list[str]:
         """The caveats of a repair without file checksums for all files."""

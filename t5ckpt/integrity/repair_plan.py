@@ -25,7 +25,7 @@ from t5ckpt.format.array_spec import StoredLeaf, is_spec
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, Manifest, encode_manifest, version_of
-from t5ckpt.format.names import MANIFEST, TRAIN_DS_PREFIX, file_checksums_name
+from t5ckpt.format.names import MANIFEST, file_checksums_name, is_position
 from t5ckpt.integrity.recovery_records import (
     ZARRAY,
     RecoveryRecords,
@@ -231,7 +231,7 @@ def _droppable(lost: Sequence[Damage], names: Collection[str], patterns: Sequenc
         raise CorruptCheckpointError(f'drop={unused} names nothing that is damaged; {shown}. Nothing was written.')
     if left := [damage for damage in lost if not _is_named(_named(damage), patterns)]:
         raise unrecoverable_error(left)
-    strange = [damage for damage in lost if not damage.leaf and not damage.file.startswith(TRAIN_DS_PREFIX)]
+    strange = [damage for damage in lost if not damage.leaf and not is_position(damage.file)]
     if strange:
         cure = 'These are not leaves, so they cannot be left out. Nothing was written.'
         raise CorruptCheckpointError(lines(unrecoverable_text(strange), cure))

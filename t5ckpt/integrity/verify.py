@@ -40,12 +40,13 @@ from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    TRAIN_DS_PREFIX,
     generation_of,
     is_facts_file,
     is_file_checksums,
+    is_position,
     parse_step_dir,
     part_of,
+    positions_for_t5x,
     step_dir,
     superseded,
 )
@@ -353,7 +354,7 @@ class _Check:
         for array in self.unlisted:
             self.sizes |= array.sizes
             self.findings.damages += array.damages
-        expected_files = {*expected, *self.sizes, *_OWN}
+        expected_files = {*expected, *self.sizes, *_OWN, *positions_for_t5x(expected)}
         used = {name.partition('/')[0] for name in (*self.checksums, *self.findings.leaves)}
         unknown_files = [
             *(name for name in listed_sizes if name not in expected_files),
@@ -367,7 +368,7 @@ class _Check:
     def _is_removed(self, name: str, sizes: Mapping[str, int]) -> bool:
         return (
             name not in sizes
-            and name.startswith(TRAIN_DS_PREFIX)
+            and is_position(name)
             and self.located.storage.kind(join(self.located.directory, DATASET_REMOVED)) == 'file'
         )
 
@@ -394,6 +395,13 @@ class _Check:
             elif not self.checksums.matches(name, result):
                 self.findings.differs(name, self.checksums[name], result, self.checksums)
             meter.add(self.sizes[name])
+        for (name, own), result in in_threads(
+            positions_for_t5x(listed).items(), lambda item: self.files.digest(item[0])
+        ):
+            if not isinstance(result, T5CkptError) and not self.checksums.matches(own, result):
+                self.notes.append(
+                    f'T5X reads the position in the data from {name}, which is not that of {own}. Copy it there.'
+                )
         for (array, chunk_index), result in in_threads(chunks, lambda item: self.implied.decode(*item)):
             if isinstance(result, T5CkptError):
                 self.findings.failed(array.file(chunk_index), result, array.name, chunk_index)

@@ -205,7 +205,8 @@ class ArrayReader:
         Raises:
           FormatError: a file is damaged, missing, or a link out of the checkpoint.
         """
-        names = [entry.name for entry in self._storage.entries(self._directory) if entry.name.startswith(prefix)]
+        parent, _, beginning = prefix.rpartition('/')
+        names = [join(parent, name) for name in self._storage.names(join(self._directory, parent), beginning)]
         for name in names:
             self._files.check(name, name)
         removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'

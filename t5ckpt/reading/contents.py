@@ -79,6 +79,11 @@ class Contents:
         """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
 
+    @property
+    def positions_in(self) -> str:
+        """The directory with the positions of data iterators, relative to that of the checkpoint."""
+        return self.facts.positions_in or ''
+
     def check_not_part(self) -> None:
         """Checks that the directory has all files, and not only the part of one of several processes, see ``save/parts.py``.
 

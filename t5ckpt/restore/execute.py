@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
+from t5ckpt.core.keys import join
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.datasets import warn_of_unused
@@ -136,7 +137,7 @@ def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any]
             lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
         )
         values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
-    data = '' if request.call.leaves_iterator else _move_iterator(request, reader, contents.located)
+    data = '' if request.call.leaves_iterator else _move_iterator(request, reader, contents)
     summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
     only = request.call.only
     gathered = functools.partial(gather, values, final_shardings)
@@ -159,25 +160,26 @@ def _free(template: LeafTable, kept: Sequence[Any]) -> None:
             leaf.delete()
 
 
-def _move_iterator(request: RestoreRequest, reader: ArrayReader, located: Located) -> str:
+def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Contents) -> str:
     """Restores the position of the data iterator; warns if the checkpoint or the checkpointer has none.
 
     Returns:
       Where the data continues, for the log; empty if the iterator is unchanged.
     """
-    dataset = request.dataset
+    dataset, located, below = request.dataset, contents.located, contents.positions_in
+    directory = join(located.directory, below)
     if dataset is not None:
         is_part = request.local_part is not None
         processes = request.round.processes
         text = dataset.load(
             located.storage,
-            located.directory,
+            directory,
             processes,
-            reader.check_prefixed,
+            lambda prefix: reader.check_prefixed(join(below, prefix)),
             of_orbax=not located.manifest,
             is_part=is_part,
         )
         return '' if text is None else f'; {text}'
     if request.round.is_leader and request.continues:
-        warn_of_unused(located.storage, located.directory, of_orbax=not located.manifest)
+        warn_of_unused(located.storage, directory, of_orbax=not located.manifest)
     return ''

@@ -64,7 +64,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
                 'checksums': list(entry),
                 'bytes': report.file_bytes,
                 'files': len(report.checksums),
-                'directories': parents_of(prepared.dataset),
+                'positions': sorted(prepared.dataset),
             }
             done = request.round.reduce_on_leader(
                 Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
@@ -118,10 +118,10 @@ class _Leader:
         request, work = self._prepared.request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
+        work.positions = [name for vote in votes for name in vote['positions']]
         facts, nbytes = facts_of_save(self._prepared, work, votes, report, entry_of(manifest))
         encoded = encode_facts(facts)
-        below = sorted({name for vote in votes for name in vote['directories']})
-        directories = [array.location for array in report.arrays.values()] + below
+        directories = [array.location for array in report.arrays.values()] + parents_of(work.positions)
         try:
             with request.around_commit(request.upload_reason()):
                 work.commit(manifest, encoded, directories)
@@ -182,12 +182,13 @@ def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteRep
         context.storage, directory, prepared.staging, previous, context.progress, context.codec_selection
     )
     report = written.below(generation)
-    files = report.checksums | write_positions(prepared, started['directory'], prepared.dataset)
+    positions = write_positions(prepared, directory, prepared.dataset)
+    files = report.checksums | {join(generation, name): entry for name, entry in positions.items()}
     return written, report, write_checksums(context.storage, directory, request.round.processes.index, files)
 
 
 def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """Writes positions of data iterators, where T5X reads them: in the step's directory."""
+    """Writes positions of data iterators into a directory."""
     storage = prepared.request.context.storage
     for name, data in positions.items():
         key = join(directory, name)

@@ -162,9 +162,7 @@ class SaveRequest:
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
         try:
-            strategy_of(storage).transaction.check_replaceable(
-                storage, self.step, has_positions=self.context.dataset is not None
-            )
+            strategy_of(storage).transaction.check_replaceable(storage, self.step)
         except CheckpointNotFoundError:
             # Another process has deleted it meanwhile.
             return False

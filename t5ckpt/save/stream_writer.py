@@ -28,7 +28,7 @@ from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.manifest import encode_manifest
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.names import is_position, step_dir
 from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_save
 from t5ckpt.save.linked_arrays import LinkedArray, chunks_of_array, link_or_copy_chunks, linkable_array
 from t5ckpt.save.manifest_and_facts import manifest_leaves
@@ -121,8 +121,9 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
         arrays=report.arrays | {path: write.array for path, write in linked.items()},
         checksums=report.checksums | linked_files,
     ).below(work.generation)
-    _write_files(request, work)
-    checksums = report.checksums | {name: entry_of(data) for name, data in request.files.items()}
+    _write_files(request, directory)
+    work.positions = [name for name in request.files if is_position(name)]
+    checksums = report.checksums | {join(work.generation, name): entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
     facts = dataclasses.replace(request.facts, tree=plan.tree_facts.below(work.generation), source=request.source or {})
@@ -130,11 +131,11 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     return work.commit_with_checksums(manifest, facts, counts, checksums, locations)
 
 
-def _write_files(request: StreamRequest, work: Transaction) -> None:
+def _write_files(request: StreamRequest, directory: str) -> None:
     for parent in parents_of(request.files):
-        work.storage.make_dir(join(work.directory, parent))
+        request.storage.make_dir(join(directory, parent))
     for name, data in request.files.items():
-        work.storage.write(join(work.directory, name), data)
+        request.storage.write(join(directory, name), data)
 
 
 def _progress_after(progress: Progress | None, before: int) -> Progress | None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import pathlib
 import subprocess
 import sys
 import threading
@@ -370,64 +369,6 @@ def test_an_overwrite_that_fails_leaves_the_old_one(slow, tmp_path):
             ck.save(state(2), step=1, overwrite=True)
         assert value_of(run, 1) == 1
         assert os.listdir(run) == ['checkpoint_1']
-
-
-class Position:
-    """A data iterator whose state is one number."""
-
-    def __init__(self, position=0):
-        self.position = position
-
-    def save(self, filename):
-        pathlib.Path(f'{filename}.index').write_text(str(self.position), encoding='utf-8')
-
-    def load(self, filename):
-        self.position = int(pathlib.Path(f'{filename}.index').read_text(encoding='utf-8'))
-
-
-def _in_bucket(name, value):
-    """A step with weights and an iterator position of ``value``, large enough for an array of its own."""
-    storage = open_storage(f'memory://{name}')
-    weights = {'w': np.full((128, 128), value, np.float32)}
-    with Checkpointer(weights, checkpoints_dir=storage.url(), dataset_iterator=Position(value)) as ck:
-        ck.save(weights, step=1)
-    return storage, {key.partition('/')[2]: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
-
-
-def _swapped(name, groups):
-    """Swaps version 1 for version 2 by writing these files, in this order; gives the storage before each and at the end."""
-    storage, _ = _in_bucket(f'{name}-old', 1)
-    _, new = _in_bucket(f'{name}-new', 2)
-    for key, data in new.items():
-        # The arrays of version 2 have names of their own.
-        if not key.startswith(groups):
-            storage.write(f'checkpoint_1/{key}', data)
-    yield storage
-    for group in groups:
-        for key, data in new.items():
-            if key.startswith(group):
-                storage.write(f'checkpoint_1/{key}', data)
-        yield storage
-
-
-def _found(storage):
-    iterator = Position()
-    template = {'w': np.zeros((128, 128), np.float32)}
-    with Checkpointer(template, checkpoints_dir=storage.url(), dataset_iterator=iterator) as ck:
-        return int(ck.restore(1)['w'][0, 0]), iterator.position
-
-
-@pytest.mark.parametrize(
-    ('order', 'found'),
-    [
-        # As T5X reads: the manifest and the iterator's files have fixed names, and one write replaces one of them.
-        (('checkpoint', 'train_ds'), [(1, 1), (2, 1), (2, 2)]),
-        (('train_ds', 'checkpoint'), [(1, 1), (1, 2), (2, 2)]),
-    ],
-)
-def test_why_a_bucket_refuses_overwrite(order, found):
-    """Every order of the writes has a point at which a crash leaves neither the old checkpoint nor the new one."""
-    assert [_found(storage) for storage in _swapped('-'.join(order), order)] == found
 
 
 def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):

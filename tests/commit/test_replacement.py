@@ -50,9 +50,32 @@ def checkpointer(url, **options):
     return Checkpointer(state(0), checkpoints_dir=url, **OPTIONS, **options)
 
 
+class Position:
+    """A data iterator whose state is one number."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def save(self, filename):
+        with open(f'{filename}.index', 'w', encoding='utf-8') as file:
+            file.write(str(self.value))
+
+    def load(self, filename):
+        with open(f'{filename}.index', encoding='utf-8') as file:
+            self.value = int(file.read())
+
+
 def save(url, value, step=1, **options):
-    with checkpointer(url, clock=options.pop('clock', FakeClock())) as ck:
+    clock, iterator = options.pop('clock', FakeClock()), options.pop('iterator', None)
+    with checkpointer(url, clock=clock, dataset_iterator=iterator) as ck:
         return ck.save(state(value), step=step, **options)
+
+
+def position_of(url):
+    iterator = Position()
+    with checkpointer(url, dataset_iterator=iterator) as ck:
+        ck.restore(1)
+    return iterator.value
 
 
 def value_of(url, step=1):
@@ -144,34 +167,22 @@ def test_names():
     own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1']
     others = ['t5ckpt-0123456789abcdef/notes.txt', 't5ckpt-01/w/x', 't5ckpt.01.json', 't5ckpt-0123456789abcdef/a/b/c']
     assert foreign_keys([*own, *others]) == others
-    assert superseded([*own, *others, 'train_ds-000-of-001.index'], [own[2], *own[-2:]]) == {own[1], *own[3:5]}
+    assert superseded([*own, *others, 'train_ds-000-of-001.index'], [own[2], *own[-2:]]) == {
+        own[1],
+        *own[3:5],
+        'train_ds-000-of-001.index',
+    }
+    positions = [
+        't5ckpt-0123456789abcdef/train_ds-000-of-001.index',
+        'train_ds-000-of-001.index',
+        'train_ds-001-of-002',
+    ]
+    assert foreign_keys([*own, *positions]) == []
+    assert superseded([*own, *positions], [*own, positions[0]]) == {positions[2]}
     assert superseded(['checkpoint', 'a.b/0.1', 'integrity.0.json'], ['checkpoint']) == set()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-class Position:
-    def save(self, filename):
-        with open(f'{filename}.index', 'w', encoding='utf-8') as file:
-            file.write('7')
-
-    def load(self, filename):
-        del filename
-
-
-@pytest.mark.parametrize('which', ['old', 'new'])
-def test_positions_are_not_overwritten(url, which):
-    first, second = (Position(), None) if which == 'old' else (None, Position())
-    with checkpointer(url, dataset_iterator=first) as ck:
-        ck.save(state(1), step=1)
-    before = keys(open_storage(url))
-    with checkpointer(url, dataset_iterator=second) as ck:
-        with pytest.raises(CheckpointExistsError, match=r'positions of data iterators .* Call delete\(1\)'):
-            ck.save(state(2), step=1, overwrite=True)
-        assert keys(open_storage(url)) == before
-        ck.delete(1)
-        assert ck.save(state(2), step=1, overwrite=True).step == 1
 
 
 def test_a_step_without_facts_is_not_overwritten(url):
@@ -355,30 +366,33 @@ class Applied(FaultyStorage):
         self._late(super().delete_file, 'delete_file', key)
 
 
-def operations_of(kind):
+def operations_of(kind, **options):
     url = f'memory://{uuid.uuid4().hex}/run'
     save(url, 1)
     storage = kind(open_storage(url))
-    save(storage, 2, overwrite=True)
+    save(storage, 2, overwrite=True, **options)
     return len(storage.operations)
 
 
 @pytest.mark.parametrize('kind', [FaultyStorage, Applied])
 @pytest.mark.parametrize('sticky', [False, True])
-def test_a_failure_at_each_operation(kind, sticky, caplog):
-    """The step is the old checkpoint or the new one, whole; what is left over goes with the next save."""
+@pytest.mark.parametrize('iterates', [False, True])
+def test_a_failure_at_each_operation(kind, sticky, iterates, caplog):
+    """The step is the old checkpoint or the new one, whole, with its position; what is left over goes with the next save."""
     caplog.set_level(logging.CRITICAL, 't5ckpt')
-    count, found = operations_of(kind), []
+    old, new = ({'iterator': Position(value)} if iterates else {} for value in (1, 2))
+    count, found = operations_of(kind, **new), []
     for fail_at in range(count):
         url = f'memory://{uuid.uuid4().hex}/run'
-        save(url, 1)
+        save(url, 1, **old)
         clean = keys(open_storage(url))
         storage = kind(open_storage(url), fail_at, sticky=sticky)
         try:
-            saved = save(storage, 2, overwrite=True) is not None
+            saved = save(storage, 2, overwrite=True, **new) is not None
         except StorageError:
             saved = False
         value = value_of(url)
+        assert not iterates or position_of(url) == value
         found.append(value)
         assert value == 2 or not saved
         assert t5ckpt.verify(url, full=True).ok, storage.operations[fail_at]
@@ -387,6 +401,8 @@ def test_a_failure_at_each_operation(kind, sticky, caplog):
         collect(open_storage(url), FakeClock(2**31))
         assert value_of(url) == value
         left = keys(open_storage(url))
+        if iterates:
+            assert position_of(url) == int(open_storage(url).read('checkpoint_1/train_ds-000-of-001.index')) == value
         assert len(left) == len(clean), (storage.operations[fail_at], left)
         report = t5ckpt.verify(url, full=True)
         assert report.ok

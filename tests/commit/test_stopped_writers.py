@@ -303,12 +303,3 @@ def test_in_place_an_overwrite_that_is_stopped_removes_nothing_of_a_later_one():
     with pytest.raises(t5ckpt.errors.StorageError, match='was taken over'):
         remove_superseded(elsewhere, 1, lease)
     assert run.read(later) == b'chunk'
-
-
-def test_in_place_a_failed_save_leaves_no_position():
-    """T5X reads positions of data iterators from files with fixed names, beside the directory of the save."""
-    run = open_storage(f'memory://{uuid.uuid4().hex}/run')
-    work = open_transaction(run, 1, time.time)
-    run.write('checkpoint_1/train_ds-00000-of-00001.index', b'position')
-    work.rollback()
-    assert list(run.walk('checkpoint_1')) == []

@@ -281,6 +281,14 @@ def lazily(scene: Scene, name: str) -> Any:
         return checkpointer.restore(lazy_parameters=True)
 
 
+def with_pin(scene: 'Scene') -> Checkpointer:
+    """A checkpointer of a run whose step is pinned."""
+    checkpointer = Checkpointer(STATE, checkpoints_dir=scene.out)
+    checkpointer.save(STATE)
+    t5ckpt.pin_checkpoint(scene.out / 'checkpoint_1')
+    return checkpointer
+
+
 class Position:
     """A data iterator that says where it stands."""
 
@@ -615,11 +623,9 @@ CHECKPOINTER: list[Case] = [
             ),
             (
                 'overwrite',
-                errors.CheckpointExistsError,
-                'positions of data iterators is not replaced',
-                lambda s, _, save=save: save(
-                    Checkpointer(STATE, checkpoints_dir=s.memory, dataset_iterator=Position()), STATE, overwrite=True
-                ),
+                errors.StepKeptError,
+                'is pinned, so it was not replaced',
+                lambda s, _, save=save: save(with_pin(s), STATE, overwrite=True),
             ),
             (
                 'custom_metadata',

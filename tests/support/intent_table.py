@@ -126,7 +126,7 @@ state_transformation_fns | error | what they return does not fit
 concurrent_gb | hint | a limit
 step | warning | the state is at another: StepMismatchWarning
 metrics | warning | the keep policy looks at others; no policy: they are kept for people
-overwrite | error | positions of data iterators on object stores; hint where there is nothing to replace
+overwrite | error | the step is pinned; hint where there is nothing to replace
 custom_metadata | report | the step is there already: skipped, which is logged
 """,
     'Checkpointer.save_async': """

@@ -10,12 +10,12 @@ except for two kinds with fixed names: the manifest, and the files of a copy, wh
 T5X reads positions of data iterators under names of its own. They are copied there after the commit, by the writer or, if it was
 killed, by garbage collection; t5ckpt does not read these copies.
 
-A writer removes files of others only after its own commit. So if a writer was stopped and another one has taken over its step,
-the first manifest to arrive commits, with all of its files, and the other writer finds that the step exists. Only deletion and
-garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its files gone after
-the write of its manifest removes the manifest again. Another writer that finds such a manifest replaces it. A writer that has
-removed its manifest waits for the processes that may remove its files. If the files are still there, it writes the manifest
-again. So two writers of a step do not both give it up.
+Several writers may save a step at once. The first manifest to arrive commits, with all of its files, and the other writers find
+that the step exists. A writer removes files of others only after its own commit, and not those of a writer that has a record.
+Only deletion and garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its
+files gone after the write of its manifest removes the manifest again. Another writer that finds such a manifest replaces it. A
+writer that has removed its manifest waits for the processes that may remove its files. If the files are still there, it writes
+the manifest again. So two writers of a step do not both give it up.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
 leases or pins the step between the check of the leases and the write waits, as for a deleter. Nothing is put back. A writer that
@@ -29,14 +29,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.bucket_catalog import list_bucket
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.lease_owner import REPLACE, SAVE
+from t5ckpt.commit.lease_owner import COPY, REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room_in_bucket, is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
 from t5ckpt.commit.step_lease import (
@@ -67,7 +66,7 @@ from t5ckpt.storage import Storage
 _COLLECTOR_SECONDS = 3.0
 _REFUSED_SECONDS = 3.0
 # The actions of processes that remove no files of a writer without a manifest.
-_WRITERS = {SAVE, REPLACE}
+_WRITERS = {SAVE, COPY, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
@@ -159,8 +158,9 @@ class ManifestTransaction(Transaction):
         if options.has_source_names:
             return cls._with_source_names(storage, step, clock, options, listed or list_bucket(storage))
         _check_layout(storage, step, listed)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock, listed=listed), options)
-        work.generation = generation_dir(secrets.token_hex(8))
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
+        # The record names the directory, so that other writers leave its files.
+        work.generation = generation_dir(work._lease.nonce)
         try:
             # Files that have arrived since then have names of their own, and a manifest is not replaced.
             if listed is None or work.directory in listed.names:
@@ -176,7 +176,7 @@ class ManifestTransaction(Transaction):
     ) -> Self:
         """Opens a write whose files have the names of their source; removes those of a writer that was killed."""
         _check_layout(storage, step, listed)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
+        work = cls(storage, step, clock, acquire_lease(storage, step, clock, COPY), options)
         work._has_others = True
         try:
             check_room_in_bucket(storage, step)

@@ -15,7 +15,9 @@ from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError
 from t5ckpt.storage import Storage
 
 SAVE = 'save'
-"""The owner writes the step."""
+"""The owner writes the step, in a directory of its own."""
+COPY = 'copy'
+"""The owner writes the step, with the names that its files have in another checkpoint."""
 DELETE = 'delete'
 """The owner is about to hide the step, or removes its files."""
 REPLACE = 'replace'
@@ -40,7 +42,7 @@ class Owner:
       pid: the process.
       started: when the process started, in clock ticks since boot.
       last_beat: when the record was last written.
-      action: ``SAVE``, ``DELETE``, ``REPLACE`` or ``COLLECT``.
+      action: one of those above.
     """
 
     nonce: str
@@ -73,7 +75,7 @@ class Owner:
 
 
 # An object is never half written, so a record that does not parse is of another program.
-UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf)
+UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf, COPY)
 # In every record that lingers: it has no owner, so that others may take the step and garbage collection inspects it.
 EXPIRED = Owner('', '', '', 0, '', 0.0, COLLECT)
 

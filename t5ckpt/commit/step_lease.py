@@ -1,10 +1,11 @@
 """Acquires the write lease of a step, so that two processes never write or delete it at once.
 
-Two processes never hold leases of one step at once, except two deleters on a file system: one of them renames the directory,
-and the other finds it gone. Each writes a record with its own nonce in the name, and then lists the
-records: the later of the two sees the other's. If both see each other, the one with the smaller nonce waits until the other
-has removed its record. A process gives a step up only if it finds the record of another one after it has removed its own, so
-not all of them give it up. A reader and a deleter exclude each other in the same way before the step is hidden: see
+Two processes never hold leases of one step at once, except two that save it, of which one creates the manifest, and two deleters
+on a file system, of which one renames the directory; the other finds out. A copy, whose files have the names of its source, and
+a save on a store that does not compare versions exclude all others. Each process writes a record with its own nonce in the name,
+and then lists the records: the later of two sees the other's. If both see each other, the one with the smaller nonce waits until
+the other has removed its record. A process gives a step up only if it finds the record of another one after it has removed its
+own, so not all of them give it up. A reader and a deleter exclude each other in the same way before the step is hidden: see
 ``commit/read_lease.py``.
 
 ``commit/write_lease.py`` has the record, and how a lease ends.
@@ -20,7 +21,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.run_catalog import BucketListing, Leases
+from t5ckpt.catalog.run_catalog import Leases
 from t5ckpt.commit.lease_files import live_steps, write_leases_of
 from t5ckpt.commit.lease_owner import COLLECT, DELETE, REPLACE, SAVE, UNKNOWN, Owner, read_owner
 from t5ckpt.commit.lease_time import lease_clock, time_text, warn_if_ahead
@@ -73,7 +74,6 @@ def acquire_lease(
     clock: Clock,
     action: str = SAVE,
     *,
-    listed: BucketListing | None = None,
     stale_after: float = TAKE_OVER_SECONDS,
 ) -> WriteLease:
     """Acquires the write lease of a step.
@@ -83,19 +83,12 @@ def acquire_lease(
       step: the step.
       clock: unix seconds.
       action: the purpose of the lease, see ``commit/lease_owner.py``. All but ``COLLECT`` wait a few seconds for another owner.
-      listed: the leases as they were listed before. If they show a save of the step, this function does not wait.
       stale_after: an owner on another machine counts as dead after so many seconds without a heartbeat.
 
     Raises:
       BeingWrittenError: another process has a lease that has not expired.
       CheckpointNotFoundError: the step to delete was deleted by that process meanwhile.
     """
-    if listed is not None:
-        owners = _owners(storage, (lease for lease in listed.leases.of_writers if lease.step == step))
-        # Only on object stores. There ``clock`` is the clock of the leases.
-        live = _first_live(owners, clock, stale_after)
-        if live is not None and live[1].action == SAVE:
-            raise BeingWrittenError(_owned_by_other(storage, step, *live))
     times = attempts(0.0 if action == COLLECT else _RIVAL_SECONDS)
     late_attempts = 0
     while True:
@@ -183,10 +176,14 @@ def _await_alone(
             raise BeingWrittenError(f'{storage.url(step_dir(step))}: another process has taken over the write lease')
         other_leases = [other for other in listed.of_writers if other.step == step and other.key != lease.key]
         owners = _owners(storage, other_leases)
-        if lease.action == DELETE and storage.commits_by_rename:
-            # Of several deleters, one renames the directory, and the others find it gone.
+        if (lease.action == SAVE and storage.compares_versions) or (
+            lease.action == DELETE and storage.commits_by_rename
+        ):
+            # Of several writers, one creates the manifest. Of several deleters, one renames the directory.
             owners = {
-                key: owner for key, owner in owners.items() if owner.action != DELETE or owner.is_dead(now, stale_after)
+                key: owner
+                for key, owner in owners.items()
+                if owner.action != lease.action or owner.is_dead(now, stale_after)
             }
         live = _first_live(owners, now, stale_after)
         if live is None:

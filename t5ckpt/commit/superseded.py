@@ -10,6 +10,7 @@ import errno
 from collections.abc import Collection
 
 from t5ckpt.catalog.locate import Located
+from t5ckpt.commit.lease_files import write_leases_of
 from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
@@ -18,6 +19,7 @@ from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, Storag
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
+    generation_dir,
     generation_of,
     is_bucket_facts_file,
     positions_for_t5x,
@@ -61,19 +63,22 @@ def is_of_one_save(key: str) -> bool:
 def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
     """Removes the files that do not belong to the current manifest, and copies positions of data iterators to T5X's names.
 
-    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Without
-    facts, the files of the step are unknown, and all stay.
+    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Those of
+    other writers stay: the writer of a file that was listed has a record, which is listed after it, or it has ended, and its
+    manifest is read after that if it has committed. Without facts, the files of the step are unknown, and all stay.
 
     Raises:
       CorruptCheckpointError: the facts, or the file checksums, are damaged.
       StorageError: a file could not be read or removed, or another process has taken the step over.
     """
     located = _located(storage, step)
+    keys = keys_below(storage, located.directory)
+    written = {generation_dir(other.nonce) for other in write_leases_of(storage, step)}
     raw = read_raw(located, checksums=True)
     if raw.facts is None:
         return
-    current, keys = {*listed_files(located, raw), *raw.versions}, keys_below(storage, located.directory)
-    doomed = superseded(keys, current)
+    current = {*listed_files(located, raw), *raw.versions}
+    doomed = {key for key in superseded(keys, current) if generation_of(key) not in written}
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')
     storage.delete_files([join(located.directory, key) for key in sorted(doomed)])

@@ -186,9 +186,10 @@ def test_a_manifest_that_arrives_late_makes_a_whole_checkpoint(bucket):
 
 @pytest.mark.parametrize('is_readable', [True, False])
 def test_the_log_of_a_dropped_save_names_the_lease_to_remove(bucket, caplog, is_readable):
-    """As of a pod that was killed and starts again on another machine."""
+    """Of a pod that deletes or copies the step, and may have been killed. One that saves the step keeps none from saving it."""
     url, clock = bucket.url(), FakeClock()
     owner = {'nonce': 'n', 'host': 'pod-0', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
+    owner |= {'action': 'copy'}
     record = json.dumps(owner).encode() if is_readable else b'of another program'
     open_storage(url).write('.t5ckpt/busy/5.0123456789abcdef', record)
     with checkpointer(url, clock) as ck:
@@ -210,24 +211,27 @@ def test_the_log_of_a_dropped_save_names_the_lease_to_remove(bucket, caplog, is_
     check(url, must=(5,))
 
 
-def test_a_step_that_another_machine_is_writing_is_left_alone(bucket):
-    """Its heartbeat counts; when that has stopped long enough, the step is free and garbage collection removes its leftovers."""
+@pytest.mark.parametrize('saves', [True, False])
+def test_the_files_of_another_machine_that_saves_a_step_stay(bucket, saves):
+    """As of a pod that was killed: it is saved at once by the next one, and its files go an hour after its last heartbeat."""
     url, clock = bucket.url(), FakeClock()
     storage = open_storage(url)
-    owner = {'nonce': 'n', 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
-    storage.write('.t5ckpt/busy/5', json.dumps(owner).encode())
-    storage.write('checkpoint_5/w/0.0', b'chunk')
+    owner = {'nonce': '0' * 16, 'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1', 'beat': clock()}
+    storage.write(f'.t5ckpt/busy/5.{"0" * 16}', json.dumps(owner).encode())
+    key = f'checkpoint_5/t5ckpt-{"0" * 16}/w/0.0'
+    storage.write(key, b'chunk')
     ck = checkpointer(url, clock)
-    assert ck.save(state(5), step=5) is None
+    assert not saves or ck.save(state(5), step=5) is not None
     ck.save(state(1), step=1)
-    assert storage.is_file('checkpoint_5/w/0.0')
+    assert storage.is_file(key)
     clock.advance(900)
     ck.save(state(2), step=2)
-    assert storage.is_file('checkpoint_5/w/0.0')
+    assert storage.is_file(key)
     clock.advance(3000)
     ck.save(state(3), step=3)
-    assert not storage.is_file('checkpoint_5/w/0.0')
-    check(url, must=(1, 2, 3))
+    assert not storage.is_file(key)
+    assert not storage.names('.t5ckpt/busy', '')
+    check(url, must=(1, 2, 3, 5) if saves else (1, 2, 3))
 
 
 def test_a_step_whose_writer_has_died_elsewhere_is_free_after_ten_minutes(bucket):

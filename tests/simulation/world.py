@@ -68,6 +68,7 @@ class Observer:
       appeared, disappeared: the steps that did, since a listing began.
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
       ended: the process and the step of each deletion that has returned; no request of it may delete the step later.
+      may_disappear: the steps of deletions whose error said that a request may delete the step later.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
       damaged: the value of each step of which a file was lost by accident, until a repair of it has returned.
@@ -81,6 +82,7 @@ class Observer:
         self.saved: dict[int, float] = {}
         self.may_delete: dict[str, Callable[[int], bool]] = {}
         self.ended: set[tuple[str, int]] = set()
+        self.may_disappear: set[int] = set()
         self.leases: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
         self.least = 0
@@ -200,6 +202,9 @@ class Observer:
 
     def _check_hidden(self, step: int) -> None:
         task = self._scheduler.current
+        if task is not None and task.process.is_daemon and step in self.may_disappear:
+            self.saved.pop(step, None)
+            return
         takes_back = task is not None and step not in self.saved and self._writers.get(step) == task.process.name
         if not (takes_back or self._may(step)):
             self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')

@@ -13,9 +13,8 @@ killed, by garbage collection; t5ckpt does not read these copies.
 Several writers may save a step at once. The first manifest to arrive commits, with all of its files, and the other writers find
 that the step exists. A writer removes files of others only after its own commit, and not those of a writer that has a record.
 Only deletion and garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its
-files gone after the write of its manifest removes the manifest again. Another writer that finds such a manifest replaces it. A
-writer that has removed its manifest waits for the processes that may remove its files. If the files are still there, it writes
-the manifest again. So two writers of a step do not both give it up.
+files gone after the write of its manifest removes the manifest again; it waits for the processes that may remove them. Another
+writer that finds such a manifest replaces it.
 
 An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
 leases or pins the step between the check of the leases and the write waits, as for a deleter. Nothing is put back. A writer that
@@ -229,45 +228,30 @@ class ManifestTransaction(Transaction):
             raise self._taken_over()
         version = self._write.put(manifest)
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
-        while was_stopped and self._delete_manifest_if_collected(version):
-            version = self._write.put(manifest)
+        if was_stopped:
+            self._check_not_collected(version)
         self._finish(was_stopped=was_stopped, has_lists=facts is not None)
 
-    def _delete_manifest_if_collected(self, version: Any) -> bool:
-        """Removes the manifest if its files may have been removed, because the lease had expired before it was written.
+    def _check_not_collected(self, version: Any) -> None:
+        """Checks that the files are there, although the lease had expired before the manifest was written.
 
-        Another writer that took the step over leaves them, and finds the manifest. Garbage collection removes the lists of file
+        Another writer leaves them. Garbage collection leaves them if it finds the manifest; else it removes the list of file
         checksums first.
 
-        Returns:
-          False if the manifest stays. True if it was removed and is to be written again: the files are there, since garbage
-          collection found the manifest before.
-
         Raises:
-          BeingWrittenError: the manifest was removed, and the files are gone.
+          BeingWrittenError: they are gone, or may be removed yet. The manifest was removed.
         """
-        actions = actions_of_others(self.storage, self.step, self._lease)
-        is_left = self._has_list() and actions <= _WRITERS
-        if is_left or self._lease.is_ours():
-            return False
-        self.storage.delete_unchanged(self._key, version)
-        if self._are_files_left():
-            return True
-        raise self._taken_over()
-
-    def _are_files_left(self) -> bool:
-        """Whether the files are there once the processes that remove files of the step have ended."""
-        for _ in attempts(_COLLECTOR_SECONDS):
-            actions = actions_of_others(self.storage, self.step, self._lease)
-            if not self._has_list():
+        if self._lease.is_ours():
+            return
+        name = join(self.directory, self.generation, file_checksums_name(0))
+        for _ in attempts(_COLLECTOR_SECONDS if self.generation else 0.0):
+            removers = actions_of_others(self.storage, self.step, self._lease) - _WRITERS
+            if not self.storage.is_file(name):
                 break
-            if actions <= _WRITERS:
-                return True
-        return False
-
-    def _has_list(self) -> bool:
-        name = join(self.generation, file_checksums_name(0))
-        return bool(self.generation) and self.storage.is_file(join(self.directory, name))
+            if not removers:
+                return
+        self.storage.delete_unchanged(self._key, version)
+        raise self._taken_over()
 
     def _taken_over(self) -> BeingWrittenError:
         return BeingWrittenError(

@@ -180,11 +180,7 @@ def _await_alone(
             lease.action == DELETE and storage.commits_by_rename
         ):
             # Of several writers, one creates the manifest. Of several deleters, one renames the directory.
-            owners = {
-                key: owner
-                for key, owner in owners.items()
-                if owner.action != lease.action or owner.is_dead(now, stale_after)
-            }
+            owners = {key: owner for key, owner in owners.items() if owner.action != lease.action}
         live = _first_live(owners, now, stale_after)
         if live is None:
             lease.predecessors = tuple(owners.values())

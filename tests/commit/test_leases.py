@@ -78,7 +78,7 @@ def test_a_lease_of_another_process_is_neither_overwritten_nor_removed():
         acquire_lease(storage, 1, clock, 'mend')
     assert [each.nonce for each in write_leases_of(storage, 1)] == ['other']
     clock.advance(601)
-    lease = acquire_lease(storage, 1, clock)
+    lease = acquire_lease(storage, 1, clock, REPLACE)
     assert [each.key for each in write_leases_of(storage, 1)] == [lease.key]
     assert [owner.host for owner in lease.predecessors] == ['other']
     lease.release()
@@ -368,7 +368,7 @@ def test_who_takes_a_lease_over_and_finishes_nothing_leaves_a_record(act):
     run = saved_run(f'memory://{uuid.uuid4().hex}/run')
     plant(run, 1, beat=time.time() - 700)
     act(run)
-    assert len(write_leases_of(run, 1)) == 1
+    assert write_leases_of(run, 1)
     collect(run, FakeClock(time.time() + 4000))
     assert steps_in(run) == [1, 2]
     assert write_leases_of(run, 1) == []

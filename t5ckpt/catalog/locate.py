@@ -58,7 +58,7 @@ _MARKS = (
     (r'.*\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
     (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
     (
-        r'flax_model.*\.msgpack',
+        r'flax_model.*\.msgpack(\.index\.json)?',
         "Flax weights of Hugging Face (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
     ),
     (
@@ -252,7 +252,8 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
             raise _not_run_but_checkpoint(storage, where)
         # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
         others = any(parse_step_dir(below.removesuffix(f'/{MANIFEST}')) is None for below in openable_below(storage))
-        if others or (marks and _run_of_others(storage) is not None):
+        is_model = model_file(storage) is not None or any(entry.name.endswith('.index.json') for entry in entries)
+        if others or is_model or (marks and _run_of_others(storage) is not None):
             raise no_checkpoint(storage)
         # A user's files beside an array are no tree of a checkpoint.
         is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
@@ -544,7 +545,9 @@ def openable_below(storage: Storage, without: Collection[str] = ()) -> list[str]
 
 
 def _openable_in(storage: Storage, directory: str) -> list[str]:
-    """The directory if it is a run, else the checkpoint in it."""
+    """The directory if it is a run, or of JAX's pytree_serialization, else the checkpoint in it."""
+    if storage.is_file(join(directory, JAX_TREE)):
+        return [directory]
     for below in storage.entries(directory)[:_MAX_BELOW]:
         key = join(directory, below.name)
         if not _is_leftover(below.name) and (is_checkpoint if below.is_dir else is_state_file)(storage, key):

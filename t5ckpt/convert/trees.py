@@ -209,10 +209,13 @@ def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
     """The file with the largest number, or the only one if it has none; None if there is no file of Flax.
 
     Raises:
-      CheckpointNotFoundError: there are several, without an integer in their names.
+      CheckpointNotFoundError: there are several without an integer in their names, or EasyLM's newest, which has none.
     """
     names = [name for name in names if name.startswith(('checkpoint', 'streaming_')) and name != 'checkpoint_tmp']
     steps = {step: name for name in names if (step := _number(name)) is not None}
+    # EasyLM numbers its milestones, and overwrites the other file.
+    if steps and len(steps) < sum(name.startswith('streaming_') for name in names):
+        raise no_checkpoint(storage)
     if steps:
         log_newer_of_flax(storage, max(steps))
         return steps[max(steps)]

@@ -115,6 +115,8 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
         count = counted(len(numbers) - len(of_layout), 'step')
         of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''
         existing = some_of([str(listed_step.step) for listed_step in of_layout], 10) or 'none'
+        named = openable_below(run) if not listed.steps and run.is_file_system else []
+        of_others += f' Convert each of these by its path: {some_of(named, 10)}.' if named else ''
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
         )

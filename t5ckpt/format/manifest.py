@@ -152,9 +152,11 @@ def is_whole(data: bytes) -> bool:
 
 
 def begins_state(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of a msgpack map with text keys that is not empty, such as a state of Flax."""
-    # Files of one or two bytes do not count.
-    before_key = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else None) if len(head) > 2 else None
+    """Whether a file begins with a msgpack map with text keys, as a state of Flax, or with an item of EasyLM's stream."""
+    # Files of one or two bytes do not count. An item of a stream begins with the list of its keys.
+    of_stream = head[:1] == STREAM_ITEM and 0x91 <= head[1] <= 0x9F if len(head) > 2 else False
+    before_map = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else None) if len(head) > 2 else None
+    before_key = 2 if of_stream else before_map
     key = None if before_key is None else head[before_key : before_key + 1]
     return bool(key) and (0xA0 <= key[0] <= 0xBF or 0xD9 <= key[0] <= 0xDB)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import flax
+import jax.numpy as jnp
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
@@ -16,13 +17,16 @@ import pytest
 import tensorstore
 from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
+from jax.experimental.array_serialization import pytree_serialization
+from safetensors.numpy import save_file
 from support.facts import as_earlier_layout, put_facts
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.cli.app import app
-from t5ckpt.convert import ConvertOptions, convert_checkpoint
+from t5ckpt.convert import ConvertOptions, convert_checkpoint, convert_run
 from t5ckpt.convert.export_options import ImportOptions
+from t5ckpt.convert.huggingface import import_hf
 from t5ckpt.convert.plain import import_npz
 from t5ckpt.storage import open_storage
 
@@ -775,6 +779,78 @@ def test_no_run_is_begun_at_a_path_of_the_wrong_level(tmp_path, make, argument, 
     listed = CliRunner().invoke(app, ['ls', str(path)])
     assert listed.exit_code != 0
     assert tree(tmp_path) == before
+
+
+def easylm(root, names):
+    """Files as those of EasyLM's StreamingCheckpointer: a stream of [keys, bytes of the leaf]."""
+    (root / 'easylm').mkdir()
+    for name in names.split():
+        item = msgpack.packb((('params', 'w'), flax.serialization.msgpack_serialize(np.ones(3))))
+        (root / 'easylm' / name).write_bytes(item)
+    return root / 'easylm'
+
+
+def model_of_hf(root, name):
+    (root / 'hf').mkdir()
+    if name.endswith('.index.json'):
+        (root / 'hf' / name).write_text(json.dumps({'weight_map': {'w': 'flax_model-00001-of-00001.msgpack'}}))
+    else:
+        save_file({'w': np.ones(3, np.float32)}, root / 'hf' / name)
+    return root / 'hf'
+
+
+@pytest.mark.parametrize(
+    ('make', 'argument', 'named'),
+    [
+        (
+            easylm,
+            'streaming_train_state streaming_train_state_10',
+            'Give the path of one: .*easylm/streaming_train_state',
+        ),
+        (model_of_hf, 'model.safetensors', 'model.safetensors is a safetensors file, not a checkpoint'),
+        (model_of_hf, 'flax_model.msgpack.index.json', 'it looks like Flax weights of Hugging Face'),
+    ],
+)
+def test_no_run_is_begun_where_a_model_is(tmp_path, make, argument, named):
+    path = make(tmp_path, argument)
+    before = tree(tmp_path)
+    with pytest.raises(errors.CheckpointNotFoundError, match=named):
+        t5ckpt.restore_or_init(open_ck(path), lambda: pytest.fail('a new run'))
+    with pytest.raises(errors.CheckpointNotFoundError, match=named):
+        open_ck(path).save(state(6))
+    assert tree(tmp_path) == before
+
+
+def test_an_import_of_flax_weights_names_the_verb_that_reads_them(tmp_path):
+    path = model_of_hf(tmp_path, 'other.safetensors')
+    (path / 'flax_model.msgpack').write_bytes(flax.serialization.to_bytes({'w': np.ones(3)}))
+    with pytest.raises(errors.CheckpointNotFoundError, match=r't5ckpt convert flax reads Flax weights'):
+        import_hf(path, tmp_path / 'out')
+    assert (
+        convert_checkpoint('flax', path / 'flax_model.msgpack', tmp_path / 'out', options=ConvertOptions(step=0)).step
+        == 0
+    )
+
+
+def test_of_easylm_the_newest_has_no_number(tmp_path):
+    """It numbers its milestones alone, so a conversion takes none of several by its number."""
+    path = easylm(tmp_path, 'streaming_train_state streaming_train_state_10')
+    with pytest.raises(errors.CheckpointNotFoundError, match=r'Give the path of one: .*streaming_train_state'):
+        convert_checkpoint('flax', path, tmp_path / 'out')
+    done = convert_checkpoint('flax', path / 'streaming_train_state', tmp_path / 'out', options=ConvertOptions(step=3))
+    assert done.step == 3
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r'by its path: streaming_train_state, streaming_train_state_10'
+    ):
+        convert_run('flax', path, tmp_path / 'all')
+
+
+def test_above_a_directory_of_jax_its_path_is_named(tmp_path):
+    (tmp_path / 'run').mkdir()
+    pytree_serialization.save({'w': jnp.ones((3, 4))}, tmp_path / 'run' / 'step_5')
+    with pytest.raises(errors.CheckpointNotFoundError, match=r'Give the path of one: .*/run/step_5$'):
+        t5ckpt.open_checkpoint(tmp_path / 'run')
+    assert convert_checkpoint('jax', tmp_path / 'run' / 'step_5', tmp_path / 'out').step == 5
 
 
 @pytest.mark.parametrize('path', ['params', '7/params', 'step/0'])

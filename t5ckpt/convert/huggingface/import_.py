@@ -78,13 +78,15 @@ def _open(root: str) -> TensorReader:
     whole = next((name for name in WHOLE_NAMES if name in names), None)
     if whole is not None:
         return TensorReader(os.path.join(root, whole))
-    pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack'))]
-    cure = (
-        f'{", ".join(pickled[:3])} may be pickled and is not read: load the model with transformers and call '
-        'save_pretrained, which writes safetensors.'
-        if pickled
-        else f'There are {", ".join(names[:10]) or "no files"}.'
-    )
+    pickled = [name for name in names if name.endswith(('.bin', '.pt', '.pth', '.ckpt', '.h5'))]
+    cure = f'There are {", ".join(names[:10]) or "no files"}.'
+    if any(name.endswith('.msgpack') for name in names):
+        cure += ' t5ckpt convert flax reads Flax weights.'
+    elif pickled:
+        cure = (
+            f'{", ".join(pickled[:3])} may be pickled and is not read: load the model with transformers and call '
+            'save_pretrained, which writes safetensors.'
+        )
     raise CheckpointNotFoundError(f'{root}: no model.safetensors and no model.safetensors.index.json. {cure}')
 
 

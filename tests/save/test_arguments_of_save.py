@@ -1,4 +1,4 @@
-"""The step of a save: given, or found in the state."""
+"""The arguments of a save: its step, given or found in the state, and the metadata."""
 
 import jax
 import numpy as np
@@ -24,3 +24,10 @@ def test_the_error_for_the_step_of_a_replicated_state_names_cures_that_work(tmp_
 def test_the_error_for_a_step_that_was_passed_proposes_nothing_about_the_state(tmp_path):
     with t5ckpt.Checkpointer(REPLICATED, checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match=r'got -1\.$'):
         ck.save(REPLICATED, step=-1)
+
+
+def test_the_error_for_a_deleted_array_in_the_metadata_names_its_path(tmp_path):
+    deleted = jax.numpy.ones(3)
+    deleted.delete()
+    with t5ckpt.Checkpointer(REPLICATED, checkpoints_dir=tmp_path) as ck, pytest.raises(ValueError, match='a/b: Array'):
+        ck.save(REPLICATED, step=1, custom_metadata={'a': {'b': deleted}})

@@ -216,9 +216,10 @@ class Checkpointer:
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._monitored = monitored_metrics(policy, save_policy)
         self._later_steps = LaterSteps(self._tiers.local)
-        self._template_check = TemplateCheck(self._axes, self._default_restore, self._notices, is_strict=strict_save)
+        # Nothing here may refer to this object: its template and data iterator are freed with it, not by a later collection.
+        self._template_check = TemplateCheck(self._axes, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
-        signals = LocalSignals(clock, preempted, lambda: self._pending is not None and not self._pending.done())
+        signals = LocalSignals(clock, preempted)
         self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
         self._is_closed = False
         self.restored_step: int | None = None
@@ -466,17 +467,15 @@ class Checkpointer:
                 missing = self._retention.missing_metrics(request.step, call.metrics)
                 warn_of_missing_metrics(self._notices, missing, has_source=self._has_source)
             if not call.transforms:
-                self._template_check.check(state, table, request.step, warns=save_round.is_leader)
+                options = RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
+                self._template_check.check(state, table, request.step, options, warns=save_round.is_leader)
             if self._partitioner is None and save_round.is_leader:
                 self._template_check.check_shardings(table, request.step)
             prepared = prepare_save(request, table, self._axes)
         self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
         self._tiers.note_save(pending.done)
+        self._schedule.note_save(pending.done)
         return pending
-
-    def _default_restore(self) -> RestoreOptions:
-        """The options of a restore without arguments."""
-        return RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.

@@ -71,11 +71,10 @@ class _StartedSave:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSignals:
-    """The local signals of each process: its clock in unix seconds, its preemption flag, and whether a save is running."""
+    """The local signals of each process: its clock in unix seconds, and its preemption flag."""
 
     clock: Clock
     preempted: Callable[[], bool] | None
-    is_saving: Callable[[], bool]
 
 
 class SaveSchedule:
@@ -101,7 +100,7 @@ class SaveSchedule:
         self._coordinator = coordinator
         self._facts = facts
         self._clock = signals.clock
-        self._is_saving = signals.is_saving
+        self._has_ended: Callable[[], bool] | None = None
         self._has_notice = preempted is not None
         self._preempted = preempted if preempted is not None else _never
         self._watched = WatchedMetrics(policy, OF_SAVE_POLICY)
@@ -154,6 +153,10 @@ class SaveSchedule:
             # Before the first check-in each process knows only its own flag.
             self._preempted = _never
         return self._observe(step, {})
+
+    def note_save(self, has_ended: Callable[[], bool]) -> None:
+        """Called at each save, also one that no policy has asked for."""
+        self._has_ended = has_ended
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""
@@ -247,7 +250,7 @@ class SaveSchedule:
         view.now, view.last_unix = now, min(view.last_unix, now)
         view.preempted = view.preempted or self._preempted()
         view.metrics = metrics
-        view.saving = self._is_saving()
+        view.saving = self._has_ended is not None and not self._has_ended()
         view.best = self._best if self._begun is None else with_best(self._best, self._begun.metrics)
         view.blocked = self._blocked
         view.next_check = step + self._gap

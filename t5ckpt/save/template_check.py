@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,26 +37,24 @@ class TemplateCheck:
     Notes: 2 ms for 10,000 unchanged leaves; the first check takes as long as flattening the template.
     """
 
-    def __init__(self, axes: LeafAxes, options: Callable[[], RestoreOptions], notices: Notices, *, is_strict: bool):
+    def __init__(self, axes: LeafAxes, notices: Notices, *, is_strict: bool):
         """Makes the check.
 
         Args:
           axes: the template and the partitioner.
-          options: returns those of a restore without arguments.
           notices: the warnings that were given.
           is_strict: raises instead of warning.
         """
         self._template = axes.template
         self._partitioner = axes.partitioner
-        self._options = options
         self._notices = notices
         self._is_strict = is_strict
         self._checked: list[Any] | None = None
         self._problems: Sequence[LeafProblem] = ()
         self._has_looked_at_shardings = False
 
-    def check(self, state: Any, table: LeafTable, step: int, *, warns: bool) -> None:
-        """Warns once about each difference that would make a restore fail; ``warns`` is set in one process of a job.
+    def check(self, state: Any, table: LeafTable, step: int, options: RestoreOptions, *, warns: bool) -> None:
+        """Warns once about each difference that would make a restore with these options fail; ``warns`` is set in one process.
 
         Raises:
           TreeMismatchError: with ``is_strict``, before anything is written.
@@ -65,7 +63,7 @@ class TemplateCheck:
             return
         seen = _fingerprint(table)
         if seen != self._checked:
-            self._problems = self._differences(table, seen)
+            self._problems = self._differences(table, seen, options)
             self._checked = seen
         if self._problems and (warns or self._is_strict):
             self._warn(step)
@@ -89,12 +87,12 @@ class TemplateCheck:
             self._notices.warn('unsharded', warning)
         self._has_looked_at_shardings = True
 
-    def _differences(self, table: LeafTable, seen: list[Any]) -> Sequence[LeafProblem]:
+    def _differences(self, table: LeafTable, seen: list[Any], options: RestoreOptions) -> Sequence[LeafProblem]:
         try:
             template = flatten_state(self._template)
             if seen == _fingerprint(template.table):
                 return ()
-            self._plan_restore(table, template)
+            self._plan_restore(table, template, options)
         except TreeMismatchError as error:
             return error.problems
         except T5CkptError:
@@ -102,10 +100,10 @@ class TemplateCheck:
             return ()
         return ()
 
-    def _plan_restore(self, table: LeafTable, template: StateView) -> None:
+    def _plan_restore(self, table: LeafTable, template: StateView, options: RestoreOptions) -> None:
         leaves, keys = _as_saved(table)
         templates = leaf_templates(template, self._template, self._partitioner)
-        options = dataclasses.replace(self._options(), keys=keys, knows_keys=True, parts=template.parts)
+        options = dataclasses.replace(options, keys=keys, knows_keys=True, parts=template.parts)
         plan_restore(leaves, templates, options, 'the state')
 
     def _warn(self, step: int) -> None:

@@ -729,6 +729,39 @@ def test_a_failed_save_keeps_nothing_alive(tmp_path):
     assert [ref() is None for ref in refs] == [True] * len(refs)
 
 
+@pytest.mark.parametrize('tiers', [1, 2])
+def test_a_checkpointer_that_is_gone_keeps_nothing_alive(tmp_path, tiers):
+    """Grain's worker processes end with the iterator; at the interpreter's exit they would leave their shared memory."""
+
+    class Iterator:
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            pass
+
+    def run():
+        state, iterator = {**big_state(), 'step': 0}, Iterator()
+        local = {'local_dir': tmp_path / 'ssd'} if tiers == 2 else {}
+        policy = t5ckpt.SaveEvery(1)
+        ck = t5ckpt.Checkpointer(
+            state, checkpoints_dir=tmp_path / 'run', dataset_iterator=iterator, save_policy=policy, **local
+        )
+        t5ckpt.restore_or_init(ck, lambda: state)
+        ck.maybe_save(1, {**state, 'step': 1})
+        ck.save({**state, 'step': 2})
+        ck.restore()
+        ck.close()
+        return [weakref.ref(each) for each in (ck, iterator, state['params']['w'])]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for ref in run()] == [None, None, None]
+    finally:
+        gc.enable()
+
+
 def test_lazy_arrays_are_let_go_one_by_one(tmp_path):
     alive, most = set(), [0]
 

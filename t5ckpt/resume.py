@@ -291,7 +291,9 @@ class _Share:
 def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any] | None, sources: Sequence[WarmStart], donate: bool
 ) -> Any:
-    template = flatten_state(checkpointer.template).table
+    table = flatten_state(checkpointer.template).table
+    # No checkpoint holds an empty container, such as optax's EmptyState.
+    template = {path: leaf for path, leaf in table.items() if not isinstance(leaf, Empty)}
     paths: list[str] = checkpointer.agree(
         'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )
@@ -307,11 +309,10 @@ def _warm_start(
     values: LeafTable = {}
     *earlier, last = shares
     for share in earlier:
-        leaves = share.found | share.lacking
         warm = share.warm
         values |= checkpointer.restore_leaves(
             warm.location,
-            leaves,
+            share.found | share.lacking,
             (share.transform,),
             strict=warm.strict,
             resize=warm.resize,
@@ -320,7 +321,7 @@ def _warm_start(
     initial: LeafTable = {}
     if from_init:
         fresh = flatten_state(_new_state(init_fn)).table
-        check_new_state(fresh, template, from_init)
+        check_new_state(fresh, table, from_init)
         initial = {path: _value(fresh[path]) for path in from_init}
     rest = values | initial
     state = checkpointer.restore(

@@ -575,6 +575,20 @@ def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
     assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (9, 2, 2)
 
 
+@pytest.mark.parametrize('missing', ['error', 'init'])
+def test_an_empty_container_is_not_a_leaf_that_a_source_lacks(tmp_path, caplog, missing):
+    """Adam's state has an EmptyState of optax."""
+    run_with(tmp_path / 'old', [1])
+    caplog.set_level('INFO', 't5ckpt')
+    with Checkpointer(train_state(), checkpoints_dir=tmp_path / 'new') as ck:
+        state = restore_or_init(ck, must_not_run, initial_checkpoint=WarmStart(tmp_path / 'old', missing=missing))
+    assert value_of(state) == 1
+    count = len(jax.tree.leaves(state))
+    assert f'{tmp_path}/old: {count} of {count} leaves' in caplog.text
+    assert f'0 of {count} leaves are new' in caplog.text
+    assert 'lacks' not in caplog.text
+
+
 def test_what_a_source_lacks_is_an_error_or_left_to_the_next(tmp_path):
     run_with(tmp_path / 'one', [1])
     extra = {'params': {'new': jnp.full(3, 5.0)}}

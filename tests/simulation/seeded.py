@@ -39,13 +39,11 @@ def plant(bug, root):
         (root / 't5ckpt' / module).write_text(text, encoding='utf-8')
 
 
-def find(bug, root):
-    """The failure, or None, and how many schedules it took."""
+def find(bug, root, first):
+    """The failure, or None, and how many schedules it took from a first seed on."""
     plant(bug, root)
     total = 0
     for scenario in bug['scenarios']:
-        # A rare one names the seed before it.
-        first = bug.get('first', 0)
         found = simulate([scenario], range(first, first + SCHEDULES), workers=1, path=root)
         if found.failures:
             return found.failures[0], total + found.failures[0].schedules
@@ -59,7 +57,7 @@ def main():
         if wanted and not any(each in bug['name'] for each in wanted):
             continue
         with tempfile.TemporaryDirectory() as root:
-            failure, schedules = find(bug, Path(root))
+            failure, schedules = find(bug, Path(root), bug.get('first', 0))
         where = 'NOT FOUND' if failure is None else failure.scenario
         sys.stdout.write(f'| {bug["name"]} | {where} | {schedules:,} |\n')
         sys.stdout.flush()

@@ -39,13 +39,17 @@ def renaming_rules(lacking: Mapping[str, Any], free: Mapping[str, Any], names: C
         near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)]
         # A leaf that is nearer to another one is its source. Of two that remain, such as Adam's moments, each would be a guess.
         mutual = [old for old in near if name in (near_names(old, alike, 1) or [name])]
+        # A box around a parameter (nn.Partitioned) adds a key, also to Adam's moments, which have the same shape.
+        mutual = [old for old in mutual if old.startswith(f'{name}/')] or mutual
         if name in source or len(mutual) != 1:
             continue
-        for rule in _rules(name, *mutual):
-            if moved := _moved(rule, rest, lacking, unused):
-                rules.append(rule)
-                source |= moved
-                break
+        rule, moved = max(
+            ((rule, _moved(rule, rest, lacking, unused)) for rule in _rules(name, *mutual)),
+            key=lambda each: len(each[1]),
+        )
+        if moved:
+            rules.append(rule)
+            source |= moved
     return rules if len(rules) <= _MOST_RULES else []
 
 

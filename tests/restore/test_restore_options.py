@@ -781,6 +781,21 @@ def test_with_other_changes_the_rule_is_printed_and_the_places_that_remain_are_c
     np.testing.assert_array_equal(restored['dense']['kernels'], A)
 
 
+def test_a_rule_takes_the_boxes_off_the_kernels_of_a_model(tmp_path):
+    """With linen's nn.with_partitioning each kernel is an nn.Partitioned, but a scale without one is not; Adam's are alike."""
+    layers = [f'block_{i}' for i in range(6)]
+    boxed = {layer: {'mlp': {'kernel': {'value': A * i}}, 'scale': B} for i, layer in enumerate(layers)}
+    plain = {layer: {'mlp': {'kernel': A * i}, 'scale': B} for i, layer in enumerate(layers)}
+    save(tmp_path, {'params': boxed, 'mu': boxed, 'nu': boxed})
+    fresh = jax.tree.map(np.zeros_like, {'params': plain})
+    with pytest.raises(TreeMismatchError, match='If only names have changed') as raised:
+        restore(tmp_path, fresh, strict='contains')
+    assert raised.value.rename == ((r'(.*/kernel)', r'\1/value'),)
+    rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=raised.value.rename)
+    restored = restore(tmp_path, fresh, state_transformation_fns=[rename], strict='contains')
+    jax.tree.map(np.testing.assert_array_equal, restored, {'params': plain})
+
+
 def test_no_rule_maps_a_layer_to_one_of_another_number(tmp_path):
     save(tmp_path, {f'layer_{i}': {'w': A * i} for i in range(3)})
     with pytest.raises(TreeMismatchError) as raised:

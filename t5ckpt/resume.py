@@ -292,8 +292,8 @@ def _warm_start(
     checkpointer: Checkpointer, init_fn: Callable[[], Any] | None, sources: Sequence[WarmStart], donate: bool
 ) -> Any:
     table = flatten_state(checkpointer.template).table
-    # No checkpoint holds an empty container, such as optax's EmptyState.
-    template = {path: leaf for path, leaf in table.items() if not isinstance(leaf, Empty)}
+    # No checkpoint holds an empty container, such as optax's EmptyState, or None.
+    template = {path: leaf for path, leaf in table.items() if not isinstance(leaf, Empty | None)}
     paths: list[str] = checkpointer.agree(
         'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
     )

@@ -589,6 +589,18 @@ def test_an_empty_container_is_not_a_leaf_that_a_source_lacks(tmp_path, caplog, 
     assert 'lacks' not in caplog.text
 
 
+def test_none_is_not_a_leaf_that_a_source_lacks(tmp_path, caplog):
+    state = {'w': np.ones(3, np.float32), 'bias': None, 'step': np.int32(1)}
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(state)
+    caplog.set_level('INFO', 't5ckpt')
+    with Checkpointer(state, checkpoints_dir=tmp_path / 'new') as ck:
+        started = restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'old')
+    assert started['bias'] is None
+    assert '2 of 2 leaves' in caplog.text
+    assert '0 of 2 leaves are new' in caplog.text
+
+
 def test_what_a_source_lacks_is_an_error_or_left_to_the_next(tmp_path):
     run_with(tmp_path / 'one', [1])
     extra = {'params': {'new': jnp.full(3, 5.0)}}

@@ -273,6 +273,8 @@ class _Matcher:
             near = self._near_names(pair.path, pair.template, self._leaves, self._templates)
             unmatched = some_of(self._unmatched_fallback, 3)
             hint = f'fallback_state has {unmatched}, which the template lacks.' if unmatched else ''
+            if pair.path in self._fallback:
+                hint = f'fallback_state holds {leaf_text(value)} there.'
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:

@@ -963,6 +963,15 @@ def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
     assert not getattr(missing.value, '__notes__', []), 'an error of t5ckpt has its own cure'
 
 
+@pytest.mark.parametrize(('value', 'named'), [('7', 'text'), (None, 'None'), ({}, 'an empty container')])
+def test_what_fallback_state_holds_in_the_place_of_an_array_is_named(tmp_path, value, named):
+    with Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path) as ck:
+        ck.save({'w': np.ones(3)}, step=1)
+    ck = Checkpointer({'w': np.ones(3), 'new': np.ones(2)}, checkpoints_dir=tmp_path)
+    with ck, pytest.raises(MissingLeaves, match=f'fallback_state holds {named} there'):
+        ck.restore(fallback_state={'new': value})
+
+
 def test_an_empty_fallback_state_is_none(tmp_path):
     t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path).save({'w': np.ones(3)}, step=1)
     wanted = t5ckpt.Checkpointer({'w': np.zeros(3), 'ema': np.zeros(3)}, checkpoints_dir=tmp_path)

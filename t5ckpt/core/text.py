@@ -80,10 +80,12 @@ def shown(value: Any, limit: int = 80) -> str:
     shape, dtype = getattr(value, 'shape', None), getattr(value, 'dtype', None)
     if isinstance(shape, tuple) and dtype is not None:
         sized = f'{type(value).__name__} of {dtype} {shape}'
-        # The values of an array of JAX that was deleted cannot be shown.
-        is_deleted = getattr(value, 'is_deleted', bool)()
-        is_large = len(shape) > 1 or any(size > _SHOWN_ELEMENTS for size in shape)
-        return sized if is_large or is_deleted else _cut(repr(value), limit)
+        try:
+            is_large = len(shape) > 1 or any(size > _SHOWN_ELEMENTS for size in shape)
+            return sized if is_large else _cut(repr(value), limit)
+        except RuntimeError:
+            # An array of JAX that was deleted.
+            return sized
     if isinstance(value, (str, bytes)):
         more = f'…, {counted(len(value), "character" if isinstance(value, str) else "byte")}'
         return repr(value) if len(value) <= limit else f'{value[:limit]!r}{more}'

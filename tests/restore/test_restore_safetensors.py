@@ -241,10 +241,16 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
             t5ckpt.find_checkpoint(place)
         with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist'):
             t5ckpt.open_checkpoint(place, 7)
+        refusing = Checkpointer({'w': np.ones(2)}, checkpoints_dir=place)
+        with refusing, pytest.raises(CheckpointNotFoundError, match='no complete checkpoint there'):
+            refusing.save({'w': np.ones(2)}, step=3)
     # A run that holds an export is the run.
-    with Checkpointer({'w': np.ones(2)}, checkpoints_dir=f'{url}/hub') as checkpointer:
+    with Checkpointer({'w': np.ones(2)}, checkpoints_dir=f'{url}/run') as checkpointer:
         checkpointer.save({'w': np.ones(2)}, step=3)
-    assert t5ckpt.open_checkpoint(f'{url}/hub').step == 3
+        for file in path.parent.iterdir():
+            bucket.put(f'{url}/run/{file.name}', file.read_bytes())
+        checkpointer.save({'w': np.ones(2)}, step=4)
+    assert t5ckpt.open_checkpoint(f'{url}/run').step == 4
 
 
 def received(bucket) -> int:

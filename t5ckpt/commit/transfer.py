@@ -30,6 +30,7 @@ from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
     PINNED,
+    foreign_keys,
     is_facts_file,
     is_file_checksums,
     is_position,
@@ -45,7 +46,6 @@ from t5ckpt.storage import Storage
 IN_FLIGHT_BYTES = 256 * 2**20
 # Reserved for a file whose size neither the listing nor a checksum has.
 _UNKNOWN_BYTES = 16 * 2**20
-_ABSENT: Any = object()
 
 
 def _at_once(nbytes: int) -> None:
@@ -116,12 +116,14 @@ class Transfer:
         self._check_links()
         with self._reading_source():
             sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
-        left_out = () if sizes.pop(PINNED, _ABSENT) is _ABSENT else (PINNED,)
+        # A checkpoint does not own the files of other programs.
+        foreign = {*foreign_keys(sizes), PINNED} - {self._manifest_name}
+        left_out = tuple(sorted(foreign & sizes.keys()))
         with self._reading_source():
             raw = read_raw(self._source.located)
         manifest, facts = raw.manifest or b'', raw.facts
         # The copy has the facts in its manifest, also those of the earlier layout.
-        sizes = {key: size for key, size in sizes.items() if not is_facts_file(key)}
+        sizes = {key: size for key, size in sizes.items() if key not in foreign and not is_facts_file(key)}
         checksums = self._file_checksums(facts, sizes)
         if facts is not None:
             # Without the files of a replaced checkpoint that are not removed yet.

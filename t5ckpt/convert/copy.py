@@ -57,7 +57,7 @@ class CopyReport:
       nbytes: the bytes that were copied.
       checked_files: the number of files that were compared with their checksums.
       seconds: the duration.
-      left_out: files that are not copied: the pin.
+      left_out: files that are not copied: the pin, and those of other programs.
     """
 
     step: int
@@ -78,7 +78,7 @@ def copy_checkpoint(
     options: CopyOptions | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copies a checkpoint byte for byte to another run, on any storage; a pin is not copied.
+    """Copies a checkpoint byte for byte to another run, on any storage; pins and files of other programs are not copied.
 
     Args:
       source: a run's directory, a step's directory, or a manifest file; or a Storage with one of the first two as its root.

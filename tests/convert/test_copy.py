@@ -1,9 +1,11 @@
 """A copy between any two storages is the same checkpoint, or it is not there."""
 
+import contextlib
 import itertools
 import json
 import signal
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 STATE = {'w': np.arange(96_000, dtype=np.float32).reshape(300, 320), 'b': np.ones(9, np.float32), 'step': np.int32(3)}
 
@@ -224,3 +227,28 @@ def test_a_step_that_has_lost_its_facts_is_copied_as_the_error_says(tmp_path):
         path.unlink()
     t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
     assert files(str(tmp_path / 'copy')) == files(str(tmp_path / 'run'))
+
+
+def test_the_files_of_other_programs_are_not_copied(tmp_path):
+    """So a copy that was cut off leaves none of them, and a bucket takes the next one."""
+    saved(str(tmp_path / 'run'))
+    (tmp_path / 'run' / 'checkpoint_3' / 'notes.txt').write_text('of a user')
+    (tmp_path / 'run' / 'checkpoint_3' / 'logs').mkdir()
+    (tmp_path / 'run' / 'checkpoint_3' / 'logs' / 'a.log').write_text('of a user')
+    t5ckpt.pin_checkpoint(tmp_path / 'run' / 'checkpoint_3')
+    url = f'memory://{uuid.uuid4().hex}/run'
+    storage = open_storage(url)
+    reference = FaultyStorage(open_storage(f'memory://{uuid.uuid4().hex}/run'))
+    t5ckpt.copy_checkpoint(tmp_path / 'run', reference)
+    for fail_at in range(len(reference.operations)):
+        with contextlib.suppress(errors.T5CkptError):
+            t5ckpt.copy_checkpoint(tmp_path / 'run', FaultyStorage(storage, fail_at, sticky=True))
+        if storage.is_file('checkpoint_3/checkpoint'):
+            break
+    else:
+        done = t5ckpt.copy_checkpoint(tmp_path / 'run', url)
+        assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')
+    assert t5ckpt.verify(url, full=True).ok
+    assert not [key for key in files(url) if 'notes' in key or 'logs' in key]
+    done = t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from t5ckpt.catalog.layouts import ORBAX, has_placeholder, other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
+from t5ckpt.commit.completion import complete_step
 from t5ckpt.commit.lease_owner import COLLECT
 from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
 from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
-from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -144,7 +144,7 @@ def _collect_one(storage: Storage, listed: BucketListing, step: int, clock: Cloc
         if not is_committed:
             remove_step(storage, step, lease)
         elif not is_read:
-            remove_superseded(storage, step, lease)
+            complete_step(storage, step, lease)
     except BaseException:
         lease.close()
         raise

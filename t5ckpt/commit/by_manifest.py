@@ -34,6 +34,7 @@ from typing import Any, Self
 from t5ckpt.catalog.bucket_catalog import list_bucket
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
+from t5ckpt.commit.completion import check_replaceable, complete_step, copy_positions, is_of_one_save
 from t5ckpt.commit.lease_owner import COPY, REPLACE, SAVE
 from t5ckpt.commit.occupancy import check_room_in_bucket, is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
@@ -44,7 +45,6 @@ from t5ckpt.commit.step_lease import (
     actions_of_others,
     attempts,
 )
-from t5ckpt.commit.superseded import check_replaceable, copy_positions, is_of_one_save, remove_superseded
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
@@ -266,7 +266,7 @@ class ManifestTransaction(Transaction):
             if self._write.overwrites:
                 self._lease.update(SAVE)
             if self._has_others and has_lists and is_done:
-                remove_superseded(self.storage, self.step, self._lease)
+                complete_step(self.storage, self.step, self._lease)
             elif self.positions and is_done:
                 copy_positions(self.storage, self.directory, [join(self.generation, name) for name in self.positions])
         except T5CkptError as error:

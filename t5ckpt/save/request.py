@@ -153,7 +153,7 @@ class SaveRequest:
 
         Raises:
           StepKeptError: it is pinned, or has a read lease.
-          CheckpointExistsError: it cannot be replaced by one write, see ``commit/superseded.py``.
+          CheckpointExistsError: it cannot be replaced by one write, see ``commit/completion.py``.
         """
         storage, directory = self.context.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):

@@ -13,11 +13,11 @@ from support import forked
 
 import t5ckpt
 from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.commit.completion import complete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.lease_owner import COLLECT, EXPIRED, process_facts
 from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.superseded import remove_superseded
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -300,5 +300,5 @@ def test_in_place_an_overwrite_that_is_stopped_removes_nothing_of_a_later_one():
             run.write(later[0], b'chunk')
 
     elsewhere = StoppedAtListing(run, stop)
-    remove_superseded(elsewhere, 1, acquire_lease(elsewhere, 1, clock))
+    complete_step(elsewhere, 1, acquire_lease(elsewhere, 1, clock))
     assert run.read(later[0]) == b'chunk'

@@ -60,8 +60,8 @@ def is_of_one_save(key: str) -> bool:
     return generation_of(key) != '' or is_bucket_facts_file(key)
 
 
-def remove_superseded(storage: Storage, step: int, lease: WriteLease) -> None:
-    """Removes the files that do not belong to the current manifest, and copies positions of data iterators to T5X's names.
+def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:
+    """Removes the files of a committed step that its manifest does not name, and copies its positions to T5X's names.
 
     Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Those of
     other writers stay: the writer of a file that was listed has a record, which is listed after it, or it has ended, and its

@@ -62,6 +62,7 @@ _RULES = tuple(
         (r'or read the copy in checkpoints_dir', 'or pass the path of the run to which its steps are uploaded'),
         (r'pass several checkpoints or ema=', 'pass --average or --ema'),
         (r', or pass verify=.quick.', ''),
+        (r'\brestore\(path=\.\.\.\)', 't5ckpt show'),
     )
 )
 # The repr of a str.

@@ -534,3 +534,11 @@ def test_the_error_of_a_time_out_names_the_time_that_was_asked_for(capsys):
         assert (code, '--timeout' in text, 'retry_seconds' in text) == (Exit.USAGE, True, False), text
     code, _, text = said(('ls', 's3://some-bucket/run', '--storage-option', 'endpont=http://a'), capsys)
     assert (code, "Did you mean 'endpoint'?" in text) == (Exit.USAGE, True), text
+
+
+def test_the_cure_of_a_path_that_is_no_run_is_one_of_the_shell(tmp_path):
+    with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save({'w': np.ones(3)}, step=1)
+    (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'base')
+    assert 't5ckpt show reads it' in t5ckpt_cli('ls', tmp_path / 'base', code=3)
+    assert 'w ' in t5ckpt_cli('show', tmp_path / 'base')

@@ -2,8 +2,8 @@
 
     pin      [is the manifest there?], +PINNED, [no deleter?], [is the manifest there?], [is the pin there?]
 
-A deleter looks for the file before it hides the step and after, see ``commit/deletion.py``. One that was stopped in between may
-still hide the step, and be killed before it looks again, so a pin does not count until that deleter has ended.
+A deleter writes its lease and then looks for the file before it hides the step; where it renames a directory, also after. One
+that was stopped in between may still hide the step, so a pin does not count until that deleter has ended.
 
 On object stores a pin killed after its write may leave the file behind, in a step that was deleted meanwhile. A save of the step
 removes the file then, because nothing is pinned where no manifest is, and the pin looks for its file last. Garbage collection

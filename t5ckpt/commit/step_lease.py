@@ -1,4 +1,4 @@
-"""Acquires the write lease of a step, so that two processes never write or delete it at once.
+"""Acquires the write lease of a step, which keeps those away whose requests would meet those of its owner.
 
 Two processes never hold leases of one step at once, except two that save it, of which one creates the manifest, and two deleters
 on a file system, of which one renames the directory; the other finds out. A copy, whose files have the names of its source, and

@@ -6,16 +6,16 @@ or replaces a step has the file ``deleting_<step>.<nonce>``. A lease names the p
 heartbeat; a thread renews it every minute. The lease is written before anything else and removed last. All files that remain
 after a crash have a lease, and garbage collection removes nothing without one.
 
-    save     +lease, [alone?], arrays, file checksums, [is the lease still there?], manifest, -lease
-    delete   +lease, [alone? no read lease?], -manifest, [no pin?], [is the lease still there?], -files, -lease
+    save     +lease, [only savers beside?], files, [is the lease still there?], manifest if there is none, -lease
+    delete   +lease, [alone? no read lease? no pin?], -manifest, [is the lease still there?], -files, -lease
     read     +read lease, [no deleter?], [is the manifest there?], ..., -read lease
 
 ``commit/step_lease.py`` acquires the lease of a step, and excludes other owners.
 
 A lease ends with its process, which other processes on the same machine can check. On other machines it expires without a
-heartbeat: after ten minutes for another writer of the same step, and after an hour for garbage collection. The process that
+heartbeat: after ten minutes for a deleter or a copy of the same step, and after an hour for garbage collection. The process that
 takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
-then, the step is committed; otherwise its files are removed.
+then, the step is committed; otherwise its files are removed. Another save of the step leaves the record.
 
 While an owner lives, it ends its lease in one of four ways:
 

@@ -252,8 +252,10 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
             raise _not_run_but_checkpoint(storage, where)
         # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
         others = any(parse_step_dir(below.removesuffix(f'/{MANIFEST}')) is None for below in openable_below(storage))
-        is_model = model_file(storage) is not None or any(entry.name.endswith('.index.json') for entry in entries)
-        if others or is_model or (marks and _run_of_others(storage) is not None):
+        indices = ('.safetensors.index.json', '.msgpack.index.json')
+        if model_file(storage) is not None or any(entry.name.endswith(indices) for entry in entries):
+            raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
+        if others or (marks and _run_of_others(storage) is not None):
             raise no_checkpoint(storage)
         # A user's files beside an array are no tree of a checkpoint.
         is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in entries)

@@ -272,7 +272,9 @@ class ManifestTransaction(Transaction):
         except T5CkptError as error:
             is_done = False
             where = self.storage.url(self.directory)
-            _log.warning('t5ckpt: %s: the replaced files are left to the next save: %s', where, error)
+            _log.warning(
+                't5ckpt: %s is saved, but not completed, which is left to garbage collection: %s', where, error
+            )
         if is_done:
             self._lease.release()
         else:

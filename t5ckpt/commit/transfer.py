@@ -116,18 +116,18 @@ class Transfer:
         self._check_links()
         with self._reading_source():
             sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
-        # A checkpoint does not own the files of other programs.
-        foreign = {*foreign_keys(sizes), PINNED} - {self._manifest_name}
-        left_out = tuple(sorted(foreign & sizes.keys()))
+        left_out = {PINNED} & sizes.keys()
         with self._reading_source():
             raw = read_raw(self._source.located)
         manifest, facts = raw.manifest or b'', raw.facts
         # The copy has the facts in its manifest, also those of the earlier layout.
-        sizes = {key: size for key, size in sizes.items() if key not in foreign and not is_facts_file(key)}
+        sizes = {key: size for key, size in sizes.items() if key != PINNED and not is_facts_file(key)}
         checksums = self._file_checksums(facts, sizes)
         if facts is not None:
-            # Without the files of a replaced checkpoint that are not removed yet.
-            sizes = {key: sizes[key] for key in sizes.keys() - superseded(sizes, checksums)}
+            # Without the files of other programs, and those of a replaced checkpoint that are not removed yet.
+            foreign = {*foreign_keys(sizes)} - checksums.keys() - {self._manifest_name}
+            left_out |= foreign
+            sizes = {key: sizes[key] for key in sizes.keys() - foreign - superseded(sizes, checksums)}
         self._compare(self._manifest_name, manifest, checksums)
         lost = sorted(set(checksums) - set(sizes))
         removed = [name for name in lost if is_position(name) and DATASET_REMOVED in sizes]
@@ -140,7 +140,7 @@ class Transfer:
         names = sorted(set(sizes) - {self._manifest_name})
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
-            return Transferred(len(sizes), nbytes, 0, left_out)
+            return Transferred(len(sizes), nbytes, 0, tuple(sorted(left_out)))
         options = TransactionOptions(may_replace=lambda: self._options.overwrite, has_source_names=True, collects=True)
         with open_transaction(self._to, self._step, clock, options) as work:
             with self._source.reading('copied'):
@@ -148,7 +148,7 @@ class Transfer:
             work.commit(manifest, facts, parents_of(names))
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(file_with_facts(manifest, facts))
-        return Transferred(len(sizes), nbytes, checked, left_out)
+        return Transferred(len(sizes), nbytes, checked, tuple(sorted(left_out)))
 
     @contextlib.contextmanager
     def _reading_source(self) -> Generator[None]:

@@ -9,6 +9,7 @@ import uuid
 
 import numpy as np
 import pytest
+from flax import serialization
 from support import forked
 from support.cli import t5ckpt_cli
 from support.facts import put_facts
@@ -252,3 +253,22 @@ def test_the_files_of_other_programs_are_not_copied(tmp_path):
     assert not [key for key in files(url) if 'notes' in key or 'logs' in key]
     done = t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
     assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')
+
+
+def test_without_facts_every_file_is_copied(tmp_path):
+    """The arrays of T5X's manifest may be in directories that no name shows, also if it has another name."""
+    saved(str(tmp_path / 'run'))
+    step_dir = tmp_path / 'run' / 'checkpoint_3'
+    put_facts(step_dir, None)
+    for file in step_dir.glob('integrity.*.json'):
+        file.unlink()
+    manifest = serialization.msgpack_restore((step_dir / 'checkpoint').read_bytes())
+    spec = manifest['optimizer']['w']['kvstore']
+    (step_dir / 'deep').mkdir()
+    (step_dir / spec['path']).rename(step_dir / 'deep' / 'w')
+    spec['path'] = 'deep/w'
+    (step_dir / 'checkpoint').unlink()
+    (step_dir / 'other').write_bytes(serialization.msgpack_serialize(manifest))
+    done = t5ckpt.copy_checkpoint(step_dir / 'other', tmp_path / 'copy')
+    assert done.left_out == ()
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'copy')['w'], STATE['w'])

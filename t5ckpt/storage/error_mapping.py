@@ -6,10 +6,10 @@ with an errno. Both are mapped by table; any other error becomes a StorageError 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import re
-from collections.abc import Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from t5ckpt.errors import (
     AccessDeniedError,
@@ -209,27 +209,34 @@ def _shown_cause(error: Exception) -> Exception | None:
     return None if _SIGNATURE.search(str(error)) else error
 
 
-@contextlib.contextmanager
-def bucket_errors(where: str, action: str = 'reading') -> Generator[None]:
+class _MappedErrors:
+    """Maps the errors inside the block.
+
+    In Python 3.13 an error that a generator of contextlib maps holds a cycle of frames, and all that their callers hold.
+    """
+
+    def __init__(self, where: str, *, writing: bool, of_tensorstore: Callable[[Exception], Exception]) -> None:
+        self._where, self._writing, self._of_tensorstore = where, writing, of_tensorstore
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, T5CkptError):
+            return
+        if isinstance(error, OSError):
+            raise map_os_error(error, self._where, writing=self._writing) from error
+        if isinstance(error, TENSORSTORE_ERRORS):
+            raise self._of_tensorstore(error) from _shown_cause(error)
+
+
+def bucket_errors(where: str, action: str = 'reading') -> AbstractContextManager[None]:
     """Maps the errors of TensorStore inside the block, for requests to a bucket; ``action`` is their operation on a key."""
-    try:
-        yield
-    except T5CkptError:
-        raise
-    except OSError as error:
-        raise map_os_error(error, where, writing=True) from error
-    except TENSORSTORE_ERRORS as error:
-        raise map_bucket_error(error, where, action) from _shown_cause(error)
+    return _MappedErrors(where, writing=True, of_tensorstore=lambda error: map_bucket_error(error, where, action))
 
 
-@contextlib.contextmanager
-def foreign_errors(where: str, *, writing: bool = False) -> Generator[None]:
+def foreign_errors(where: str, *, writing: bool = False) -> AbstractContextManager[None]:
     """Maps the errors of the operating system and of TensorStore inside the block."""
-    try:
-        yield
-    except T5CkptError:
-        raise
-    except OSError as error:
-        raise map_os_error(error, where, writing=writing) from error
-    except (*TENSORSTORE_ERRORS, TimeoutError) as error:
-        raise map_tensorstore_error(error, where, writing=writing) from _shown_cause(error)
+    return _MappedErrors(
+        where, writing=writing, of_tensorstore=lambda error: map_tensorstore_error(error, where, writing=writing)
+    )

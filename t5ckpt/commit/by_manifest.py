@@ -4,9 +4,9 @@
     overwrite: ... lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
     the old one, lease with SAVE, -other files, -lease
 
-All files of a save but the manifest are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the manifest has
-these locations, so T5X reads them as well. So no request of another writer, however late, writes or deletes a file of this one,
-except for two kinds with fixed names: the manifest, and the files of a copy, which have the names that they have in its source.
+All files of a save or a copy but the manifest are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
+manifest has these locations, so T5X reads them as well. So no request of another writer, however late, writes or deletes a file
+of this one but the manifest.
 T5X reads positions of data iterators under names of its own. They are copied there after the commit, by the writer or, if it was
 killed, by garbage collection; t5ckpt does not read these copies.
 
@@ -31,12 +31,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from t5ckpt.catalog.bucket_catalog import list_bucket
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.completion import check_replaceable, complete_step, copy_positions, is_of_one_save
-from t5ckpt.commit.lease_owner import COPY, REPLACE, SAVE
-from t5ckpt.commit.occupancy import check_room_in_bucket, is_remnant, listed_elsewhere, occupant_in_bucket
+from t5ckpt.commit.completion import complete_step, copy_positions
+from t5ckpt.commit.lease_owner import REPLACE, SAVE
+from t5ckpt.commit.occupancy import is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
 from t5ckpt.commit.step_lease import (
     AlreadyCommittedError,
@@ -65,7 +64,7 @@ from t5ckpt.storage import Storage
 _COLLECTOR_SECONDS = 3.0
 _REFUSED_SECONDS = 3.0
 # The actions of processes that remove no files of a writer without a manifest.
-_WRITERS = {SAVE, COPY, REPLACE}
+_WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
@@ -146,16 +145,12 @@ class ManifestTransaction(Transaction):
         self._write = _ManifestWrite(storage, self.directory, self._keep_files)
         # Whether the directory has files that do not belong to this write.
         self._has_others = False
-        # Set by the commit.
-        self._manifest = b''
 
     @classmethod
     def open(
         cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
     ) -> Self:
         """Acquires the lease; calls ``may_replace`` if the step is complete."""
-        if options.has_source_names:
-            return cls._with_source_names(storage, step, clock, options, listed or list_bucket(storage))
         _check_layout(storage, step, listed)
         work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
         # The record names the directory, so that other writers leave its files.
@@ -168,30 +163,6 @@ class ManifestTransaction(Transaction):
             work._lease.leave()
             raise
         return work
-
-    @classmethod
-    def _with_source_names(
-        cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing
-    ) -> Self:
-        """Opens a write whose files have the names of their source; removes those of a writer that was killed."""
-        _check_layout(storage, step, listed)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock, COPY), options)
-        work._has_others = True
-        try:
-            check_room_in_bucket(storage, step)
-            if storage.is_file(work._key):
-                # The manifest is broken, or remained when the step was deleted.
-                work._write.version = storage.version(work._key)
-            work._remove_keys(lambda key: key != MANIFEST and not is_of_one_save(key))
-        except BaseException:
-            work.keep()
-            raise
-        return work
-
-    @staticmethod
-    def check_replaceable(storage: Storage, step: int) -> None:
-        """Checks that one write replaces a complete step."""
-        check_replaceable(storage, step)
 
     def _keep_files(self) -> None:
         self._keeps_files = True
@@ -214,7 +185,7 @@ class ManifestTransaction(Transaction):
 
     def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         del directories
-        self._manifest = manifest = file_with_facts(manifest, facts)
+        manifest = file_with_facts(manifest, facts)
         last_beat = self._lease.last_beat
         if self._write.overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
@@ -224,7 +195,6 @@ class ManifestTransaction(Transaction):
             if reason is not None:
                 raise kept_error(self.storage, self.step, reason, 'replaced')
         if not self._lease.is_ours():
-            self._keeps_files = not self.generation
             raise self._taken_over()
         version = self._write.put(manifest)
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
@@ -244,7 +214,7 @@ class ManifestTransaction(Transaction):
         if self._lease.is_ours():
             return
         name = join(self.directory, self.generation, file_checksums_name(0))
-        for _ in attempts(_COLLECTOR_SECONDS if self.generation else 0.0):
+        for _ in attempts(_COLLECTOR_SECONDS):
             removers = actions_of_others(self.storage, self.step, self._lease) - _WRITERS
             if not self.storage.is_file(name):
                 break
@@ -285,32 +255,15 @@ class ManifestTransaction(Transaction):
         self._lease.linger()
 
     def _remove(self) -> None:
-        # A copy has the manifest and the names of its source, as has one that another writer has committed.
-        if not self._is_committed_by_another():
-            if self.generation:
-                self.storage.delete_tree(join(self.directory, self.generation))
-            elif self._lease.is_ours() and not self.storage.is_file(self._key):
-                self._remove_keys(lambda key: not is_of_one_save(key))
+        self.storage.delete_tree(join(self.directory, self.generation))
         if (
             self._may_arrive
-            or not self.generation
             or not self._lease.is_ours()
             or (not self._write.overwrites and self.storage.is_file(self._key))
         ):
-            # A repair has the names of its source, which another writer of the step may have as well: they are collected, too.
             self.keep()
         else:
             self._lease.leave()
-
-    def _is_committed_by_another(self) -> bool:
-        return bool(self._manifest) and _read_if_there(self.storage, self._key) == self._manifest
-
-
-def _read_if_there(storage: Storage, key: str) -> bytes | None:
-    try:
-        return storage.read(key)
-    except CheckpointNotFoundError:
-        return None
 
 
 def _check_layout(storage: Storage, step: int, listed: BucketListing | None) -> None:

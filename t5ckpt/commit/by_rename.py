@@ -70,10 +70,6 @@ class RenameTransaction(Transaction):
                         return work
             unix += 1
 
-    @staticmethod
-    def check_replaceable(storage: Storage, step: int) -> None:
-        """Checks nothing: directories are exchanged whole."""
-
     def _try_take_lease(self) -> bool:
         """Takes the write lease of a new directory; returns False if it is not that of this writer.
 

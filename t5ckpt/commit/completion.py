@@ -1,7 +1,7 @@
 """Completes a committed step on storage that cannot rename: removes what its manifest does not name, and writes T5X's names.
 
 The files to remove are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see
-``commit/by_manifest.py``. A step without facts, as one of T5X, is not overwritten: its files are unknown.
+``commit/by_manifest.py``. Without facts, as in a step of T5X, its files are unknown, and all stay.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from t5ckpt.errors import StorageError
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     generation_dir,
     generation_of,
-    is_bucket_facts_file,
     positions_for_t5x,
     step_dir,
     superseded,
@@ -33,31 +32,8 @@ from t5ckpt.storage import Storage
 _WORKERS = 16
 
 
-def check_replaceable(storage: Storage, step: int) -> None:
-    """Checks that a complete step of a run that does not rename can be overwritten in place.
-
-    Raises:
-      CheckpointExistsError: it cannot; the message has the reason.
-      CheckpointNotFoundError: another process has deleted it.
-    """
-    directory = step_dir(step)
-    if read_raw(_located(storage, step)).facts is not None:
-        return
-    if not storage.is_file(join(directory, MANIFEST)):
-        raise CheckpointNotFoundError(f'{storage.url(directory)}: another process has deleted it')
-    raise CheckpointExistsError(
-        f'{storage.url(directory)}: on a storage that cannot rename, a step without facts of t5ckpt is not replaced, because no '
-        f'single write would replace all of it. Call delete({step}) before the save.'
-    )
-
-
 def _located(storage: Storage, step: int) -> Located:
     return Located(storage, step_dir(step), MANIFEST, step)
-
-
-def is_of_one_save(key: str) -> bool:
-    """Whether a file in a step's directory has a name that no other save of the step gives a file."""
-    return generation_of(key) != '' or is_bucket_facts_file(key)
 
 
 def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:

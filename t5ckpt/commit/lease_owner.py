@@ -16,8 +16,6 @@ from t5ckpt.storage import Storage
 
 SAVE = 'save'
 """The owner writes the step, in a directory of its own."""
-COPY = 'copy'
-"""The owner writes the step, with the names that its files have in another checkpoint."""
 DELETE = 'delete'
 """The owner is about to hide the step, or removes its files."""
 REPLACE = 'replace'
@@ -75,7 +73,7 @@ class Owner:
 
 
 # An object is never half written, so a record that does not parse is of another program.
-UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf, COPY)
+UNKNOWN = Owner('', 'unknown', '', 0, '', math.inf, '')
 # In every record that lingers: it has no owner, so that others may take the step and garbage collection inspects it.
 EXPIRED = Owner('', '', '', 0, '', 0.0, COLLECT)
 

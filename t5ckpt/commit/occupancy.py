@@ -116,32 +116,23 @@ def listed_elsewhere(storage: Storage, step: int, names: Collection[str]) -> Lis
     return next((listed for listed in complete_steps(storage, same) if not listed.is_t5x), None)
 
 
-def check_room_on_disk(storage: Storage, step: int, *, overwrite: bool = False) -> None:
-    """Checks that a checkpoint whose files have the names of their source, such as a copy, can be written as this step.
+def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
+    """Checks that a copy or a conversion can be written as this step.
 
     Raises:
-      CheckpointExistsError: a complete checkpoint or files of other programs exist, and ``overwrite`` is not set or the
-        storage cannot replace them.
+      CheckpointExistsError: a complete checkpoint or files of other programs exist, and ``overwrite`` is not set.
       UnsupportedFormatError: the step exists in another layout, which is never replaced.
       AccessDeniedError: the step is to be replaced, and is another user's.
     """
-    occupant = occupant_on_disk(storage, step)
+    is_disk = storage.commits_by_rename
+    occupant = (occupant_on_disk if is_disk else occupant_in_bucket)(storage, step)
     _check_replaced(storage, occupant, overwrite=overwrite)
-    foreign = [] if occupant is not None or overwrite else _foreign_at(storage, step_dir(step))
+    foreign = _foreign_at(storage, step_dir(step)) if occupant is None and is_disk and not overwrite else []
     if foreign:
         raise CheckpointExistsError(
             f'{storage.url(step_dir(step))} contains files that neither T5X nor t5ckpt wrote ({few(foreign)}). Move them away, '
             'write to another directory, or have them moved aside (overwrite=True).'
         )
-
-
-def check_room_in_bucket(storage: Storage, step: int, *, overwrite: bool = False) -> None:
-    """As :func:`check_room_on_disk`, on a store that cannot rename."""
-    occupant = occupant_in_bucket(storage, step)
-    _check_replaced(storage, occupant, overwrite=overwrite)
-    if occupant is not None:
-        where = storage.url(occupant.name)
-        raise CheckpointExistsError(f'{where} cannot be replaced in one step on this storage. Delete it first.')
 
 
 def _check_replaced(storage: Storage, occupant: ListedStep | None, *, overwrite: bool) -> None:

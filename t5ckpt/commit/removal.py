@@ -39,6 +39,7 @@ from t5ckpt.format.names import (
     PINNED,
     aside_dir,
     foreign_keys,
+    generation_of,
     is_facts_file,
     is_file_checksums,
     step_dir,
@@ -110,7 +111,7 @@ def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
     for name in keys:
         if is_file_checksums(name):
             with contextlib.suppress(FormatError, CheckpointNotFoundError):
-                listed |= FileChecksums.decode(storage.read(join(directory, name)), name).keys()
+                listed |= FileChecksums.decode(storage.read(join(directory, name)), name, generation_of(name)).keys()
     return listed
 
 

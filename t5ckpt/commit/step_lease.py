@@ -1,9 +1,9 @@
 """Acquires the write lease of a step, which keeps those away whose requests would meet those of its owner.
 
 Two processes never hold leases of one step at once, except two that save it, of which one creates the manifest, and two deleters
-on a file system, of which one renames the directory; the other finds out. A copy, whose files have the names of its source, and
-a save on a store that does not compare versions exclude all others. Each process writes a record with its own nonce in the name,
-and then lists the records: the later of two sees the other's. If both see each other, the one with the smaller nonce waits until
+on a file system, of which one renames the directory; the other finds out. A save on a store that does not compare versions
+excludes all others. Each process writes a record with its own nonce in the name, and then lists the records: the later of two
+sees the other's. If both see each other, the one with the smaller nonce waits until
 the other has removed its record. A process gives a step up only if it finds the record of another one after it has removed its
 own, so not all of them give it up. A reader and a deleter exclude each other in the same way before the step is hidden: see
 ``commit/read_lease.py``.

@@ -11,15 +11,11 @@ from t5ckpt.commit.bucket_deletion import Hidden, hide_in_bucket
 from t5ckpt.commit.by_manifest import ManifestTransaction
 from t5ckpt.commit.by_rename import RenameTransaction, hide_by_rename
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.occupancy import check_room_in_bucket, check_room_on_disk, occupant_in_bucket, occupant_on_disk
+from t5ckpt.commit.occupancy import occupant_in_bucket, occupant_on_disk
 from t5ckpt.commit.prunable_steps import PrunableSteps, StepsInBucket, StepsOnDisk
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.protocols import Clock
 from t5ckpt.storage import Storage
-
-
-class _CheckRoom(Protocol):
-    def __call__(self, storage: Storage, step: int, *, overwrite: bool = False) -> None: ...
 
 
 class _Hide(Protocol):
@@ -35,7 +31,6 @@ class CommitStrategy:
     Attributes:
       transaction: writes a checkpoint.
       occupant: see ``occupancy.occupant_on_disk``.
-      check_room: see ``occupancy.check_room_on_disk``.
       hide: see ``by_rename.hide_by_rename``.
       prunable_steps: the steps about which a keep policy decides.
       can_rename: whether directories can be renamed.
@@ -43,7 +38,6 @@ class CommitStrategy:
 
     transaction: type[RenameTransaction | ManifestTransaction]
     occupant: Callable[[Storage, int], ListedStep | None]
-    check_room: _CheckRoom
     hide: _Hide
     prunable_steps: type[PrunableSteps]
     can_rename: bool
@@ -52,7 +46,6 @@ class CommitStrategy:
 _BY_RENAME = CommitStrategy(
     transaction=RenameTransaction,
     occupant=occupant_on_disk,
-    check_room=check_room_on_disk,
     hide=hide_by_rename,
     prunable_steps=StepsOnDisk,
     can_rename=True,
@@ -60,7 +53,6 @@ _BY_RENAME = CommitStrategy(
 _BY_MANIFEST = CommitStrategy(
     transaction=ManifestTransaction,
     occupant=occupant_in_bucket,
-    check_room=check_room_in_bucket,
     hide=hide_in_bucket,
     prunable_steps=StepsInBucket,
     can_rename=False,

@@ -30,6 +30,7 @@ from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepK
 from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import MANIFEST, file_checksums_name, step_dir
+from t5ckpt.format.relocation import relocated_facts, relocated_manifest
 from t5ckpt.reading.contents import check_opens
 from t5ckpt.storage import Storage
 
@@ -59,8 +60,6 @@ class TransactionOptions:
 
     Attributes:
       may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or the write lease.
-      has_source_names: whether the files have the names that they have in another checkpoint, as those of a copy or a repair.
-        Otherwise object stores get a directory for each write.
       collects: whether garbage collection runs before.
       listed: what the garbage collection of the caller has listed, where ``collects`` is not set.
       keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
@@ -68,7 +67,6 @@ class TransactionOptions:
     """
 
     may_replace: Callable[[], bool] = lambda: False
-    has_source_names: bool = False
     collects: bool = False
     listed: BucketListing | None = None
     keeps_replaced: bool = False
@@ -145,8 +143,17 @@ class Transaction(ABC):
             bytes=counts['bytes'],
             files=counts['files'],
             digests=FileChecksums(dict(files)).to_json(),
-            positions_in=(self.generation or None) if self.positions else base.positions_in,
+            positions_in=(self.generation or None) if self.positions else None,
+            save=None,
         )
+
+    def relocated(self, manifest: bytes, facts: bytes | None, where: str) -> tuple[bytes, bytes | None]:
+        """The manifest and the facts of a copy of a step at ``where``, whose files were written in ``generation``."""
+        manifest = relocated_manifest(manifest, self.generation, where)
+        if facts is None:
+            return manifest, None
+        has_positions = bool(self.positions)
+        return manifest, relocated_facts(facts, manifest, self.generation, where, has_positions=has_positions)
 
     def commit_with_checksums(
         self,

@@ -1,7 +1,8 @@
 """Copies the files of a checkpoint to another run, byte for byte, between any two storages.
 
 Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. The manifest is written
-last, by the same commit as that of a save, so a copy is visible only when it is complete.
+last, by the same commit as that of a save, so a copy is visible only when it is complete. In a bucket, the files are below a
+directory of the copy, as those of a save, and the manifest names this directory (``format/relocation.py``).
 
 A copy that was cut off leaves its files to garbage collection, and the next one begins again.
 
@@ -14,11 +15,13 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, TypeVar
 
+from t5ckpt.catalog.layouts import has_placeholder
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import Transaction, TransactionOptions
+from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
@@ -36,49 +39,94 @@ from t5ckpt.format.names import (
     is_position,
     part_of,
     part_text,
-    superseded,
+    step_dir,
+    without_generation,
 )
+from t5ckpt.format.relocation import relocated_file
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
 IN_FLIGHT_BYTES = 256 * 2**20
+_T = TypeVar('_T')
 # Reserved for a file whose size neither the listing nor a checksum has.
 _UNKNOWN_BYTES = 16 * 2**20
 
 
-def _at_once(nbytes: int) -> None:
-    del nbytes
-
-
+@checks_options
 @dataclasses.dataclass(frozen=True)
-class TransferOptions:
-    """The options of a transfer.
+class CopyOptions:
+    """The options of a copy.
 
     Attributes:
+      source_options, target_options: of the two storages, see docs/storage.md.
       workers: the number of files that are copied at once.
-      overwrite: replaces a complete checkpoint of the step, after the copy is complete; only where the storage renames.
-      dry_run: copies nothing; the result describes the copy.
-      progress: called with (bytes done, bytes in all), as far as they are known.
-      pace: called with the size of each file before it is read; it may wait, or raise an error, which ends the transfer.
+      overwrite: replaces a complete checkpoint of the step, after the copy is complete.
+      follow_links: symbolic links out of the checkpoint are followed, and their targets are copied.
+      dry_run: copies nothing; the report describes the copy.
     """
 
+    source_options: Mapping[str, Any] | None = None
+    target_options: Mapping[str, Any] | None = None
     workers: int = 16
     overwrite: bool = False
     dry_run: bool = False
-    progress: Progress | None = None
-    pace: Callable[[int], None] = _at_once
+    follow_links: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f'workers={self.workers}: at least one has to copy.')
 
 
 @dataclasses.dataclass(frozen=True)
-class Transferred:
-    """The result of a transfer, or its description; see ``CopyReport`` for the fields."""
+class CopyReport:
+    """The result of a copy or, with ``dry_run``, its description.
 
+    Attributes:
+      step: of the checkpoint.
+      path: the directory of the copy, as a path or URL.
+      files: the number of files in the copy.
+      nbytes: the bytes that were copied.
+      checked_files: the number of files that were compared with their checksums.
+      seconds: the duration.
+      left_out: files that are not copied: the pin, and those of other programs.
+    """
+
+    step: int
+    path: str
     files: int
     nbytes: int
     checked_files: int
-    left_out: tuple[str, ...]
+    seconds: float
+    left_out: tuple[str, ...] = ()
+
+
+def in_flight(
+    sizes: Mapping[str, int],
+    copy: Callable[[str], _T],
+    workers: int,
+    before: Callable[[int], None] = lambda _: None,
+    *,
+    budget_bytes: int = IN_FLIGHT_BYTES,
+) -> Iterator[_T]:
+    """Calls ``copy`` with each name, in threads; the files in flight have at most ``budget_bytes``, or are one file.
+
+    ``before`` is called with the size of each file; it may wait, or raise an error, which ends the iteration.
+    """
+    budget = ByteBudget(budget_bytes)
+
+    def copy_one(name: str, size: int) -> _T:
+        before(size)
+        budget.acquire(size)
+        try:
+            return copy(name)
+        finally:
+            budget.release(size)
+
+    with Pool(workers) as pool:
+        for future in [pool.submit(copy_one, name, size) for name, size in sizes.items()]:
+            yield future.result()
 
 
 class Transfer:
@@ -88,8 +136,16 @@ class Transfer:
       source_error: the first error of the storage that is copied from; None if it has not failed.
     """
 
-    def __init__(self, source: Identity, storage: Storage, step: int, options: TransferOptions):
-        """Takes the checkpoint, and the run and the step to write."""
+    def __init__(
+        self,
+        source: Identity,
+        storage: Storage,
+        step: int,
+        options: CopyOptions,
+        progress: Progress | None = None,
+        pace: Callable[[int], None] = lambda _: None,
+    ):
+        """Takes the checkpoint, the run and the step to write, and what is called as by :func:`in_flight`."""
         located = source.located
         self._source = source
         self._from = located.storage
@@ -97,14 +153,12 @@ class Transfer:
         self._manifest_name = located.manifest
         self._to = storage
         self._step = step
-        self._progress = options.progress
+        self._progress, self._pace = progress, pace
         self._options = options
-        self._budget = ByteBudget(IN_FLIGHT_BYTES)
-        self._done = 0
         self._files = CheckpointFiles.of(located)
         self.source_error: StorageError | None = None
 
-    def run(self, clock: Clock = time.time) -> Transferred:
+    def run(self, clock: Clock = time.time) -> CopyReport:
         """Copies all files, and commits.
 
         Raises:
@@ -113,10 +167,11 @@ class Transfer:
           StepTakenError: another process has written the step, or is writing it.
           StorageError: one of the storages failed. Nothing became visible.
         """
+        started = time.monotonic()
         self._check_links()
         with self._reading_source():
             sizes = {key.removeprefix(f'{self._base}/'): size for key, size in self._from.walk(self._base)}
-        left_out = {PINNED} & sizes.keys()
+        left_out, is_part = {PINNED} & sizes.keys(), COPIES in sizes
         with self._reading_source():
             raw = read_raw(self._source.located)
         manifest, facts = raw.manifest or b'', raw.facts
@@ -124,31 +179,50 @@ class Transfer:
         sizes = {key: size for key, size in sizes.items() if key != PINNED and not is_facts_file(key)}
         checksums = self._file_checksums(facts, sizes)
         if facts is not None:
-            # Without the files of other programs, and those of a replaced checkpoint that are not removed yet.
-            foreign = {*foreign_keys(sizes)} - checksums.keys() - {self._manifest_name}
-            left_out |= foreign
-            sizes = {key: sizes[key] for key in sizes.keys() - foreign - superseded(sizes, checksums)}
+            # Without the files of other programs, those of other saves of the step, and T5X's names of positions.
+            left_out |= {*foreign_keys(sizes)} - checksums.keys() - {self._manifest_name}
+            own_files = {*checksums, self._manifest_name, DATASET_REMOVED}
+            sizes = {key: size for key, size in sizes.items() if key in own_files}
         self._compare(self._manifest_name, manifest, checksums)
-        lost = sorted(set(checksums) - set(sizes))
-        removed = [name for name in lost if is_position(name) and DATASET_REMOVED in sizes]
-        if len(lost) > len(removed):
-            part = part_of(checksums.lists, sizes) if COPIES in sizes else None
-            if part is not None:
-                raise CorruptCheckpointError(part_text(self._from.url(self._base), part))
-            gone = next(name for name in lost if name not in removed)
-            raise CorruptCheckpointError(f'{self._from.url(join(self._base, gone))} is missing; it is not copied.')
+        self._check_none_lost(checksums, sizes, is_part=is_part)
         names = sorted(set(sizes) - {self._manifest_name})
+
+        def report(nbytes: int, checked: int) -> CopyReport:
+            path, seconds = self._to.url(step_dir(self._step)), time.monotonic() - started
+            return CopyReport(self._step, path, len(sizes), nbytes, checked, seconds, tuple(sorted(left_out)))
+
         if self._options.dry_run:
             nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
-            return Transferred(len(sizes), nbytes, 0, tuple(sorted(left_out)))
-        options = TransactionOptions(may_replace=lambda: self._options.overwrite, has_source_names=True, collects=True)
+            return report(nbytes, 0)
+        options = TransactionOptions(may_replace=lambda: self._options.overwrite, collects=True)
         with open_transaction(self._to, self._step, clock, options) as work:
+            if work.generation and has_placeholder(manifest):
+                raise UnsupportedFormatError(
+                    f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
+                )
+            renamed = {name: relocated_file(name, work.generation, has_facts=facts is not None) for name in names}
             with self._source.reading('copied'):
-                moved = self._copy_all(work, {name: self._size(name, sizes, checksums) for name in names}, checksums)
-            work.commit(manifest, facts, parents_of(names))
+                moved = self._copy_all(
+                    {name: join(work.directory, target) for name, target in renamed.items()},
+                    {name: self._size(name, sizes, checksums) for name in names},
+                    checksums,
+                )
+            if facts is not None:
+                work.positions = [without_generation(name) for name in names if is_position(name)]
+            manifest, facts = work.relocated(manifest, facts, self._source.located.url)
+            work.commit(manifest, facts, parents_of(renamed.values()))
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(file_with_facts(manifest, facts))
-        return Transferred(len(sizes), nbytes, checked, tuple(sorted(left_out)))
+        return report(nbytes, checked)
+
+    def _check_none_lost(self, checksums: FileChecksums, sizes: Mapping[str, Any], *, is_part: bool) -> None:
+        removed = filter(is_position, checksums) if DATASET_REMOVED in sizes else ()
+        lost = sorted(checksums.keys() - sizes.keys() - {*removed})
+        if lost:
+            part = part_of(checksums.lists, sizes) if is_part else None
+            if part is not None:
+                raise CorruptCheckpointError(part_text(self._from.url(self._base), part))
+            raise CorruptCheckpointError(f'{self._from.url(join(self._base, lost[0]))} is missing; it is not copied.')
 
     @contextlib.contextmanager
     def _reading_source(self) -> Generator[None]:
@@ -208,34 +282,19 @@ class Transfer:
         size = sizes[name]
         return size if size is not None else checksums[name][0] if name in checksums else 0
 
-    def _report(self, size: int, total: int) -> None:
-        self._done += size
-        if self._progress is not None and size:
-            self._progress(self._done, max(total, self._done))
+    def _copy_all(self, targets: Mapping[str, str], sizes: Mapping[str, int], checksums: FileChecksums) -> int:
+        for parent in parents_of(targets.values()):
+            self._to.make_dir(parent)
 
-    def _copy_all(self, work: Transaction, sizes: Mapping[str, int], checksums: FileChecksums) -> int:
-        for parent in parents_of(sizes):
-            self._to.make_dir(join(work.directory, parent))
-        moved, total = 0, sum(sizes.values())
-        with Pool(self._options.workers) as pool:
-            for future in [pool.submit(self._copy_one, work, name, size, checksums) for name, size in sizes.items()]:
-                size = future.result()
-                moved += size
-                self._report(size, total)
-        return moved
-
-    def _copy_one(self, work: Transaction, name: str, size: int, checksums: FileChecksums) -> int:
-        admitted = size or _UNKNOWN_BYTES
-        self._options.pace(size)
-        with self._admitted(admitted):
+        def copy(name: str) -> int:
             data = self._read(name, checksums)
-            self._to.write(join(work.directory, name), data)
+            self._to.write(targets[name], data)
             return len(data)
 
-    @contextlib.contextmanager
-    def _admitted(self, size: int) -> Any:
-        self._budget.acquire(size)
-        try:
-            yield
-        finally:
-            self._budget.release(size)
+        done, total = 0, sum(sizes.values())
+        reserved = {name: size or _UNKNOWN_BYTES for name, size in sizes.items()}
+        for size in in_flight(reserved, copy, self._options.workers, self._pace):
+            done += size
+            if self._progress is not None and size:
+                self._progress(done, max(total, done))
+        return done

@@ -13,7 +13,7 @@ after a crash have a lease, and garbage collection removes nothing without one.
 ``commit/step_lease.py`` acquires the lease of a step, and excludes other owners.
 
 A lease ends with its process, which other processes on the same machine can check. On other machines it expires without a
-heartbeat: after ten minutes for a deleter or a copy of the same step, and after an hour for garbage collection. The process that
+heartbeat: after ten minutes for a deleter of the same step, and after an hour for garbage collection. The process that
 takes the step over first removes the expired record, so its owner, if it still runs, detects the loss. If the manifest exists
 then, the step is committed; otherwise its files are removed. Another save of the step leaves the record.
 

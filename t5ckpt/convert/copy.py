@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import time
-from collections.abc import Mapping
-from typing import Any
 
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import locate, open_target, with_links
+from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import taken_step_exists
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.transfer import Transfer, TransferOptions
-from t5ckpt.core.argument_kinds import checks_kinds, checks_options
+from t5ckpt.commit.transfer import CopyOptions, CopyReport, Transfer
+from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import UnsupportedFormatError
-from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
-
-
-@checks_options
-@dataclasses.dataclass(frozen=True)
-class CopyOptions:
-    """The options of a copy.
-
-    Attributes:
-      source_options, target_options: of the two storages, see docs/storage.md.
-      workers: the number of files that are copied at once.
-      overwrite: replaces a complete checkpoint of the step, after the copy is complete.
-      follow_links: symbolic links out of the checkpoint are followed, and their targets are copied.
-      dry_run: copies nothing; the report describes the copy.
-    """
-
-    source_options: Mapping[str, Any] | None = None
-    target_options: Mapping[str, Any] | None = None
-    workers: int = 16
-    overwrite: bool = False
-    dry_run: bool = False
-    follow_links: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f'workers={self.workers}: at least one has to copy.')
-
-
-@dataclasses.dataclass(frozen=True)
-class CopyReport:
-    """The result of a copy or, with ``dry_run``, its description.
-
-    Attributes:
-      step: of the checkpoint.
-      path: the directory of the copy, as a path or URL.
-      files: the number of files in the copy.
-      nbytes: the bytes that were copied.
-      checked_files: the number of files that were compared with their checksums.
-      seconds: the duration.
-      left_out: files that are not copied: the pin, and those of other programs.
-    """
-
-    step: int
-    path: str
-    files: int
-    nbytes: int
-    checked_files: int
-    seconds: float
-    left_out: tuple[str, ...] = ()
 
 
 @checks_kinds
@@ -95,7 +42,6 @@ def copy_checkpoint(
       StorageError: one of the storages failed. Nothing became visible.
     """
     options = CopyOptions() if options is None else options
-    started = time.monotonic()
     located = with_links(locate(source, step, options.source_options), options.follow_links)
     if not located.manifest:
         where = target.url() if isinstance(target, Storage) else os.fspath(target)
@@ -107,11 +53,8 @@ def copy_checkpoint(
         )
     number = located.step_to_write()
     storage = open_target(target, options.target_options)
-    strategy_of(storage).check_room(storage, number, overwrite=options.overwrite)
+    check_room(storage, number, overwrite=options.overwrite)
     source_now = Identity.now(located)
-    how = TransferOptions(options.workers, options.overwrite, options.dry_run, progress)
     cure = 'Copy to another run, or replace it (overwrite=True).'
     with taken_step_exists(cure), source_now.checked_on_failure('copied'):
-        done = Transfer(source_now, storage, number, how).run()
-    path, seconds = storage.url(step_dir(number)), time.monotonic() - started
-    return CopyReport(number, path, seconds=seconds, **vars(done))
+        return Transfer(source_now, storage, number, options, progress).run()

@@ -191,7 +191,7 @@ def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
             f'{name}: spec with driver {spec["driver"]!r:.40} and fields {unknown} is not one that T5X writes; only '
             'zarr arrays inside the checkpoint are read.'
         )
-    location = _location(spec, name)
+    location = location_of(spec, name)
     metadata = spec['metadata']
     if not isinstance(metadata, Mapping):
         raise CorruptCheckpointError(f'{name}: spec metadata is {type(metadata).__name__}, expected a map.')
@@ -223,7 +223,7 @@ def typed_by_zarray(spec: SpecDict, name: str, read: Callable[[str], bytes]) -> 
 
     If the ``.zarray`` has none either, the spec is unchanged and ``parse_spec`` raises the error.
     """
-    text = read(f'{_location(spec, name)}/.zarray')
+    text = read(f'{location_of(spec, name)}/.zarray')
     try:
         typestr = json.loads(text).get('dtype')
     except (ValueError, AttributeError, RecursionError):
@@ -268,7 +268,8 @@ def shape_of(value: Any, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _location(spec: Mapping[str, Any], name: str) -> str:
+def location_of(spec: Mapping[str, Any], name: str) -> str:
+    """The location of the array of a spec, see :class:`StoredArray`; raises as :func:`parse_spec`."""
     kvstore = spec['kvstore']
     if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
         raise UnsafeSpecError(f'{name}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')

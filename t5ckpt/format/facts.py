@@ -31,7 +31,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import generation_of
+from t5ckpt.format.names import generation_of, without_generation
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
 FORMAT = 1
@@ -75,6 +75,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     'metrics': _metrics,
     'facts': lambda value: value if value == 'unknown' else None,
     'positions_in': lambda value: value if isinstance(value, str) and generation_of(value) == value else None,
+    'save': lambda value: value if isinstance(value, str) else None,
     **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
     **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source', 'repaired'), _object),
 }
@@ -94,8 +95,8 @@ class TreeFacts:
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def below(self, directory: str) -> TreeFacts:
-        """The facts with the names that the arrays have from the parent of the directory; '' changes nothing."""
-        stored = {join(directory, name): dtype for name, dtype in self.stored.items()}
+        """The facts with the names that the arrays have in a ``generation_dir``, or without one in ''."""
+        stored = {join(directory, without_generation(name)): dtype for name, dtype in self.stored.items()}
         return dataclasses.replace(self, stored=stored)
 
 
@@ -114,6 +115,7 @@ class Facts:
       digests: {file: [bytes, xxh3-64 hex]} of the manifest without the facts, and of the file checksums, integrity.*.json.
         Parsed by :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
       positions_in: the directory below the step's with the states of data iterators; None for the step's.
+      save: for a copy with other names, see :func:`save_id`; else None.
       metrics: those passed to ``save``.
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
@@ -135,6 +137,7 @@ class Facts:
     files: int | None = None
     digests: _Object = dataclasses.field(default_factory=dict[str, Any])
     positions_in: str | None = None
+    save: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     devices: int | None = None
     custom_metadata: _Object = dataclasses.field(default_factory=dict[str, Any])
@@ -206,6 +209,14 @@ def decode_facts(data: bytes, where: str) -> Facts:
     parsed = {key: parse(contents[key]) for key, parse in _PARSERS.items() if key in contents}
     fields = {_ATTRIBUTES.get(key, key): value for key, value in parsed.items() if value is not None}
     return Facts(tree_facts, **fields, other={key: value for key, value in contents.items() if parsed.get(key) is None})
+
+
+def save_id(facts: bytes) -> str:
+    """Identifies the save by the facts of a checkpoint: a copy with other names has that of its original in its own."""
+    try:
+        return decode_facts(facts, '').save or digest(facts)
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        return digest(facts)
 
 
 def newer_format(data: bytes) -> int | None:

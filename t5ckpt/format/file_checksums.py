@@ -16,14 +16,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from t5ckpt.core.keys import is_inside
+from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.facts import Facts, decode_facts
-from t5ckpt.format.names import is_file_checksums
+from t5ckpt.format.names import generation_of, is_file_checksums, without_generation
 
 FileEntry = tuple[int, str]
 """A file's bytes and the xxh3-64 of its contents, in hex."""
@@ -59,8 +59,8 @@ class FileChecksums(Mapping[str, FileEntry]):
         self.get = self._entries.get
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> FileChecksums:
-        """Decodes the file of one process.
+    def decode(cls, data: bytes, where: str, generation: str = '') -> FileChecksums:
+        """Decodes the file of one process; in a ``generation_dir`` it names the files of this directory, relative to it.
 
         Raises:
           CorruptCheckpointError: not JSON, or a name that leads outside the checkpoint.
@@ -77,7 +77,8 @@ class FileChecksums(Mapping[str, FileEntry]):
             raise UnsupportedFormatError(
                 f'{where} has checksums of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
             )
-        return cls.from_json(files, where)
+        entries = cls.from_json(files, where)
+        return cls({join(generation, without_generation(name)): entry for name, entry in entries.items()})
 
     @classmethod
     def recorded_by(cls, facts: Facts, where: str) -> FileChecksums:
@@ -116,8 +117,11 @@ class FileChecksums(Mapping[str, FileEntry]):
         return cls(entries)
 
     def encode(self) -> bytes:
-        """The contents of one process's file: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``."""
-        files = dict(sorted(self.to_json().items()))
+        """The contents of one process's file: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``.
+
+        Its files have the names that they have below its own directory, so a copy of the step has the same list.
+        """
+        files = dict(sorted((without_generation(name), entry) for name, entry in self._entries.items()))
         return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
 
     def to_json(self) -> dict[str, list[Any]]:
@@ -145,7 +149,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         for name in self.lists:
             if (data := read(name)) is not None:
                 self.check(name, entry_of(data), where(name))
-                loaded[name] = FileChecksums.decode(data, where(name))
+                loaded[name] = FileChecksums.decode(data, where(name), generation_of(name))
         return loaded
 
     @classmethod

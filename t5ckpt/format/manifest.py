@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -90,8 +90,17 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         )
     if not data:
         raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
+    return manifest_of(unpack(data, where), where)
+
+
+def unpack(data: bytes, where: str, ext_hook: Callable[[int, bytes], Any] | None = None) -> Any:
+    """The contents of a manifest, as msgpack; ``ext_hook`` makes the value of an extension, by default as a leaf.
+
+    Raises:
+      FormatError: as :func:`decode_manifest`.
+    """
     try:
-        contents = _decode_stream(data) if data.startswith(STREAM_ITEM) else _unpack(data)
+        return _decode_stream(data) if data.startswith(STREAM_ITEM) else _unpack(data, ext_hook or decode_ext)
     except FormatError as error:
         raise type(error)(f'{where}: {error}') from error
     except _DAMAGED as error:
@@ -99,14 +108,13 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
             f'manifest. {CURE_OF_DAMAGE}'
         ) from error
-    return manifest_of(contents, where)
 
 
-def _unpack(data: bytes) -> Any:
+def _unpack(data: bytes, ext_hook: Callable[[int, bytes], Any]) -> Any:
     return msgpack.unpackb(
         data,
         object_pairs_hook=unique,
-        ext_hook=decode_ext,
+        ext_hook=ext_hook,
         raw=False,
         strict_map_key=False,
         max_array_len=min(_MAX_LIST, len(data)),
@@ -122,7 +130,7 @@ def _decode_stream(data: bytes) -> Any:
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], bytes):
             raise ValueError('an item of the stream is not (keys, bytes)')
         path = stream_path(item[0], table)
-        table[path] = _unpack(item[1])
+        table[path] = _unpack(item[1], decode_ext)
         end = unpacker.tell()
     if end != len(data):
         raise ValueError(f'the last item of the stream is truncated at byte {len(data):,}')

@@ -323,17 +323,18 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt writes, decided by their names.
 
     T5X and t5ckpt write the manifest, the files with facts, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin
-    with ``train_ds-``, and metadata and chunks in the directories of arrays; the last also in a :func:`generation_dir`.
+    with ``train_ds-``, and metadata and chunks in the directories of arrays; all also in a :func:`generation_dir`.
 
     Args:
       keys: all files of the directory, relative to it.
     """
-    names = list(keys)
-    is_step = any(key == MANIFEST or is_facts_file(key) for key in names)
+    keys = list(keys)
+    names = [without_generation(key) for key in keys]
+    is_step = any(key == MANIFEST or is_facts_file(key) or generation_of(key) for key in keys)
     arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in names if key.endswith(f'/{_ARRAY_METADATA}')}
     # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
     arrays = {array for array in arrays if is_step or '/' not in array}
-    return [key for key in names if not _is_own(key, arrays)]
+    return [key for key, name in zip(keys, names, strict=True) if not _is_own(name, arrays)]
 
 
 def _is_own(key: str, arrays: Collection[str]) -> bool:
@@ -344,10 +345,6 @@ def _is_own(key: str, arrays: Collection[str]) -> bool:
         return True
     if not slash:
         return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_facts_file(top)
-    if generation_of(top):
-        # All arrays are directly below it, and t5ckpt wrote all of its files.
-        name = key.rpartition('/')[2]
-        return key.count('/') == 2 and (name == _ARRAY_METADATA or _CHUNK.fullmatch(name) is not None)
     directory, _, name = key.rpartition('/')
     if name == _ARRAY_METADATA:
         return directory in arrays or '/' not in directory

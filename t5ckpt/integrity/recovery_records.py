@@ -23,6 +23,7 @@ from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
+    generation_of,
     is_facts_file,
     is_file_checksums,
     is_position,
@@ -81,7 +82,8 @@ class RecoveryRecords:
         lists = set(recorded.lists)
         self.unusable_lists = lists & wrong
         self.intact = FileChecksums.union(
-            FileChecksums.decode(self._files.read(name), name) for name in sorted(lists - self.unusable_lists)
+            FileChecksums.decode(self._files.read(name), name, generation_of(name))
+            for name in sorted(lists - self.unusable_lists)
         )
         self.checksums = self.intact
 

@@ -14,8 +14,9 @@ import os
 import time
 
 from t5ckpt.catalog.locate import Located, open_target
+from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import taken_step_exists
-from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join, parents_of
@@ -29,7 +30,8 @@ from t5ckpt.errors import (
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.facts import FORMAT
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import DATASET_REMOVED, PINNED, step_dir
+from t5ckpt.format.names import DATASET_REMOVED, PINNED, is_position, step_dir, without_generation
+from t5ckpt.format.relocation import relocated, relocated_file
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
@@ -91,7 +93,7 @@ def repair(
       CheckpointNotFoundError: there is no checkpoint.
       CorruptCheckpointError: a damage cannot be repaired, and no option accepts the loss. Nothing was written.
       CheckpointExistsError: the output has this step already.
-      UnsupportedFormatError: the checkpoint is not in T5X's format, or ``in_place`` on a storage that cannot rename.
+      UnsupportedFormatError: the checkpoint is not in T5X's format.
     """
     options = RepairOptions() if options is None else options
     if not options.dry_run and (output is None) != in_place:
@@ -109,7 +111,7 @@ def repair(
         if in_place:
             _check_in_place(located, number)
         elif output is not None:
-            strategy_of(target).check_room(target, number)
+            check_room(target, number)
         if not options.dry_run:
             files = _RepairWriter(located, plan, target, number, options.clock).run(in_place)
     seconds = time.monotonic() - started
@@ -134,11 +136,6 @@ def _check_in_place(located: Located, step: int) -> None:
             f'{where} is not named {step_dir(step)}, as a repaired one would be. Rename it, or write the repaired copy to '
             'another run.'
         )
-    if not strategy_of(storage).can_rename:
-        raise UnsupportedFormatError(
-            f'{where} cannot be replaced in one step on this storage. Write the repaired copy to another run, then delete this '
-            'one and copy it back.'
-        )
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------
@@ -157,8 +154,7 @@ class _RepairWriter:
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
-        # The manifest of the damaged checkpoint names the files.
-        options = TransactionOptions(may_replace=lambda: in_place, has_source_names=True, collects=True)
+        options = TransactionOptions(may_replace=lambda: in_place, collects=True)
         with (
             taken_step_exists('Write to another run.'),
             open_transaction(self._target, self._step, self._clock, options) as work,
@@ -190,7 +186,7 @@ class _RepairWriter:
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in source_files if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
-        for parent in parents_of((*names, *self._plan.zarrays)):
+        for parent in parents_of(self._name_in(work, name) for name in (*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
@@ -198,15 +194,22 @@ class _RepairWriter:
                 raise entry
             files[name] = entry
         for name, data in self._plan.zarrays.items():
-            self._target.write(join(work.directory, name), data)
+            self._target.write(join(work.directory, self._name_in(work, name)), data)
             files[name] = entry_of(data)
         own_files = {
-            name: entry for name, entry in files.items() if not is_own(name) and name not in self._plan.foreign
+            self._name_in(work, name): entry
+            for name, entry in files.items()
+            if not is_own(name) and name not in self._plan.foreign
         }
+        if self._plan.has_checksums:
+            work.positions = [without_generation(name) for name in own_files if is_position(name)]
         return FileChecksums(own_files)
 
+    def _name_in(self, work: Transaction, name: str) -> str:
+        return relocated_file(name, work.generation, has_facts=self._plan.has_checksums)
+
     def _take(self, work: Transaction, name: str) -> FileEntry:
-        source, target = join(self._located.directory, name), join(work.directory, name)
+        source, target = join(self._located.directory, name), join(work.directory, self._name_in(work, name))
         if self._target.link_from(self._located.storage, source, target):
             entry = self._files.digest(name)
         else:
@@ -221,9 +224,10 @@ class _RepairWriter:
 
     def _commit(self, work: Transaction, files: FileChecksums) -> None:
         plan = self._plan
-        directories = parents_of((*files, *plan.foreign))
+        directories = parents_of((*files, *(self._name_in(work, name) for name in plan.foreign)))
+        manifest, _ = work.relocated(plan.manifest, None, self._located.url)
         if not plan.has_checksums:
-            work.commit(plan.manifest, None, directories)
+            work.commit(manifest, None, directories)
             return
         counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
         facts = (
@@ -231,6 +235,7 @@ class _RepairWriter:
         )
         facts = dataclasses.replace(
             facts,
+            tree=facts.tree.below(work.generation),
             created_unix=self._manifest_time() if facts.created_unix is None else facts.created_unix,
             repaired={
                 'unix': round(self._clock(), 3),
@@ -238,7 +243,7 @@ class _RepairWriter:
                 'dropped': list(plan.dropped),
             },
         )
-        work.commit_with_checksums(plan.manifest, facts, counts, files, directories)
+        work.commit_with_checksums(manifest, facts, counts, files, directories)
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""
@@ -256,7 +261,8 @@ class _RepairWriter:
         chunks: list[tuple[ArrayFiles, ChunkIndex]] = []
         for name, leaf in self._plan.leaves.items():
             if not self._plan.checksums.has_array(leaf.array):
-                files = implied.files(name, leaf)
+                array = dataclasses.replace(leaf.array, location=relocated(leaf.array.location, work.generation))
+                files = implied.files(name, dataclasses.replace(leaf, array=array))
                 damages += files.damages
                 chunks += [(files, chunk_index) for chunk_index in files.chunks]
         for (array, chunk_index), error in in_threads(chunks, lambda item: implied.decode(*item)):

@@ -253,7 +253,7 @@ class _Check:
         if data is None:
             return
         try:
-            entries = FileChecksums.decode(data, name)
+            entries = FileChecksums.decode(data, name, generation_of(name))
         except FormatError as error:
             self.findings.failed(name, error)
             return

@@ -21,7 +21,7 @@ from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import some_of
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
-from t5ckpt.errors import CheckpointNotFoundError, StorageError
+from t5ckpt.errors import StorageError
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepPolicy
@@ -153,7 +153,6 @@ class SaveRequest:
 
         Raises:
           StepKeptError: it is pinned, or has a read lease.
-          CheckpointExistsError: it cannot be replaced by one write, see ``commit/completion.py``.
         """
         storage, directory = self.context.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
@@ -161,11 +160,6 @@ class SaveRequest:
         kept = kept_by(storage, self.step, self.context.clock, pinned=is_pinned(storage, directory))
         if kept is not None:
             raise kept_error(storage, self.step, kept, 'replaced')
-        try:
-            strategy_of(storage).transaction.check_replaceable(storage, self.step)
-        except CheckpointNotFoundError:
-            # Another process has deleted it meanwhile.
-            return False
         return True
 
 

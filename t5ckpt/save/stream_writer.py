@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.step_lease import taken_step_exists
-from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
@@ -77,7 +78,7 @@ class StreamRequest:
 
 def rehearse(table: LeafTable, request: StreamRequest) -> None:
     """Raises the errors that :func:`write_stream` would raise before it reads or writes anything; for dry runs."""
-    strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
+    check_room(request.storage, request.step, overwrite=request.overwrite)
     plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
 
 
@@ -89,17 +90,15 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
       request: where and how.
 
     Raises:
-      CheckpointExistsError: see ``commit/occupancy.check_room_on_disk``; nothing was read.
+      CheckpointExistsError: see ``commit/occupancy.check_room``; nothing was read.
       UnsupportedLeafError: a leaf cannot be written; nothing was written.
       StorageError: a file cannot be written; no checkpoint became visible.
     """
     started = time.monotonic()
-    strategy_of(request.storage).check_room(request.storage, request.step, overwrite=request.overwrite)
+    check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
     with taken_step_exists('Write to another directory, or try again.'):
-        # In a bucket, a step that another writer has saved after ``check_room`` is not replaced.
-        may_replace = request.overwrite and strategy_of(request.storage).can_rename
-        options = TransactionOptions(may_replace=lambda: may_replace, collects=True)
+        options = TransactionOptions(may_replace=lambda: request.overwrite, collects=True)
         work = open_transaction(request.storage, request.step, request.clock, options)
     with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)

@@ -9,6 +9,7 @@ from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.errors import FormatError, StorageError, T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
@@ -33,6 +34,9 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         return None
     located, source = locate_step(local, step), locate_step(run, step)
     damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
+    if MANIFEST in damaged:
+        # That of the run's storage may name another directory.
+        return None
     try:
         fetch = Fetch(source, file_checksums_of(source) or FileChecksums(), local, located.directory)
         has_written = _has_written(fetch, damaged, local.url(located.directory))

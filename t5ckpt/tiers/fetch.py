@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 
 from t5ckpt.catalog.locate import Located
-from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
-from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.commit.transfer import IN_FLIGHT_BYTES, in_flight
 from t5ckpt.core.keys import join, parents_of
-from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.names import TRAIN_DS_PREFIX, generation_of, without_generation
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage
 
@@ -40,16 +39,21 @@ class Fetch:
         Args:
           source: the step in the run's storage.
           checksums: of its files, as far as they are known.
-          target: the local directory.
+          target: the local directory, where the files have no ``generation_dir``.
           directory: of the part.
           budget_bytes: for the files in flight.
         """
         self._source, self._files = source, CheckpointFiles.of(source)
-        self._checksums = checksums
+        self._generation = next(filter(None, map(generation_of, checksums)), '')
+        self._checksums = FileChecksums({without_generation(name): entry for name, entry in checksums.items()})
         self._target, self._directory = target, directory
-        self._budget = ByteBudget(min(budget_bytes, IN_FLIGHT_BYTES))
+        self._budget_bytes = min(budget_bytes, IN_FLIGHT_BYTES)
         self.entries: dict[str, FileEntry] = {}
         self.target_error: StorageError | None = None
+
+    def positions(self) -> list[str]:
+        """The files with positions of data iterators that the run's storage has."""
+        return self._source.storage.names(join(self._source.directory, self._generation), TRAIN_DS_PREFIX)
 
     def run(self, names: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Copies files; ``check`` is called before each, and may raise.
@@ -62,9 +66,9 @@ class Fetch:
         with self._noting_error():
             for parent in parents_of(names):
                 self._target.make_dir(join(self._directory, parent))
-        with Pool(_WORKERS) as pool:
-            for future in [pool.submit(self._copy, name, check) for name in names]:
-                future.result()
+        sizes = {name: self._checksums.get(name, (0,))[0] for name in names}
+        for _ in in_flight(sizes, self._copy, _WORKERS, lambda _: check(), budget_bytes=self._budget_bytes):
+            pass
 
     @contextlib.contextmanager
     def _noting_error(self) -> Generator[None]:
@@ -74,16 +78,10 @@ class Fetch:
             self.target_error = error
             raise
 
-    def _copy(self, name: str, check: Callable[[], None]) -> None:
-        check()
-        size = self._checksums[name][0] if name in self._checksums else 0
-        self._budget.acquire(size)
-        try:
-            data = self._files.read(name)
-            entry = entry_of(data)
-            self._checksums.check(name, entry, self._source.storage.url(join(self._source.directory, name)))
-            with self._noting_error():
-                self._target.write(join(self._directory, name), data)
-        finally:
-            self._budget.release(size)
+    def _copy(self, name: str) -> None:
+        data = self._files.read(join(self._generation, name))
+        entry = entry_of(data)
+        self._checksums.check(name, entry, self._source.storage.url(join(self._source.directory, name)))
+        with self._noting_error():
+            self._target.write(join(self._directory, name), data)
         self.entries[name] = entry

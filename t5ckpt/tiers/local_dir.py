@@ -24,7 +24,7 @@ from typing import Any
 from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, LocalDirError, StorageError
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import save_id
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage, open_storage
@@ -344,7 +344,7 @@ def _has_save(run: Storage, step: int, save: str) -> bool:
         facts = read_raw(locate_step(run, step)).facts
     except (FormatError, CheckpointNotFoundError):
         return False
-    return facts is not None and digest(facts) == save
+    return facts is not None and save_id(facts) == save
 
 
 def _cures(local: Storage) -> str:

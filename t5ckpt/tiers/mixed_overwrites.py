@@ -14,7 +14,7 @@ from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.replacement import take_back
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import save_id
 from t5ckpt.format.names import parse_leftover
 from t5ckpt.storage import Storage
 
@@ -29,7 +29,7 @@ def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
         if leftover is None or leftover.state != 'replaced':
             continue
         try:
-            save = digest(read_facts(storage, entry.name))
+            save = save_id(read_facts(storage, entry.name))
         except CheckpointNotFoundError:
             # Its writer died before it was complete.
             continue

@@ -60,12 +60,14 @@ _ORDERS = {order.__name__: order for order in (Upload, Failed, Refused, Ended, C
 class Answer:
     """The result of an :class:`Upload` in one process: it sent all files of these lists, or failed.
 
-    ``lost`` are the packed entries of the files that it sent for a lost disk. With ``is_unreadable``, a local file could not be
+    ``positions`` are the files with positions of data iterators that it sent, and ``lost`` the packed entries of those for a lost
+    disk. With ``is_unreadable``, a local file could not be
     read; with ``is_fatal``, no later attempt can succeed.
     """
 
     lists: Sequence[int] = ()
     nbytes: int = 0
+    positions: Sequence[str] = ()
     lost: str = ''
     error: str = ''
     is_fatal: bool = False

@@ -16,8 +16,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import FormatError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
-from t5ckpt.format.checksum import digest
-from t5ckpt.format.facts import decode_facts
+from t5ckpt.format.facts import decode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
@@ -98,7 +97,7 @@ class Part:
     @property
     def save(self) -> str:
         """Identifies the save."""
-        return digest(self.facts)
+        return save_id(self.facts)
 
     @property
     def located(self) -> Located:
@@ -173,7 +172,7 @@ def time_of_save(facts: bytes) -> float:
 def save_of(storage: Storage, step: int) -> str:
     """Identifies the save that a local directory has of a step; '' if it has none."""
     try:
-        return digest(read_facts(storage, step_dir(step)))
+        return save_id(read_facts(storage, step_dir(step)))
     except T5CkptError:
         return ''
 

@@ -8,7 +8,7 @@ from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.core.text import numbered
 from t5ckpt.errors import CheckpointNotFoundError, NotPersistedError, StorageError
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import save_id
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.local_dir import LocalDir
@@ -68,4 +68,4 @@ def _save_in_run(run: Storage, step: int) -> str:
         facts = read_raw(locate_step(run, step)).facts
     except CheckpointNotFoundError:
         return ''
-    return '' if facts is None else digest(facts)
+    return '' if facts is None else save_id(facts)

@@ -191,15 +191,18 @@ class Provider:
         """Fetches files from the run's storage, which has the same save."""
         if self._run is None or not names:
             return
-        located = locate_step(self._run, self.part.step)
-        checksums = file_checksums_of(located) or FileChecksums()
-        fetch = Fetch(located, checksums, self.part.storage, step_dir(self.part.step), budget_bytes=self._budget_bytes)
+        fetch = self._fetch_from(self._run)
         try:
             fetch.run(names)
         finally:
             for name, entry in fetch.entries.items():
                 self._files.note_brought(name, entry)
                 self.provided.run += array_bytes(name, entry[0])
+
+    def _fetch_from(self, run: Storage) -> Fetch:
+        located = locate_step(run, self.part.step)
+        checksums = file_checksums_of(located) or FileChecksums()
+        return Fetch(located, checksums, self.part.storage, step_dir(self.part.step), budget_bytes=self._budget_bytes)
 
     def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:
         """The files of the run's storage with the position of this process, if no disk had it.
@@ -215,9 +218,7 @@ class Provider:
         if self._files.positions(prefix) or any(name.startswith(prefix) for name in sent):
             # If its sender has found it damaged, the next turn asks again.
             return []
-        of_run: list[str] = []
-        if self._run is not None:
-            of_run = self._run.names(locate_step(self._run, self.part.step).directory, TRAIN_DS_PREFIX)
+        of_run = [] if self._run is None else self._fetch_from(self._run).positions()
         found = [name for name in of_run if name.startswith(prefix)]
         if not found:
             own = {of for _, of in positions_in([prefix])}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from t5ckpt.commit.transfer import IN_FLIGHT_BYTES
-from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.commit.transfer import in_flight
 from t5ckpt.core.keys import join, parents_of
-from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import FormatError, StorageError, T5CkptError
 from t5ckpt.format.file_checksums import FileEntry, damaged_text, entry_of
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.names import is_position, step_dir
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.part import Part
 from t5ckpt.tiers.upload import NotUploadableError, unreadable
@@ -36,8 +34,8 @@ def read_part(local: Storage, step: int) -> Part:
 
 def send_lists(
     part: Part, run: Storage, directory: str, pace: Callable[[int], None], lost: Mapping[str, FileEntry] | None
-) -> int:
-    """Sends the files of the lists of a part; returns their bytes.
+) -> tuple[int, list[str]]:
+    """Sends the files of the lists of a part; returns their bytes, and the positions of data iterators among them.
 
     Args:
       part: of this process.
@@ -57,19 +55,9 @@ def send_lists(
             files |= {**entries, name: None}
     for parent in parents_of(files):
         run.make_dir(join(directory, parent))
-    budget = ByteBudget(IN_FLIGHT_BYTES)
 
-    def send(name: str, entry: FileEntry | None) -> int:
-        nbytes = 0 if entry is None else entry[0]
-        pace(nbytes)
-        budget.acquire(nbytes)
-        try:
-            return copy(name, entry)
-        finally:
-            budget.release(nbytes)
-
-    def copy(name: str, entry: FileEntry | None) -> int:
-        source = join(step_dir(part.step), name)
+    def copy(name: str) -> int:
+        source, entry = join(step_dir(part.step), name), files[name]
         try:
             data = part.storage.read(source)
         except StorageError as error:
@@ -81,5 +69,6 @@ def send_lists(
         run.write(join(directory, name), data)
         return len(data)
 
-    with Pool(_WORKERS) as pool:
-        return sum(future.result() for future in [pool.submit(send, name, entry) for name, entry in files.items()])
+    sizes = {name: 0 if entry is None else entry[0] for name, entry in files.items()}
+    nbytes = sum(in_flight(sizes, copy, _WORKERS, pace))
+    return nbytes, [name for name in files if is_position(name)]

@@ -26,7 +26,7 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
 )
-from t5ckpt.format.checksum import digest
+from t5ckpt.format.facts import save_id
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
@@ -137,7 +137,7 @@ class SharedRestore:
                 raise
             _log.warning('t5ckpt: only the steps of the local directories are used: %s', error)
             return RunStep()
-        return RunStep(at) if facts is None else RunStep(at, digest(facts), time_of_save(facts))
+        return RunStep(at) if facts is None else RunStep(at, save_id(facts), time_of_save(facts))
 
     def _of_storage(self, request: RestoreRequest, found: SharedChoice) -> Any:
         """Restores from the run's storage, as without local directories."""

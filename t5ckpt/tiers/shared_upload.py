@@ -58,12 +58,13 @@ class Leader:
           UploadStopped: ``pace`` has raised it.
         """
         run, part = self._run, read_part(self._local, step)
-        options = TransactionOptions(may_replace=lambda: replaces, has_source_names=True)
+        options = TransactionOptions(may_replace=lambda: replaces)
         with open_transaction(run, step, self._clock, options) as work:
-            number = self.orders.send(Upload(step, part.save, work.directory))
+            directory = join(work.directory, work.generation)
+            number = self.orders.send(Upload(step, part.save, directory))
             try:
                 lost = self.orders.lost.of(part)
-                nbytes = send_lists(part, run, work.directory, pace, lost)
+                nbytes, positions = send_lists(part, run, directory, pace, lost)
                 answers = self._answers(number, pace)
             except BaseException:
                 self.orders.stop(number)
@@ -71,12 +72,12 @@ class Leader:
                 raise
             uploaded_lists = self._check(answers, part)
             if lost is not None and self.orders.lost.index not in uploaded_lists:
-                nbytes += self._write_lost_list(
-                    work.directory, part, [lost, *(unpack(answer.lost) for answer in answers)]
-                )
+                nbytes += self._write_lost_list(directory, part, [lost, *(unpack(answer.lost) for answer in answers)])
             grids = part.numbers().locations
             names = [name for entries in part.lists.values() for name in entries]
-            work.commit(part.manifest, part.facts, sorted({*grids, *parents_of(names)}))
+            work.positions = {*positions, *(name for answer in answers for name in answer.positions)}
+            manifest, facts = work.relocated(part.manifest, part.facts, run.url(directory))
+            work.commit(manifest, facts, sorted({*grids, *parents_of(names)}))
         return nbytes + sum(answer.nbytes for answer in answers)
 
     def _answers(self, number: int, pace: Callable[[int], None]) -> list[Answer]:
@@ -276,7 +277,7 @@ class Follower(StepUploads):
             if part is None:
                 return Answer(lost=pack({}))
             lost = self._orders.lost.of(part)
-            nbytes = send_lists(part, self._run, order.directory, lambda size: self._pace(size, check), lost)
+            nbytes, positions = send_lists(part, self._run, order.directory, lambda size: self._pace(size, check), lost)
             text = pack(lost or {})
         except NotUploadableError as error:
             return Answer(error=str(error), is_fatal=True)
@@ -288,4 +289,4 @@ class Follower(StepUploads):
             raise
         except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
             return Answer(error=f'process {self._orders.processes.index}: {type(error).__name__}: {error}')
-        return Answer(part.complete_lists(), nbytes, text)
+        return Answer(part.complete_lists(), nbytes, positions, text)

@@ -2,7 +2,7 @@
 
 ``tiers/intents.py`` decides which steps are uploaded, and ``tiers/queue.py`` when.
 
-The copy has the same bytes, so the manifest and the facts of both tiers are equal if and only if they are of one save.
+The facts of both tiers say of which save they are.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
-from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.transfer import Transfer, TransferOptions
+from t5ckpt.commit.transfer import CopyOptions, Transfer
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
     StepKeptError,
     StorageError,
 )
+from t5ckpt.format.facts import save_id
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import RawFiles, read_raw
@@ -57,15 +56,15 @@ def is_same_save(first: Storage, second: Storage, step: int) -> bool:
 
 
 def _is_same(first: RawFiles, second: RawFiles) -> bool:
-    return first.facts is not None and (first.manifest, first.facts) == (second.manifest, second.facts)
+    return None not in (first.facts, second.facts) and save_id(first.facts or b'') == save_id(second.facts or b'')
 
 
 def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:
-    """Copies a step of a job of one process, for :func:`upload`; ``pace`` as in ``TransferOptions``."""
+    """Copies a step of a job of one process, for :func:`upload`; ``pace`` as in ``Transfer``."""
 
     def copy(replaces: bool) -> int:
         source = Identity.now(locate_step(local, step))
-        transfer = Transfer(source, run, step, TransferOptions(_WORKERS, replaces, pace=pace))
+        transfer = Transfer(source, run, step, CopyOptions(workers=_WORKERS, overwrite=replaces), pace=pace)
         try:
             with source.checked_on_failure('uploaded'):
                 return transfer.run(clock).nbytes
@@ -77,7 +76,7 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
     return copy
 
 
-def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
+def upload(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bool) -> int:
     """Uploads a step.
 
     Args:
@@ -85,7 +84,6 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
       run: the run's storage.
       step: the step.
       copy: copies the files, and commits; called with whether a checkpoint is replaced, returns the bytes.
-      clock: unix seconds.
       overwrite: whether a complete checkpoint of the step, of another save, is replaced.
 
     Returns:
@@ -100,14 +98,14 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *,
     while True:
         save = save_of(local, step)
         try:
-            return _upload_once(local, run, step, copy, clock, overwrite=overwrite)
+            return _upload_once(local, run, step, copy, overwrite=overwrite)
         except CheckpointNotFoundError as error:
             # After each overwrite during the upload, it begins again.
             if save_of(local, step) in ('', save):
                 raise _not_found(local, run, step, error) from error
 
 
-def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, clock: Clock, *, overwrite: bool) -> int:
+def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bool) -> int:
     """As :func:`upload`, and raises CheckpointNotFoundError if the local step is overwritten meanwhile."""
     try:
         local_contents = _contents(local, step)
@@ -116,15 +114,7 @@ def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, clock: Clo
             return 0
         if occupant is not None and not (overwrite and occupant.is_t5x):
             raise NotUploadableError(f'{run.url(occupant.name)} exists, {_kind_and_cure(occupant)}')
-        try:
-            return copy(overwrite)
-        except CheckpointExistsError:
-            if occupant is None:
-                raise
-            # In a bucket, no single write replaces files with the names of their source. The local step stays until the upload
-            # ends.
-            delete_step(run, step, clock)
-            return copy(False)
+        return copy(overwrite)
     except (FormatError, StepKeptError) as error:
         raise NotUploadableError(str(error)) from error
 

@@ -122,7 +122,7 @@ class Uploader:
             copy = functools.partial(self.leader.copy, step, pace)
         (unreadable, since), self._unreadable = self._unreadable, (-1, 0.0)
         try:
-            return upload(self._local, self._run, step, copy, self._clock, overwrite=overwrite)
+            return upload(self._local, self._run, step, copy, overwrite=overwrite)
         except UnreadableStepError as error:
             now = time.monotonic()
             self._unreadable = step, since if unreadable == step else now

@@ -21,7 +21,6 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.errors import (
     AccessDeniedError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     StepKeptError,
     StorageError,
@@ -29,7 +28,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.format.names import facts_file_of, foreign_keys, superseded
+from t5ckpt.format.names import facts_file_of, foreign_keys, generation_of, superseded
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -182,16 +181,19 @@ def test_names():
     assert superseded(['checkpoint', 'a.b/0.1', 'integrity.0.json'], ['checkpoint']) == set()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is there ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_without_facts_is_not_overwritten(url):
+def test_a_step_without_facts_is_overwritten_too(url):
+    """As one that T5X wrote: the write of the manifest replaces it, and then its files go."""
     save(url, 1)
     storage = open_storage(url)
     storage.write('checkpoint_1/checkpoint', split_facts(storage.read('checkpoint_1/checkpoint'))[0])
-    with pytest.raises(CheckpointExistsError, match=r'without facts of t5ckpt .* Call delete\(1\)'):
-        save(url, 2, overwrite=True)
+    storage.write('checkpoint_1/target.x/.zarray', b'{}')
+    save(url, 2, overwrite=True)
     assert not leases(storage)
+    assert len({generation_of(key.removeprefix('checkpoint_1/')) for key, _ in storage.walk('checkpoint_1')}) == 2
+    assert not storage.is_file('checkpoint_1/target.x/.zarray')
 
 
 class Acting(FaultyStorage):

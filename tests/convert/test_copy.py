@@ -7,6 +7,7 @@ import signal
 import time
 import uuid
 
+import jax
 import numpy as np
 import pytest
 from flax import serialization
@@ -16,7 +17,10 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.format.facts import save_id
+from t5ckpt.format.names import generation_of, is_position, without_generation
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -34,8 +38,13 @@ def files(url, step=3):
     return {key: storage.read(key) for key, _ in storage.walk('')}
 
 
+def renamed(files):
+    """Without the manifest, and with the names below the directory of the copy, which it has in a bucket."""
+    return {without_generation(name): data for name, data in files.items() if name != 'checkpoint'}
+
+
 def test_between_every_two_storages(gs, s3, tmp_path):
-    """Bytes and names are the same everywhere; a pin stays where it was."""
+    """All but the manifest has the same bytes everywhere; a pin stays where it was."""
     first = saved(str(tmp_path / 'run'))
     t5ckpt.pin_checkpoint(f'{first}/checkpoint_3')
     expected = {name: data for name, data in files(first).items() if name != 'PINNED'}
@@ -46,24 +55,36 @@ def test_between_every_two_storages(gs, s3, tmp_path):
             source, target, progress=lambda done, total, seen=seen: seen.append((done, total))
         )
         assert report.path == f'{target}/checkpoint_3'
-        assert files(target) == expected
+        copied = files(target)
+        assert renamed(copied) == renamed(expected)
+        assert len({generation_of(name) for name in copied} - {''}) == (
+            target not in [first, *map(str, tmp_path.iterdir())]
+        )
         assert report.checked_files == len(expected)
-        assert report.nbytes == sum(map(len, expected.values()))
+        assert report.nbytes == sum(map(len, copied.values()))
         assert seen[-1][0] == seen[-1][1]
         assert t5ckpt.all_steps(target) == [3]
         assert t5ckpt.verify(target, full=True).ok
         assert np.array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], STATE['w'])
 
 
+def same_state(first, second):
+    states = [t5ckpt.load_t5x_checkpoint(url) for url in (first, second)]
+    return jax.tree.all(jax.tree.map(np.array_equal, *states))
+
+
 def test_a_checkpoint_of_t5x(golden, bucket, tmp_path):
-    """It has neither facts nor checksums, and gets none."""
+    """It has neither facts nor checksums, and gets none. Back on a disk, it has the bytes that T5X wrote."""
     source = golden / 'case01_adafactor'
     step = t5ckpt.latest_step(source)
     t5ckpt.copy_checkpoint(source, bucket.url(), step)
     target = bucket.url()
     report = t5ckpt.copy_checkpoint(source, target)
     assert report.checked_files == 0
-    assert files(target, step) == files(str(source), step)
+    copied = files(target, step)
+    assert renamed(copied) == renamed(files(str(source), step))
+    assert all(generation_of(name) for name in renamed(copied).keys() & copied.keys() if not is_position(name))
+    assert same_state(f'{target}/checkpoint_{step}', f'{source}/checkpoint_{step}')
     back = t5ckpt.copy_checkpoint(target, tmp_path)
     assert files(str(tmp_path), step) == files(str(source), step)
     assert back.files == report.files
@@ -110,7 +131,7 @@ def test_two_copies_to_one_place(tmp_path, place, request):
     others = [attempt]
     attempt(lambda *_: others and others.pop()())
     assert sorted(outcomes) == ['done', 'refused']
-    assert files(target) == files(source)
+    assert renamed(files(target)) == renamed(files(source))
     assert t5ckpt.all_steps(target) == [3]
     if place == 'file':
         assert [path.name for path in (tmp_path / 'other').iterdir()] == ['checkpoint_3']
@@ -255,7 +276,8 @@ def test_the_files_of_other_programs_are_not_copied(tmp_path):
     assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')
 
 
-def test_without_facts_every_file_is_copied(tmp_path):
+@pytest.mark.parametrize('place', ['file', 'gs'])
+def test_without_facts_every_file_is_copied(tmp_path, place, request):
     """The arrays of T5X's manifest may be in directories that no name shows, also if it has another name."""
     saved(str(tmp_path / 'run'))
     step_dir = tmp_path / 'run' / 'checkpoint_3'
@@ -269,6 +291,75 @@ def test_without_facts_every_file_is_copied(tmp_path):
     spec['path'] = 'deep/w'
     (step_dir / 'checkpoint').unlink()
     (step_dir / 'other').write_bytes(serialization.msgpack_serialize(manifest))
-    done = t5ckpt.copy_checkpoint(step_dir / 'other', tmp_path / 'copy')
+    target = tmp_path / 'copy' if place == 'file' else request.getfixturevalue(place).url()
+    done = t5ckpt.copy_checkpoint(step_dir / 'other', target)
     assert done.left_out == ()
-    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'copy')['w'], STATE['w'])
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], STATE['w'])
+    t5ckpt_cli('rm', target, 3, '--yes')
+    assert [*open_storage(target).walk('checkpoint_3')] == []
+
+
+def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
+    """Nobody finds the step missing, and the files of the old one go."""
+    source, target = saved(str(tmp_path / 'run')), bucket.url()
+    other = STATE | {'b': np.zeros(9, np.float32)}
+    with t5ckpt.Checkpointer(other, checkpoints_dir=target, chunk_bytes=2**12) as ck:
+        ck.save(other)
+    seen = []
+    force = t5ckpt.CopyOptions(overwrite=True, workers=1)
+
+    def look(*_):
+        seen.append(t5ckpt.load_t5x_checkpoint(target, 3)['b'][0])
+
+    t5ckpt.copy_checkpoint(source, target, options=force, progress=look)
+    assert {*map(float, seen)} == {0.0}
+    assert renamed(files(target)) == renamed(files(source))
+    assert t5ckpt.verify(target, full=True).ok
+
+
+def test_positions_are_copied_under_the_names_of_the_copy(bucket, tmp_path):
+    """t5ckpt reads those of the copy, and T5X finds them under its own names. Deletion takes both."""
+
+    class Iterator:
+        at = 0
+
+        def get_state(self):
+            return {'at': self.at}
+
+        def set_state(self, state):
+            self.at = state['at']
+
+    def checkpointer(url):
+        return t5ckpt.Checkpointer(STATE, checkpoints_dir=url, dataset_iterator=iterator)
+
+    iterator = Iterator()
+    iterator.at = 7
+    with checkpointer(tmp_path / 'run') as ck:
+        ck.save(STATE)
+    first, second, back = f'{bucket.url()}/a', f'{bucket.url()}/b', str(tmp_path / 'back')
+    for source, target in itertools.pairwise([str(tmp_path / 'run'), first, second, back]):
+        t5ckpt.copy_checkpoint(source, target)
+        iterator.at = 0
+        with checkpointer(target) as ck:
+            ck.restore()
+        assert iterator.at == 7
+        positions = [name for name in files(target) if is_position(name)]
+        assert len(positions) == (1 if target == back else 2)
+        assert len({files(target)[name] for name in positions}) == 1
+        assert t5ckpt.verify(target, full=True).ok
+    assert renamed(files(back)) == renamed(files(str(tmp_path / 'run')))
+    ids = {save_id(read_facts(open_storage(url), 'checkpoint_3')) for url in (tmp_path / 'run', first, second, back)}
+    assert len(ids) == 1, 'all are of one save'
+    t5ckpt_cli('rm', second, 3, '--yes')
+    assert [*open_storage(second).walk('checkpoint_3')] == []
+
+
+def test_a_manifest_of_orbax_with_placeholders_is_not_copied_into_a_bucket(tmp_path):
+    step_dir = tmp_path / 'checkpoint_3'
+    step_dir.mkdir()
+    state = {'w': 'PLACEHOLDER://w', 'b': np.ones(3, np.float32)}
+    (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(state))
+    url = f'memory://{uuid.uuid4().hex}/run'
+    with pytest.raises(errors.UnsupportedFormatError, match=r'a checkpoint of Orbax. Convert it: t5ckpt convert orbax'):
+        t5ckpt.copy_checkpoint(step_dir, url)
+    assert t5ckpt.all_steps(url) == []

@@ -449,9 +449,17 @@ def test_to_memory(run_dir):
     report = t5ckpt.repair(run_dir, 'memory://mended/')
     assert report.rebuilt == ('params.w/.zarray',)
     assert t5ckpt.verify('memory://mended/', full=True).ok
-    open_storage('memory://mended/').delete_file('checkpoint_1/params.w/.zarray')
-    with pytest.raises(errors.UnsupportedFormatError, match='another run'):
-        t5ckpt.repair('memory://mended/', in_place=True)
+    storage = open_storage('memory://mended/')
+    before = {key for key, _ in storage.walk('checkpoint_1')}
+    (zarray,) = [key for key in before if key.endswith('/params.w/.zarray')]
+    storage.delete_file(zarray)
+    report = t5ckpt.repair('memory://mended/', in_place=True)
+    assert report.rebuilt == (zarray.removeprefix('checkpoint_1/'),)
+    assert t5ckpt.verify('memory://mended/', full=True).ok
+    after = {key for key, _ in storage.walk('checkpoint_1')}
+    assert before & after == {'checkpoint_1/checkpoint', 'checkpoint_1/train_ds-000-of-001.txt'}, (
+        'one write has replaced the damaged step'
+    )
 
 
 @pytest.mark.parametrize('name', ['case01', 'case03', 'case06', 'case15'])

@@ -110,11 +110,40 @@ def test_an_overwrite_during_its_first_upload_is_uploaded(remote, local):
     remote.seconds = 0.3
     with checkpointer(remote, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
         ck.save(state(1, 100))
-        await_write(remote, 'checkpoint_100/w/')
+        await_write(remote, 'checkpoint_100/t5ckpt-')
         ck.save(state(2, 100), overwrite=True)
         remote.seconds = 0.0
         ck.wait_until_persisted(100)
     assert value(remote, 100) == 2
+
+
+def test_an_overwrite_replaces_the_step_of_the_bucket_in_one_write(remote, local):
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted()
+        before = len(remote.operations)
+        ck.save(state(2, 100), overwrite=True)
+        ck.wait_until_persisted()
+    operations = [(name, key) for name, key in remote.operations[before:] if key == 'checkpoint_100/checkpoint']
+    assert [name for name, _ in operations if name in ('replace', 'write', 'delete_file', 'delete_unchanged')] == [
+        'replace'
+    ]
+    assert value(remote, 100) == 2
+    assert t5ckpt.verify(remote, full=True).ok
+
+
+def test_a_damaged_local_manifest_is_not_replaced_by_that_of_the_bucket(remote, local):
+    """They name other files."""
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted()
+    manifest = local / 'checkpoint_100' / 'checkpoint'
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    with checkpointer(remote, local) as ck:
+        assert ck.restore()['w'][0, 0] == 1
+    for file in local.rglob('checkpoint'):
+        assert b't5ckpt-' not in file.read_bytes()
 
 
 def test_an_overwrite_is_not_dropped_for_a_newer_step(remote, local):
@@ -319,7 +348,7 @@ def test_a_step_that_is_deleted_during_its_upload_leaves_no_files(remote, local)
     remote.seconds = 0.2
     with t5ckpt.Checkpointer(tree(0), None, remote, local_dir=local, **SMALL) as ck:
         ck.save(tree(1))
-        await_write(remote, 'checkpoint_1/w/')
+        await_write(remote, 'checkpoint_1/t5ckpt-')
         ck.delete(1)
         assert not [key for key, _ in remote.walk('') if key.startswith('checkpoint_1')]
         assert waiting(local) == []

@@ -5,6 +5,7 @@ Off by default, since a training loop has its own log; the command line turns it
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -70,9 +71,12 @@ class ProgressReporter:
             if now - self._written < self._every and done < total:
                 return
             self._written = now
-            stream = sys.stderr if self._stream is None else self._stream
-            stream.write(f'\r{self._line(done, total, now - self._started)}{"" if done < total else chr(10)}')
-            stream.flush()
+            stream: TextIO | None = sys.stderr if self._stream is None else self._stream
+            # A terminal that is closed, a full disk or a narrow encoding does not end a save. Without a console, there is none.
+            with contextlib.suppress(OSError, ValueError):
+                if stream is not None:
+                    stream.write(f'\r{self._line(done, total, now - self._started)}{"" if done < total else chr(10)}')
+                    stream.flush()
 
     def _line(self, done: int, total: int, seconds: float) -> str:
         return progress_text(self._label, done, total, seconds)

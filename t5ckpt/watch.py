@@ -27,17 +27,17 @@ def checkpoints_iterator(
     every: bool = False,
     hold_seconds: float | None = None,
 ) -> Iterator[int]:
-    """Yields each complete step of a run once, in ascending order, and waits for new ones.
+    """Yields each complete step of a run once, and waits for new ones; smaller ones, too, if the training has gone back.
 
         for step in checkpoints_iterator('run', timeout=3600, hold_seconds=1800):
             evaluate(checkpointer.restore(step))
 
     Args:
       directory: of the run; it may be created later.
-      after: only larger steps, such as the last one that was evaluated before a restart.
+      after: of the steps that are there, only larger ones, such as the last one that was evaluated before a restart.
       timeout: ends the iteration after this many seconds without a new step; None waits forever.
       poll_seconds: the seconds between two listings.
-      every: yields every step; by default only the latest, so that a slow evaluation skips steps.
+      every: yields every new step, ascending; by default only the latest, so that a slow evaluation skips steps.
       hold_seconds: the duration of a read lease, which keeps the step from being deleted until the next one is requested or the
         iterator is closed. Needs write permission in the directory, and a trainer that uses t5ckpt.
 
@@ -56,12 +56,17 @@ def checkpoints_iterator(
 def _steps(
     storage: Storage, after: int | None, every: bool, wait: Callable[[bool], bool], hold_seconds: float | None
 ) -> Iterator[int]:
-    has_new = False
+    has_new, seen = False, set[int]()
     while wait(has_new):
-        new = [step for step in steps_in(storage) if after is None or step > after]
+        steps = steps_in(storage)
+        if after is not None:
+            seen, after = {step for step in steps if step <= after}, None
+        # A step that was deleted may be saved again.
+        seen.intersection_update(steps)
+        new = [step for step in steps if step not in seen]
         has_new = bool(new)
         if not new:
-            if after is None:
+            if not steps:
                 refuse_other_contents(storage)
             continue
         step = new[0] if every else new[-1]
@@ -70,7 +75,7 @@ def _steps(
         )
         with holding as is_there:
             if is_there:
-                after = step
+                seen.update([step] if every else steps)
                 yield step
 
 

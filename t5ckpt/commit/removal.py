@@ -179,7 +179,7 @@ def check_removable(storage: Storage, directory: str) -> None:
     Every user who may write to the run may rename the directory, so it would be hidden and remain with half of its files.
 
     Raises:
-      AccessDeniedError: it names the owner.
+      AccessDeniedError: it names the owner; or the file system is mounted read-only.
     """
     path = storage.local_path(directory)
     if path is None or os.path.islink(path) or _may_write(path):
@@ -187,6 +187,8 @@ def check_removable(storage: Storage, directory: str) -> None:
     with foreign_errors(storage.url(directory), writing=True):
         try:
             info = os.stat(path)
+            if os.statvfs(path).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         except FileNotFoundError:
             # Another process has removed it.
             return

@@ -34,17 +34,25 @@ _Given = ParamSpec('_Given')
 _LAST_SECONDS = 5.0
 # What the interpreter waits for before it ends daemon threads: their end inside C++ would abort the process.
 _unfinished: set[InterruptSafeEvent] = set()
+# Whether nothing waits for a thread that starts now: functions that were registered earlier in ``atexit`` are called later.
+_has_finished = False
 
 
 @functools.cache
 def _wait_at_exit() -> None:
+    # At the first use, so before JAX ends its backends, which registers its own function when it is imported.
     atexit.register(_finish)
     os.register_at_fork(after_in_child=_unfinished.clear)
+    if threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive():
+        # In ``atexit``, which calls no function that is registered now.
+        _finish()
 
 
 def _finish() -> None:
+    global _has_finished  # noqa: PLW0603 - there is one end
     while left := list(_unfinished):
         left[0].wait()
+    _has_finished = True
 
 
 def _pause_at_exit() -> bool:
@@ -85,10 +93,13 @@ def finished_before_exit() -> Generator[None]:
 def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> InterruptSafeEvent | None:
     """Calls a function in a new thread; returns an event for its end, or None if no thread can be started.
 
-    Python 3.12 starts none in ``atexit``, and the machine may have reached its limit. Callers do the work themselves then.
+    Python 3.12 starts none in ``atexit``, nothing waits for one after ``_finish``, and the machine may have reached its limit.
+    Callers do the work themselves then.
     """
     if not daemon:
         _wait_at_exit()
+        if _has_finished:
+            return None
     ended = InterruptSafeEvent()
     has_started: queue.SimpleQueue[bool] = queue.SimpleQueue()
 

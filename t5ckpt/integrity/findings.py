@@ -9,6 +9,7 @@ from t5ckpt.format.file_checksums import FileChecksums, FileEntry, size_text
 from t5ckpt.integrity.implied_files import located_in_leaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.storage import means_damage
 
 
 class Findings:
@@ -58,10 +59,10 @@ class Findings:
 
         Raises:
           UnsupportedFormatError: t5ckpt does not read the file's format.
-          StorageError: an object store failed or refused the request, so the state of the file is unknown. On a disk, the
-            error may come from a bad sector, and the other files are still verified.
+          StorageError: an object store failed or refused the request, or this process cannot read the file, so its state is
+            unknown. After an error of the disk, such as a bad sector, the other files are still verified.
         """
-        if isinstance(error, StorageError) and not self._files.storage.is_file_system:
+        if isinstance(error, StorageError) and not (self._files.storage.is_file_system and means_damage(error)):
             raise error
         if isinstance(error, UnsupportedFormatError) and all(damage.file != name for damage in self.damages):
             # It says nothing about the bytes, unless they are damaged.

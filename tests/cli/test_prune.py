@@ -354,6 +354,41 @@ def test_steps_as_they_come(tmp_path):
     assert list(checkpoints_iterator(tmp_path, timeout=0)) == [2]
     assert list(checkpoints_iterator(tmp_path, after=2, timeout=0.1, poll_seconds=0.01)) == []
     assert list(checkpoints_iterator(tmp_path / 'none', timeout=0)) == []
+
+
+@pytest.mark.parametrize('every', [False, True])
+def test_the_iterator_goes_back_with_the_training(tmp_path, every):
+    """Of a run that was rolled back, or that began anew with the same numbers, the new steps are evaluated, and no step twice."""
+    state = {'w': np.ones(3, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, keep=None) as ck:
+        for step in (50, 100, 200):
+            ck.save(state, step=step)
+        steps = checkpoints_iterator(tmp_path, after=50, timeout=0, poll_seconds=0, every=every)
+        assert [next(steps) for _ in range(1 + every)] == [100, 200][-1 - every :]
+        ck.delete(200)
+        ck.save(state, step=150)
+        assert next(steps) == 150
+        for step in (50, 100, 150):
+            ck.delete(step)
+        assert list(steps) == []
+        ck.save(state, step=150)
+        assert list(checkpoints_iterator(tmp_path, timeout=0)) == [150]
+
+
+def test_the_iterator_yields_a_step_that_is_saved_anew(tmp_path):
+    state = {'w': np.ones(3, np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
+        ck.save(state, step=100)
+        steps = checkpoints_iterator(tmp_path, timeout=60, poll_seconds=0.05)
+        assert next(steps) == 100
+        ck.delete(100)
+        later = threading.Timer(1.0, ck.save, (state,), {'step': 100})
+        later.start()
+        assert next(steps) == 100
+        later.join()
+
+
+def test_what_the_iterator_refuses(tmp_path):
     with pytest.raises(ValueError, match='hold_seconds'):
         checkpoints_iterator(tmp_path, hold_seconds=0)
 

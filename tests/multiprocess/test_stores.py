@@ -36,7 +36,9 @@ def test_four_writers_and_any_mesh(job_and_bucket):
         request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
     ]
     assert len(written) == len(set(written))
-    assert written[-1].endswith('/checkpoint_1/checkpoint')
+    at = next(index for index, key in enumerate(written) if key.endswith('/checkpoint_1/checkpoint'))
+    assert len(written[at + 1 :]) == 4, "the positions of data iterators, under T5X's names"
+    assert all('/checkpoint_1/train_ds-' in key for key in written[at + 1 :])
     assert sum('integrity.' in key for key in written) == 4
     for shape, swap in (((2, 4), True), ((8, 1), False)):
         job.run('restore', url, shape, swap)
@@ -82,7 +84,9 @@ def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):
         request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
     ]
     assert len(written) == len(set(written))
-    assert written[-1].endswith('/checkpoint_1/checkpoint')
+    at = next(index for index, key in enumerate(written) if key.endswith('/checkpoint_1/checkpoint'))
+    assert len(written[at + 1 :]) == 4, "the positions of data iterators, under T5X's names"
+    assert all('/checkpoint_1/train_ds-' in key for key in written[at + 1 :])
     assert sum('integrity.' in key for key in written) == 4
     job.run('tiers_close')
     assert t5ckpt.verify(url, full=True).ok

@@ -577,6 +577,24 @@ def test_a_save_while_the_interpreter_ends(tmp_path, last):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
 
 
+@pytest.mark.parametrize('before', ['t5ckpt.Checkpointer(state, checkpoints_dir="other").save(state, step=1)', ''])
+def test_a_background_save_that_begins_while_the_interpreter_ends(tmp_path, before):
+    """In a function that was registered before t5ckpt's own, or where t5ckpt has not registered any."""
+    done = run_python(
+        f"""
+        import atexit
+        atexit.register(lambda: ck.save_async(state, step=2))
+        import numpy as np, t5ckpt
+        state = {{'x': np.ones((3000, 3000))}}
+        {before}
+        ck = t5ckpt.Checkpointer(state, checkpoints_dir='run')
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, ''), done.stderr
+    assert t5ckpt.all_steps(tmp_path / 'run') == [2]
+
+
 def test_a_save_while_another_thread_imports_jax(tmp_path):
     """Until the import is done, ``sys.modules`` has a module that lacks most of its names."""
     done = run_python(

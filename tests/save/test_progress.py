@@ -1,10 +1,13 @@
 """Progress, events and the log line."""
 
+import errno
 import io
 import logging
+import sys
 
 import jax
 import numpy as np
+import pytest
 
 import t5ckpt
 
@@ -30,6 +33,30 @@ def test_lines_come_at_intervals_and_at_the_end():
         now[0] = done / 20
         report(done, 100)
     assert stream.getvalue().count('\r') == 6
+
+
+class Full(io.StringIO):
+    def flush(self):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+class Ascii(io.TextIOWrapper):
+    def __init__(self):
+        super().__init__(io.BytesIO(), 'ascii')
+
+
+@pytest.mark.parametrize('stream', ['closed', 'full', 'none', 'ascii'])
+def test_a_line_that_cannot_be_written_ends_no_save(tmp_path, monkeypatch, stream):
+    """As where the terminal has gone, or in a program without a console."""
+    if stream == 'none':
+        monkeypatch.setattr(sys, 'stderr', None)
+    out = {'closed': io.StringIO, 'full': Full, 'none': lambda: None, 'ascii': Ascii}[stream]()
+    if stream == 'closed':
+        out.close()
+    report = t5ckpt.ProgressReporter('tráin', out, every=0.0)
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=tmp_path, progress=report) as ck:
+        ck.save(STATE)
+        assert ck.restore()['step'] == 3
 
 
 def test_saves_and_restores_report_all_bytes(tmp_path):

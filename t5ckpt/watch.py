@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import open_run_storage, refuse_other_contents
@@ -26,6 +27,7 @@ def checkpoints_iterator(
     poll_seconds: float = 10.0,
     every: bool = False,
     hold_seconds: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[int]:
     """Yields each complete step of a run once, and waits for new ones; smaller ones, too, if the training has gone back.
 
@@ -40,6 +42,7 @@ def checkpoints_iterator(
       every: yields every new step, ascending; by default only the latest, so that a slow evaluation skips steps.
       hold_seconds: the duration of a read lease, which keeps the step from being deleted until the next one is requested or the
         iterator is closed. Needs write permission in the directory, and a trainer that uses t5ckpt.
+      storage_options: see docs/storage.md.
 
     Raises:
       StorageError: the directory cannot be listed, or the read lease cannot be written.
@@ -49,7 +52,7 @@ def checkpoints_iterator(
     if poll_seconds < 0 or (timeout is not None and timeout < 0):
         raise ValueError(f'timeout={timeout}, poll_seconds={poll_seconds}: neither may be below 0.')
     after = None if after is None else integer('after', after, least=-1)
-    storage = open_run_storage(directory)
+    storage = open_run_storage(directory, storage_options)
     return _steps(storage, after, every, _waiter(timeout, poll_seconds), hold_seconds)
 
 

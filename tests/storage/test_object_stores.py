@@ -386,6 +386,7 @@ def test_s3_options_instead_of_the_environment(s3, monkeypatch):
     s3.proxy.clear()
     options = {'endpoint': s3.proxy.url, 'region': 'us-east-1', 'anonymous': True, 'requester_pays': True}
     assert t5ckpt.all_steps(url, storage_options=options) == [1]
+    assert list(t5ckpt.checkpoints_iterator(url, timeout=0, storage_options=options)) == [1]
     _ = t5ckpt.open_checkpoint(url, storage_options=options)['w'][0]
     passed = s3.proxy.clear()
     assert passed

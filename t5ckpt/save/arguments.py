@@ -152,7 +152,8 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        check_kind('the name of a metric', name, str, "'loss'")
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a metric must be a str such as 'loss', got {shown(name)}.")  # noqa: TRY004 - as for options
         try:
             with explicit_transfers():
                 numbers[name] = _number(value)

@@ -89,10 +89,11 @@ def test_concurrent_gb(bad, tmp_path):
     [
         ({'a': 10**400}, "'a' is an integer too large"),
         ({1: 0.5}, 'the name of a metric must be a str'),
+        ({None: 0.5}, 'the name of a metric must be a str .* got None'),
         ([('a', 1.0)], 'must be a Mapping'),
         (0.5, 'must be a Mapping'),
     ],
-    ids=['huge', 'name', 'pairs', 'number'],
+    ids=['huge', 'name', 'none', 'pairs', 'number'],
 )
 def test_bad_metrics(metrics, text, tmp_path):
     policy = SaveEvery(1)

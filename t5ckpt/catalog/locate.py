@@ -56,7 +56,12 @@ _MARKS = (
     # CLU writes a TensorFlow checkpoint, too, which holds only the position in the data.
     (r'.*\.flax', 'a run of CLU, whose states are its files .flax: restore(path=...) and t5ckpt convert flax take one'),
     (r'.*\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
-    (r'.*\.safetensors(\.index\.json)?', 'a safetensors model, of which restore(path=...) takes a file or the index'),
+    (r'.*\.safetensors\.index\..*json', 'a safetensors model, of which restore(path=...) takes the index'),
+    (
+        r'.*-[0-9]+-of-[0-9]+\.safetensors',
+        'a safetensors model in several files. Copy its index (.safetensors.index.json), too',
+    ),
+    (r'.*\.safetensors', 'a safetensors model, of which restore(path=...) takes a file'),
     (
         r'flax_model.*\.msgpack(\.index\.json)?',
         "Flax weights of Hugging Face (t5ckpt.convert.convert_checkpoint('flax', path, directory))",

@@ -107,7 +107,7 @@ def refuse_shard(name: str, where: str) -> None:
     shard = SHARD.fullmatch(name)
     if shard is not None and int(shard[1]) > 1:
         raise UnsupportedFormatError(
-            f'{where} is one of {int(shard[1])} files of a model. Pass its directory, where the index is. To read '
+            f'{where} is one of {int(shard[1])} files of a model. Pass its directory, with the index in it. To read '
             'this file alone, copy it under another name.'
         )
 

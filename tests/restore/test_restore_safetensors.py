@@ -108,7 +108,12 @@ def test_several_files_with_an_index(shards):
     check(restore(variant)['params'])
     t5ckpt.import_safetensors(variant, shards.parent / 'run')
     assert len(t5ckpt.open_checkpoint(shards.parent / 'run')) == len(TENSORS)
-    with pytest.raises(CheckpointNotFoundError, match=f'{variant.name}.* takes a file or the index'):
+    with pytest.raises(CheckpointNotFoundError, match=f'{variant.name}.* takes the index'):
+        restore(shards.parent)
+    variant.unlink()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r'in several files\. Copy its index \(\.safetensors\.index\.json\), too'
+    ):
         restore(shards.parent)
 
 

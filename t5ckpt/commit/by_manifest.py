@@ -200,7 +200,7 @@ class ManifestTransaction(Transaction):
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
         if was_stopped:
             self._check_not_collected(version)
-        self._finish(was_stopped=was_stopped, has_lists=facts is not None)
+        self._finish(was_stopped=was_stopped)
 
     def _check_not_collected(self, version: Any) -> None:
         """Checks that the files are there, although the lease had expired before the manifest was written.
@@ -228,14 +228,14 @@ class ManifestTransaction(Transaction):
             f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
         )
 
-    def _finish(self, *, was_stopped: bool, has_lists: bool) -> None:
+    def _finish(self, *, was_stopped: bool) -> None:
         """Removes the files of others. A failure leaves that to garbage collection."""
         # A reader did not wait for a writer that seemed to have ended.
         is_done = not (was_stopped and self._write.overwrites)
         try:
             if self._write.overwrites:
                 self._lease.update(SAVE)
-            if self._has_others and has_lists and is_done:
+            if self._has_others and is_done:
                 complete_step(self.storage, self.step, self._lease)
             elif self.positions and is_done:
                 copy_positions(self.storage, self.directory, [join(self.generation, name) for name in self.positions])

@@ -1,7 +1,7 @@
 """Completes a committed step on storage that cannot rename: removes what its manifest does not name, and writes T5X's names.
 
 The files to remove are those of a checkpoint that was overwritten, or of a writer that was killed or came second, see
-``commit/by_manifest.py``. Without facts, as in a step of T5X, its files are unknown, and all stay.
+``commit/by_manifest.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.lease_files import write_leases_of
+from t5ckpt.commit.occupancy import generations_in
 from t5ckpt.commit.removal import keys_below
 from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
@@ -21,6 +22,7 @@ from t5ckpt.format.names import (
     MANIFEST,
     generation_dir,
     generation_of,
+    is_position,
     positions_for_t5x,
     step_dir,
     superseded,
@@ -41,7 +43,7 @@ def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:
 
     Lists the files before it checks the lease, so those of a process that takes the step over later are not among them. Those of
     other writers stay: the writer of a file that was listed has a record, which is listed after it, or it has ended, and its
-    manifest is read after that if it has committed. Without facts, the files of the step are unknown, and all stay.
+    manifest is read after that if it has committed. The files of a step that T5X wrote in place are unknown, and all stay.
 
     Raises:
       CorruptCheckpointError: the facts, or the file checksums, are damaged.
@@ -51,9 +53,12 @@ def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, located.directory)
     written = {generation_dir(other.nonce) for other in write_leases_of(storage, step)}
     raw = read_raw(located, checksums=True)
-    if raw.facts is None:
+    if raw.facts is not None:
+        current = {*listed_files(located, raw), *raw.versions}
+    elif named := generations_in(raw.manifest or b''):
+        current = {key for key in keys if generation_of(key) in named or is_position(key)}
+    else:
         return
-    current = {*listed_files(located, raw), *raw.versions}
     doomed = {key for key in superseded(keys, current) if generation_of(key) not in written}
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')

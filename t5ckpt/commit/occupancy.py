@@ -82,9 +82,14 @@ def occupant_in_bucket(storage: Storage, step: int) -> ListedStep | None:
     return None
 
 
+def generations_in(manifest: bytes) -> set[str]:
+    """The directories of saves in the locations of a manifest's arrays."""
+    return {match.decode() for match in _GENERATION.findall(manifest)}
+
+
 def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:
     """Whether all files but the manifest are gone. The step was deleted before the write of its manifest arrived."""
-    generations = {match.decode() for match in _GENERATION.findall(manifest)}
+    generations = generations_in(manifest)
     return bool(generations) and not any(storage.names(join(directory, name), '') for name in generations)
 
 

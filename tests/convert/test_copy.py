@@ -317,6 +317,21 @@ def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     assert t5ckpt.verify(target, full=True).ok
 
 
+def test_a_copy_without_facts_replaces_a_step_of_a_bucket(golden, bucket):
+    """Its arrays are below the directory of the copy, so the files of the old step are known."""
+    source = golden / 'case01_adafactor'
+    step, target = t5ckpt.latest_step(source), bucket.url()
+    for _ in range(2):
+        with t5ckpt.Checkpointer(STATE, checkpoints_dir=target, chunk_bytes=2**12) as ck:
+            ck.save(STATE | {'step': np.int32(step)}, overwrite=True)
+        t5ckpt.copy_checkpoint(source, target, options=t5ckpt.CopyOptions(overwrite=True))
+        assert renamed(files(target, step)) == renamed(files(str(source), step))
+        assert same_state(f'{target}/checkpoint_{step}', f'{source}/checkpoint_{step}')
+    force = t5ckpt.CopyOptions(overwrite=True)
+    t5ckpt.copy_checkpoint(source, target, options=force)
+    assert renamed(files(target, step)) == renamed(files(str(source), step))
+
+
 def test_positions_are_copied_under_the_names_of_the_copy(bucket, tmp_path):
     """t5ckpt reads those of the copy, and T5X finds them under its own names. Deletion takes both."""
 

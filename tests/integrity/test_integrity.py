@@ -1,7 +1,6 @@
 """`verify`: whatever happens to a checkpoint's files is found, and named."""
 
 import json
-import os
 import random
 import resource
 import shutil
@@ -329,13 +328,16 @@ def test_items_of_orbax_that_are_not_verified_are_named(tmp_path):
 
 def test_a_process_that_cannot_open_files_finds_no_damage(tmp_path):
     """The state of the files is unknown then."""
-    state = {f'w{index}': np.arange(90_000.0) + index for index in range(40)} | {'step': 1}
+    state = {f'w{index}': np.arange(90_000.0) + index for index in range(200)} | {'step': 1}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 4, before[1]))
+
+    def exhaust(*_):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+
     try:
         with pytest.raises(errors.StorageError, match='ulimit -n'):
-            t5ckpt.verify(tmp_path, full=True)
+            t5ckpt.verify(tmp_path, full=True, progress=exhaust)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert t5ckpt.verify(tmp_path, full=True).ok

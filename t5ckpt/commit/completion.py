@@ -53,13 +53,17 @@ def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, located.directory)
     written = {generation_dir(other.nonce) for other in write_leases_of(storage, step)}
     raw = read_raw(located, checksums=True)
+    stale: set[str] = set()
     if raw.facts is not None:
-        current = {*listed_files(located, raw), *raw.versions}
-    elif named := generations_in(raw.manifest or b''):
-        current = {key for key in keys if generation_of(key) in named or is_position(key)}
+        listed = {*listed_files(located, raw), *raw.versions}
+        # Without positions that were removed, so that T5X's names for them are of the checkpoint that was replaced.
+        current = listed.intersection(keys)
+        if not any(map(is_position, listed - current)):
+            stale = {DATASET_REMOVED}.intersection(keys)
     else:
-        return
-    doomed = {key for key in superseded(keys, current) if generation_of(key) not in written}
+        named = {'', *generations_in(raw.manifest or b'')}
+        current = {key for key in keys if generation_of(key) in named}
+    doomed = stale | {key for key in superseded(keys, current) if generation_of(key) not in written}
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')
     storage.delete_files([join(located.directory, key) for key in sorted(doomed)])
@@ -76,6 +80,3 @@ def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> N
     with Pool(_WORKERS) as pool:
         for future in [pool.submit(copy, item) for item in names.items()]:
             future.result()
-    if names:
-        # The mark of the checkpoint that was replaced.
-        storage.delete_file(join(directory, DATASET_REMOVED))

@@ -143,7 +143,8 @@ class Transaction(ABC):
             bytes=counts['bytes'],
             files=counts['files'],
             digests=FileChecksums(dict(files)).to_json(),
-            positions_in=(self.generation or None) if self.positions else None,
+            # Also without positions: T5X's names may be of a step that is replaced.
+            positions_in=self.generation or None,
             save=None,
         )
 
@@ -152,8 +153,7 @@ class Transaction(ABC):
         manifest = relocated_manifest(manifest, self.generation, where)
         if facts is None:
             return manifest, None
-        has_positions = bool(self.positions)
-        return manifest, relocated_facts(facts, manifest, self.generation, where, has_positions=has_positions)
+        return manifest, relocated_facts(facts, manifest, self.generation, where)
 
     def commit_with_checksums(
         self,

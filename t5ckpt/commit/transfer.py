@@ -19,26 +19,30 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
 from t5ckpt.catalog.layouts import has_placeholder
+from t5ckpt.commit.occupancy import generations_in
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.manifest import file_with_facts
+from t5ckpt.format.facts import Facts
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
+from t5ckpt.format.manifest import file_with_facts, takes_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
     PINNED,
     foreign_keys,
+    generation_of,
     is_facts_file,
     is_file_checksums,
     is_position,
     part_of,
     part_text,
+    positions_for_t5x,
     step_dir,
     without_generation,
 )
@@ -154,6 +158,7 @@ class Transfer:
         self._to = storage
         self._step = step
         self._progress, self._pace = progress, pace
+        self._entries: dict[str, FileEntry] = {}
         self._options = options
         self._files = CheckpointFiles.of(located)
         self.source_error: StorageError | None = None
@@ -177,6 +182,10 @@ class Transfer:
         manifest, facts = raw.manifest or b'', raw.facts
         # The copy has the facts in its manifest, also those of the earlier layout.
         sizes = {key: size for key, size in sizes.items() if key != PINNED and not is_facts_file(key)}
+        if facts is None:
+            own_dirs = {'', *generations_in(manifest)}
+            sizes = {key: size for key, size in sizes.items() if generation_of(key) in own_dirs}
+            sizes = {key: sizes[key] for key in sizes.keys() - positions_for_t5x(sizes).keys()}
         checksums = self._file_checksums(facts, sizes)
         if facts is not None:
             # Without the files of other programs, those of other saves of the step, and T5X's names of positions.
@@ -200,20 +209,30 @@ class Transfer:
                 raise UnsupportedFormatError(
                     f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
                 )
-            renamed = {name: relocated_file(name, work.generation, has_facts=facts is not None) for name in names}
+            renamed = {name: relocated_file(name, work.generation) for name in names}
             with self._source.reading('copied'):
                 moved = self._copy_all(
                     {name: join(work.directory, target) for name, target in renamed.items()},
                     {name: self._size(name, sizes, checksums) for name in names},
                     checksums,
                 )
-            if facts is not None:
-                work.positions = [without_generation(name) for name in names if is_position(name)]
+            work.positions = [without_generation(name) for name in names if is_position(name)]
             manifest, facts = work.relocated(manifest, facts, self._source.located.url)
-            work.commit(manifest, facts, parents_of(renamed.values()))
+            self._commit(work, manifest, facts, renamed)
         checked = sum(name in checksums for name in [*names, self._manifest_name])
         nbytes = moved + len(file_with_facts(manifest, facts))
         return report(nbytes, checked)
+
+    def _commit(self, work: Transaction, manifest: bytes, facts: bytes | None, renamed: Mapping[str, str]) -> None:
+        """Commits. In a bucket, a copy of a step of T5X gets facts, which name its files and those of its iterators."""
+        directories = parents_of(renamed.values())
+        if facts is not None or not work.generation or not takes_facts(manifest):
+            work.commit(manifest, facts, directories)
+            return
+        written = self._from.modified(join(self._base, self._manifest_name))
+        base = Facts(completeness='unknown', created_unix=written and round(written, 3))
+        files = {renamed[name]: entry for name, entry in self._entries.items() if name != DATASET_REMOVED}
+        work.commit_with_checksums(manifest, base, counts_of(files), files, directories)
 
     def _check_none_lost(self, checksums: FileChecksums, sizes: Mapping[str, Any], *, is_part: bool) -> None:
         removed = filter(is_position, checksums) if DATASET_REMOVED in sizes else ()
@@ -289,6 +308,7 @@ class Transfer:
         def copy(name: str) -> int:
             data = self._read(name, checksums)
             self._to.write(targets[name], data)
+            self._entries[name] = entry_of(data)
             return len(data)
 
         done, total = 0, sum(sizes.values())

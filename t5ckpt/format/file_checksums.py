@@ -36,6 +36,12 @@ def entry_of(data: bytes | memoryview) -> FileEntry:
     return len(data), digest(data)
 
 
+def counts_of(files: Mapping[str, FileEntry]) -> dict[str, int]:
+    """The bytes and the number of the files in the directories of arrays, for the facts."""
+    sizes = [size for name, (size, _) in files.items() if '/' in without_generation(name)]
+    return {'bytes': sum(sizes), 'files': len(sizes)}
+
+
 def size_text(nbytes: int, expected: int) -> str:
     """The predicate of a sentence about a file of the wrong size, such as 'has 5 bytes, expected 8'."""
     return f'has {nbytes:,} bytes, expected {expected:,}'

@@ -228,6 +228,11 @@ def _version_entry(head: bytes) -> tuple[int, int, int] | None:
         return None
 
 
+def takes_facts(manifest: bytes) -> bool:
+    """Whether a manifest begins with its version; Flax's files without a version are the state itself."""
+    return _version_entry(manifest) is not None
+
+
 def file_with_facts(manifest: bytes, facts: bytes | None) -> bytes:
     """The file with a manifest that begins with its version, as T5X and t5ckpt encode it, and with the facts if there are any."""
     if facts is None:

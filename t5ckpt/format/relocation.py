@@ -7,6 +7,7 @@ to their own directory. Only the specs in the manifest, and the facts, are chang
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from t5ckpt.format.array_spec import is_spec, location_of
 from t5ckpt.format.facts import decode_facts, encode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import STREAM_ITEM, unpack
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, is_position, without_generation
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, without_generation
 
 
 def relocated(name: str, generation: str) -> str:
@@ -25,10 +26,9 @@ def relocated(name: str, generation: str) -> str:
     return join(generation, without_generation(name))
 
 
-def relocated_file(name: str, generation: str, *, has_facts: bool) -> str:
-    """As :func:`relocated`, for any file but the manifest. Where no facts say where positions are, they have T5X's names."""
-    is_fixed = name == DATASET_REMOVED or (is_position(name) and not has_facts)
-    return relocated(name, '' if is_fixed else generation)
+def relocated_file(name: str, generation: str) -> str:
+    """As :func:`relocated`, for any file but the manifest."""
+    return relocated(name, '' if name == DATASET_REMOVED else generation)
 
 
 def relocated_manifest(manifest: bytes, generation: str, where: str) -> bytes:
@@ -42,11 +42,17 @@ def relocated_manifest(manifest: bytes, generation: str, where: str) -> bytes:
         return manifest
     contents = unpack(manifest, where, msgpack.ExtType)
     changed = _relocated_specs(contents, generation, where)
+    if generation and isinstance(changed, dict) and 'version' in changed:
+        # The facts follow it; Flax sorts the keys.
+        changed = {'version': changed['version'], **changed}
     return manifest if changed is contents else msgpack.packb(changed) or b''
 
 
 def _relocated_specs(tree: Any, generation: str, where: str) -> Any:
     """The tree with other locations in its specs; the tree itself if there are none."""
+    if isinstance(tree, list):
+        changed = [_relocated_specs(item, generation, where) for item in tree]
+        return changed if any(map(operator.is_not, changed, tree)) else tree
     if not isinstance(tree, Mapping):
         return tree
     if is_spec(tree):
@@ -59,7 +65,7 @@ def _relocated_specs(tree: Any, generation: str, where: str) -> Any:
     return items if any(items[key] is not value for key, value in tree.items()) else tree
 
 
-def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str, *, has_positions: bool) -> bytes:
+def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str) -> bytes:
     """The facts of a copy, which name the save that they are of.
 
     Args:
@@ -67,7 +73,6 @@ def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str, 
       manifest: of the copy.
       generation: see :func:`relocated`.
       where: the path of the facts, for errors.
-      has_positions: whether the copy has positions of data iterators.
 
     Raises:
       FormatError: the facts do not decode.
@@ -83,7 +88,7 @@ def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str, 
             decoded,
             tree=decoded.tree.below(generation),
             digests=FileChecksums(digests).to_json(),
-            positions_in=(generation or None) if has_positions else None,
+            positions_in=generation or None,
             save=save_id(facts),
         )
     )

@@ -29,7 +29,8 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.facts import FORMAT
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
+from t5ckpt.format.manifest import takes_facts
 from t5ckpt.format.names import DATASET_REMOVED, PINNED, is_position, step_dir, without_generation
 from t5ckpt.format.relocation import relocated, relocated_file
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
@@ -186,7 +187,7 @@ class _RepairWriter:
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in source_files if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
-        for parent in parents_of(self._name_in(work, name) for name in (*names, *self._plan.zarrays)):
+        for parent in parents_of(relocated_file(name, work.generation) for name in (*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
@@ -194,22 +195,21 @@ class _RepairWriter:
                 raise entry
             files[name] = entry
         for name, data in self._plan.zarrays.items():
-            self._target.write(join(work.directory, self._name_in(work, name)), data)
+            self._target.write(join(work.directory, relocated_file(name, work.generation)), data)
             files[name] = entry_of(data)
         own_files = {
-            self._name_in(work, name): entry
+            relocated_file(name, work.generation): entry
             for name, entry in files.items()
             if not is_own(name) and name not in self._plan.foreign
         }
-        if self._plan.has_checksums:
-            work.positions = [without_generation(name) for name in own_files if is_position(name)]
+        work.positions = [without_generation(name) for name in own_files if is_position(name)]
         return FileChecksums(own_files)
 
-    def _name_in(self, work: Transaction, name: str) -> str:
-        return relocated_file(name, work.generation, has_facts=self._plan.has_checksums)
-
     def _take(self, work: Transaction, name: str) -> FileEntry:
-        source, target = join(self._located.directory, name), join(work.directory, self._name_in(work, name))
+        source, target = (
+            join(self._located.directory, name),
+            join(work.directory, relocated_file(name, work.generation)),
+        )
         if self._target.link_from(self._located.storage, source, target):
             entry = self._files.digest(name)
         else:
@@ -224,12 +224,11 @@ class _RepairWriter:
 
     def _commit(self, work: Transaction, files: FileChecksums) -> None:
         plan = self._plan
-        directories = parents_of((*files, *(self._name_in(work, name) for name in plan.foreign)))
+        directories = parents_of((*files, *(relocated_file(name, work.generation) for name in plan.foreign)))
         manifest, _ = work.relocated(plan.manifest, None, self._located.url)
-        if not plan.has_checksums:
+        if not (plan.has_checksums or (work.generation and takes_facts(manifest))):
             work.commit(manifest, None, directories)
             return
-        counts = {'bytes': sum(size for name, (size, _) in files.items() if '/' in name), 'files': len(files)}
         facts = (
             plan.facts if plan.facts.format else dataclasses.replace(plan.facts, format=FORMAT, completeness='unknown')
         )
@@ -243,7 +242,7 @@ class _RepairWriter:
                 'dropped': list(plan.dropped),
             },
         )
-        work.commit_with_checksums(manifest, facts, counts, files, directories)
+        work.commit_with_checksums(manifest, facts, counts_of(files), files, directories)
 
     def _manifest_time(self) -> float:
         """The modification time of the manifest, or now on a storage without such times."""

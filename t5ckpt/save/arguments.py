@@ -143,7 +143,7 @@ def _plain(value: Any, before: str, path: str) -> Any:
         ) from error
 
 
-def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def metric_numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     """Converts metrics to Python numbers. Arrays of one element are accepted; reading one waits for its device.
 
     Raises:

@@ -1,6 +1,7 @@
 """A copy between any two storages is the same checkpoint, or it is not there."""
 
 import contextlib
+import errno
 import itertools
 import json
 import signal
@@ -20,6 +21,7 @@ from t5ckpt import errors
 from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.format.facts import save_id
+from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import generation_of, is_position, without_generation
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
@@ -68,26 +70,37 @@ def test_between_every_two_storages(gs, s3, tmp_path):
         assert np.array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], STATE['w'])
 
 
+def without_list(files):
+    return {name: data for name, data in files.items() if name != 'integrity.0.json'}
+
+
 def same_state(first, second):
     states = [t5ckpt.load_t5x_checkpoint(url) for url in (first, second)]
     return jax.tree.all(jax.tree.map(np.array_equal, *states))
 
 
-def test_a_checkpoint_of_t5x(golden, bucket, tmp_path):
-    """It has neither facts nor checksums, and gets none. Back on a disk, it has the bytes that T5X wrote."""
-    source = golden / 'case01_adafactor'
+@pytest.mark.parametrize('case', ['case01_adafactor', 'case07_dataset_iterator'])
+def test_a_checkpoint_of_t5x(golden, bucket, tmp_path, case):
+    """It has neither facts nor checksums, and gets them in a bucket: its positions have the names of the copy."""
+    source = golden / case
     step = t5ckpt.latest_step(source)
-    t5ckpt.copy_checkpoint(source, bucket.url(), step)
+    expected = files(str(source), step)
     target = bucket.url()
-    report = t5ckpt.copy_checkpoint(source, target)
+    report = t5ckpt.copy_checkpoint(source, target, step)
     assert report.checked_files == 0
     copied = files(target, step)
-    assert renamed(copied) == renamed(files(str(source), step))
-    assert all(generation_of(name) for name in renamed(copied).keys() & copied.keys() if not is_position(name))
+    assert without_list(renamed(copied)) == renamed(expected)
+    assert all(
+        generation_of(name) or (is_position(name) and name in expected) for name in copied if name != 'checkpoint'
+    )
+    assert t5ckpt.verify(target, full=True).ok
     assert same_state(f'{target}/checkpoint_{step}', f'{source}/checkpoint_{step}')
-    back = t5ckpt.copy_checkpoint(target, tmp_path)
-    assert files(str(tmp_path), step) == files(str(source), step)
-    assert back.files == report.files
+    t5ckpt.copy_checkpoint(target, tmp_path)
+    back = files(str(tmp_path), step)
+    assert without_list(renamed(back)) == renamed(expected)
+    assert split_facts(back['checkpoint'])[0] == expected['checkpoint']
+    t5ckpt.copy_checkpoint(source, tmp_path / 'disk')
+    assert files(str(tmp_path / 'disk'), step) == expected
 
 
 def test_what_is_there_is_not_replaced(tmp_path):
@@ -317,38 +330,88 @@ def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     assert t5ckpt.verify(target, full=True).ok
 
 
-def test_a_copy_without_facts_replaces_a_step_of_a_bucket(golden, bucket):
-    """Its arrays are below the directory of the copy, so the files of the old step are known."""
+def test_a_copy_of_a_checkpoint_of_t5x_replaces_a_step_of_a_bucket(golden, bucket, tmp_path):
+    """Nothing of the old step stays, so that later copies have the new one."""
     source = golden / 'case01_adafactor'
     step, target = t5ckpt.latest_step(source), bucket.url()
-    for _ in range(2):
+    force = t5ckpt.CopyOptions(overwrite=True)
+    for name in ('first', 'second'):
         with t5ckpt.Checkpointer(STATE, checkpoints_dir=target, chunk_bytes=2**12) as ck:
             ck.save(STATE | {'step': np.int32(step)}, overwrite=True)
-        t5ckpt.copy_checkpoint(source, target, options=t5ckpt.CopyOptions(overwrite=True))
-        assert renamed(files(target, step)) == renamed(files(str(source), step))
-        assert same_state(f'{target}/checkpoint_{step}', f'{source}/checkpoint_{step}')
+        for _ in range(2):
+            t5ckpt.copy_checkpoint(source, target, options=force)
+            assert without_list(renamed(files(target, step))) == renamed(files(str(source), step))
+        t5ckpt.copy_checkpoint(target, tmp_path / name)
+        assert same_state(f'{tmp_path / name}/checkpoint_{step}', f'{source}/checkpoint_{step}')
+
+
+class Iterator:
+    """Its position is a number."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def get_state(self):
+        return {'at': self.at}
+
+    def set_state(self, state):
+        self.at = state['at']
+
+
+def test_the_position_of_a_replaced_step_is_not_restored(tmp_path):
+    """A step without positions, or with removed ones, is restored in a bucket as on a disk."""
+    sources = {}
+    for name, options in {
+        'with': {'keep_dataset_checkpoints': None},
+        'removed': {'keep_dataset_checkpoints': 1},
+    }.items():
+        with t5ckpt.Checkpointer(STATE, None, tmp_path / name, Iterator(7), keep=None, **options) as ck:
+            for step in (3, 4):
+                ck.save(STATE | {'step': np.int32(step)})
+        sources[name] = tmp_path / name
+    sources['without'] = saved(str(tmp_path / 'without'))
     force = t5ckpt.CopyOptions(overwrite=True)
-    t5ckpt.copy_checkpoint(source, target, options=force)
-    assert renamed(files(target, step)) == renamed(files(str(source), step))
+    for new, old in itertools.product(sources, sources):
+        url = f'memory://{uuid.uuid4().hex}/run'
+        t5ckpt.copy_checkpoint(sources[old], url, 3)
+        t5ckpt.copy_checkpoint(sources[new], url, 3, options=force)
+        iterator = Iterator()
+        with t5ckpt.Checkpointer(STATE, None, url, iterator) as ck:
+            ck.restore()
+        assert iterator.at == (7 if new == 'with' else 0), (new, old)
+        assert sum(is_position(name) for name in files(url)) == (2 if new == 'with' else 0)
+        assert ('DATASET_REMOVED' in files(url)) == (new == 'removed')
+
+
+def test_a_save_that_replaces_a_step_and_is_killed_leaves_no_position_of_it(tmp_path):
+    """It has none, and T5X's names are still those of the old step."""
+    url = f'memory://{uuid.uuid4().hex}/run'
+    storage = open_storage(url)
+    with t5ckpt.Checkpointer(STATE, None, storage, Iterator(7)) as ck:
+        ck.save(STATE)
+
+    class Dying(FaultyStorage):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            if name.startswith('delete'):
+                raise errors.StorageError(errno.EIO, 'the process has died')
+
+    with t5ckpt.Checkpointer(STATE, None, Dying(storage)) as ck:
+        ck.save(STATE, overwrite=True)
+    assert any(name.startswith('train_ds-') for name in files(url))
+    iterator = Iterator()
+    with t5ckpt.Checkpointer(STATE, None, url, iterator) as ck:
+        ck.restore()
+    assert iterator.at == 0
 
 
 def test_positions_are_copied_under_the_names_of_the_copy(bucket, tmp_path):
     """t5ckpt reads those of the copy, and T5X finds them under its own names. Deletion takes both."""
 
-    class Iterator:
-        at = 0
-
-        def get_state(self):
-            return {'at': self.at}
-
-        def set_state(self, state):
-            self.at = state['at']
-
     def checkpointer(url):
         return t5ckpt.Checkpointer(STATE, checkpoints_dir=url, dataset_iterator=iterator)
 
-    iterator = Iterator()
-    iterator.at = 7
+    iterator = Iterator(7)
     with checkpointer(tmp_path / 'run') as ck:
         ck.save(STATE)
     first, second, back = f'{bucket.url()}/a', f'{bucket.url()}/b', str(tmp_path / 'back')

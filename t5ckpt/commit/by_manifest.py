@@ -68,72 +68,6 @@ _WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
-class _ManifestWrite:
-    """The write of a step's manifest, which fails if another writer has put one there.
-
-    Attributes:
-      version: of the manifest to replace; None if there is none.
-      overwrites: whether it is that of a complete checkpoint.
-    """
-
-    def __init__(self, storage: Storage, directory: str, keep_files: Callable[[], None]):
-        """Takes the directory of the step; ``keep_files`` is called before an error after which the manifest may be there."""
-        self._storage = storage
-        self._keep_files = keep_files
-        self._directory = directory
-        self._key = join(directory, MANIFEST)
-        self.version: Any = None
-        self.overwrites = False
-
-    def read_old(self) -> None:
-        """Reads the version of the manifest to replace, if there is one."""
-        self.version = self._storage.version(self._key)
-
-    def put(self, manifest: bytes) -> Any:
-        """Writes the manifest, unless the step has that of another writer; returns its version.
-
-        The manifest that the write expects may have been removed: a program has deleted the step, or a writer has removed its
-        manifest again. Then the write is repeated, and expects none. A manifest whose files were collected counts as removed,
-        because its writer removes it.
-
-        Raises:
-          AlreadyCommittedError: the step has the manifest of another writer.
-          StorageError: the manifest could not be written, or a server or proxy refuses every write.
-        """
-        version = self.version
-        for _ in attempts(_REFUSED_SECONDS):
-            written = self._put_once(manifest, version)
-            if written is not None:
-                return written
-            before = version
-            try:
-                current, version = self._storage.read_with_version(self._key)
-            except CheckpointNotFoundError:
-                version = None
-            else:
-                if version == before or self.overwrites or not is_remnant(self._storage, self._directory, current):
-                    raise self.already_committed('replaced or deleted' if self.overwrites else 'saved')
-        raise StorageError(
-            errno.EIO,
-            f'{self._storage.url(self._key)}: the storage reports that this object exists, but it does not. Check the logs of '
-            'the server or proxy, then save again.',
-        )
-
-    def _put_once(self, manifest: bytes, version: Any) -> Any:
-        try:
-            return self._storage.replace(self._key, manifest, version)
-        except AccessDeniedError:
-            raise
-        except StorageError:
-            # The manifest may still arrive, and needs its arrays then.
-            self._keep_files()
-            raise
-
-    def already_committed(self, change: str) -> AlreadyCommittedError:
-        """The error of a step that has another manifest."""
-        return AlreadyCommittedError(f'{self._storage.url(self._key)} was {change} by another writer in the meantime')
-
-
 class ManifestTransaction(Transaction):
     """Writes a checkpoint in the directory of its step, under the write lease of the step."""
 
@@ -142,7 +76,9 @@ class ManifestTransaction(Transaction):
         super().__init__(storage, step, step_dir(step), clock, options)
         self._lease = lease
         self._key = join(self.directory, MANIFEST)
-        self._write = _ManifestWrite(storage, self.directory, self._keep_files)
+        # Of the manifest to replace, if there is one, and whether it is that of a complete checkpoint.
+        self._version: Any = None
+        self._overwrites = False
         # Whether the directory has files that do not belong to this write.
         self._has_others = False
 
@@ -164,18 +100,15 @@ class ManifestTransaction(Transaction):
             raise
         return work
 
-    def _keep_files(self) -> None:
-        self._keeps_files = True
-
     def _find_others(self, may_replace: Callable[[], bool]) -> None:
         """Records whether the directory has a complete checkpoint or leftovers. Removes the leftovers with fixed names."""
         storage = self.storage
         # Before the contents are checked, so a manifest that arrives later is not replaced.
-        self._write.read_old()
+        self._version = storage.version(self._key)
         occupant = occupant_in_bucket(storage, self.step)
         if occupant is not None and not (occupant.is_t5x and may_replace()):
-            raise AlreadyCommittedError(f'{storage.url(occupant.name)} was saved by another writer in the meantime')
-        self._has_others, self._write.overwrites = True, occupant is not None
+            raise _already_committed(storage, occupant.name, 'saved')
+        self._has_others, self._overwrites = True, occupant is not None
         if occupant is None:
             self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED))
 
@@ -187,7 +120,7 @@ class ManifestTransaction(Transaction):
         del directories
         manifest = file_with_facts(manifest, facts)
         last_beat = self._lease.last_beat
-        if self._write.overwrites:
+        if self._overwrites:
             # A reader that leases the step from now on waits until the manifest is replaced.
             self._lease.update(REPLACE)
             pinned = is_pinned(self.storage, self.directory)
@@ -196,11 +129,52 @@ class ManifestTransaction(Transaction):
                 raise kept_error(self.storage, self.step, reason, 'replaced')
         if not self._lease.is_ours():
             raise self._taken_over()
-        version = self._write.put(manifest)
+        version = self._put(manifest)
         was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
         if was_stopped:
             self._check_not_collected(version)
         self._finish(was_stopped=was_stopped)
+
+    def _put(self, manifest: bytes) -> Any:
+        """Writes the manifest, unless the step has that of another writer; returns its version.
+
+        The manifest that the write expects may have been removed: a program has deleted the step, or a writer has removed its
+        manifest again. Then the write is repeated, and expects none. A manifest whose files were collected counts as removed,
+        because its writer removes it.
+
+        Raises:
+          AlreadyCommittedError: the step has the manifest of another writer.
+          StorageError: the manifest could not be written, or a server or proxy refuses every write.
+        """
+        version = self._version
+        for _ in attempts(_REFUSED_SECONDS):
+            written = self._put_once(manifest, version)
+            if written is not None:
+                return written
+            before = version
+            try:
+                current, version = self.storage.read_with_version(self._key)
+            except CheckpointNotFoundError:
+                version = None
+            else:
+                if version == before or self._overwrites or not is_remnant(self.storage, self.directory, current):
+                    change = 'replaced or deleted' if self._overwrites else 'saved'
+                    raise _already_committed(self.storage, self._key, change)
+        raise StorageError(
+            errno.EIO,
+            f'{self.storage.url(self._key)}: the storage reports that this object exists, but it does not. Check the logs of '
+            'the server or proxy, then save again.',
+        )
+
+    def _put_once(self, manifest: bytes, version: Any) -> Any:
+        try:
+            return self.storage.replace(self._key, manifest, version)
+        except AccessDeniedError:
+            raise
+        except StorageError:
+            # The manifest may still arrive, and needs its arrays then.
+            self._keeps_files = True
+            raise
 
     def _check_not_collected(self, version: Any) -> None:
         """Checks that the files are there, although the lease had expired before the manifest was written.
@@ -231,9 +205,9 @@ class ManifestTransaction(Transaction):
     def _finish(self, *, was_stopped: bool) -> None:
         """Removes the files of others. A failure leaves that to garbage collection."""
         # A reader did not wait for a writer that seemed to have ended.
-        is_done = not (was_stopped and self._write.overwrites)
+        is_done = not (was_stopped and self._overwrites)
         try:
-            if self._write.overwrites:
+            if self._overwrites:
                 self._lease.update(SAVE)
             if self._has_others and is_done:
                 complete_step(self.storage, self.step, self._lease)
@@ -256,14 +230,14 @@ class ManifestTransaction(Transaction):
 
     def _remove(self) -> None:
         self.storage.delete_tree(join(self.directory, self.generation))
-        if (
-            self._may_arrive
-            or not self._lease.is_ours()
-            or (not self._write.overwrites and self.storage.is_file(self._key))
-        ):
+        if self._may_arrive or not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
             self.keep()
         else:
             self._lease.leave()
+
+
+def _already_committed(storage: Storage, key: str, change: str) -> AlreadyCommittedError:
+    return AlreadyCommittedError(f'{storage.url(key)} was {change} by another writer in the meantime')
 
 
 def _check_layout(storage: Storage, step: int, listed: BucketListing | None) -> None:

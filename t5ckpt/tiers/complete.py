@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
-from t5ckpt.errors import FormatError, StorageError, T5CkptError
+from t5ckpt.errors import FormatError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.reading.contents import file_checksums_of
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.fetch import Fetch
-from t5ckpt.tiers.part import array_bytes
-from t5ckpt.tiers.upload import is_same_save
+from t5ckpt.tiers.part import array_bytes, save_in, save_of
 
 _log = logging.getLogger('t5ckpt')
 
@@ -30,7 +29,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     Raises:
       StorageError: the run's storage does not answer.
     """
-    if not has_step(run, step) or not _is_same(local, run, step):
+    if not has_step(run, step) or save_of(local, step) not in {save_in(run, step)} - {''}:
         return None
     located, source = locate_step(local, step), locate_step(run, step)
     damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
@@ -65,11 +64,3 @@ def _has_written(fetch: Fetch, names: Sequence[str], where: str) -> bool:
         _log.warning('t5ckpt: %s could not be repaired: %s', where, fetch.target_error)
         return False
     return True
-
-
-def _is_same(local: Storage, run: Storage, step: int) -> bool:
-    try:
-        return is_same_save(local, run, step)
-    except T5CkptError:
-        # The manifest or the facts are damaged.
-        return False

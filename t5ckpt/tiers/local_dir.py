@@ -22,14 +22,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from t5ckpt.catalog.listing import listing, steps_in
-from t5ckpt.catalog.locate import locate_step
-from t5ckpt.errors import CheckpointNotFoundError, FormatError, LocalDirError, StorageError
-from t5ckpt.format.facts import save_id
+from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
-from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.tiers.local_lock import LocalLock
-from t5ckpt.tiers.part import save_of
+from t5ckpt.tiers.part import save_in, save_of
 
 _RUN_ID = f'{INDEX}/run_id'
 _log = logging.getLogger('t5ckpt')
@@ -212,7 +209,7 @@ class LocalDir:
     def _has_save_of(self, saves: Iterable[tuple[int, str]]) -> bool:
         """Whether the run's storage has one of these saves, so that it is the same run."""
         steps = {*steps_in(self.run)}
-        return any(step in steps and _has_save(self.run, step, save) for step, save in sorted(saves, reverse=True))
+        return any(step in steps and save_in(self.run, step) == save for step, save in sorted(saves, reverse=True))
 
     def _write_run_id(self, identity: str) -> None:
         """Writes the id to the run's storage, unless another process has written one."""
@@ -336,15 +333,6 @@ def read_run_id(run: Storage) -> str:
         return run.read(_RUN_ID).decode().strip()
     except CheckpointNotFoundError:
         return ''
-
-
-def _has_save(run: Storage, step: int, save: str) -> bool:
-    """Whether a run has this save of a step. A step that cannot be read has none."""
-    try:
-        facts = read_raw(locate_step(run, step)).facts
-    except (FormatError, CheckpointNotFoundError):
-        return False
-    return facts is not None and save_id(facts) == save
 
 
 def _cures(local: Storage) -> str:

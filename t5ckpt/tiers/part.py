@@ -14,7 +14,7 @@ from t5ckpt.catalog.facts_files import read_facts_file
 from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.errors import FormatError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.facts import decode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
@@ -169,10 +169,22 @@ def time_of_save(facts: bytes) -> float:
         return 0.0
 
 
-def save_of(storage: Storage, step: int) -> str:
-    """Identifies the save that a local directory has of a step; '' if it has none."""
+def save_in(storage: Storage, step: int) -> str:
+    """Identifies the save that a storage has of a step; '' if it has none, or the step has no facts or damaged ones.
+
+    Raises:
+      StorageError: the storage does not answer.
+    """
     try:
         return save_id(read_facts(storage, step_dir(step)))
+    except (CheckpointNotFoundError, FormatError):
+        return ''
+
+
+def save_of(storage: Storage, step: int) -> str:
+    """As :func:`save_in`, of a local directory; '' also if the disk has failed."""
+    try:
+        return save_in(storage, step)
     except T5CkptError:
         return ''
 

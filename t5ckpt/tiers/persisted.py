@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from t5ckpt.catalog.listing import has_step
-from t5ckpt.catalog.locate import locate_step
 from t5ckpt.core.text import numbered
-from t5ckpt.errors import CheckpointNotFoundError, NotPersistedError, StorageError
-from t5ckpt.format.facts import save_id
-from t5ckpt.reading.raw_files import read_raw
-from t5ckpt.storage import Storage
+from t5ckpt.errors import NotPersistedError, StorageError
 from t5ckpt.tiers.local_dir import LocalDir
-from t5ckpt.tiers.part import save_of
+from t5ckpt.tiers.part import save_in, save_of
 
 
 def check_none_waits(directory: LocalDir, not_begun: Collection[int]) -> None:
@@ -48,7 +44,7 @@ def check_in_run(directory: LocalDir, step: int, not_begun: Collection[int], rea
         why = f'it waits for its upload: {_when_begun(directory)}' if step in not_begun else reason(step)
         raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')
     save = save_of(local, step)
-    if save not in ('', _save_in_run(run, step)):
+    if save not in ('', save_in(run, step)):
         raise NotPersistedError(
             f'step {step} in {run.url()} is of another save than in {local.url()}. Save it with overwrite=True.'
         )
@@ -60,12 +56,3 @@ def _when_begun(directory: LocalDir) -> str:
     if directory.read_only:
         return 'a checkpointer with read_only=True uploads nothing.'
     return 'the upload begins with the first restore or save.'
-
-
-def _save_in_run(run: Storage, step: int) -> str:
-    """Identifies the save that the run has of a step; '' if it has been deleted."""
-    try:
-        facts = read_raw(locate_step(run, step)).facts
-    except CheckpointNotFoundError:
-        return ''
-    return '' if facts is None else save_id(facts)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from t5ckpt.catalog.layouts import ListedStep
-from t5ckpt.catalog.listing import has_step
+from t5ckpt.catalog.listing import has_step, read_facts
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.commit.transfer import CopyOptions, Transfer
@@ -26,9 +26,8 @@ from t5ckpt.errors import (
 from t5ckpt.format.facts import save_id
 from t5ckpt.format.names import step_dir
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import RawFiles, read_raw
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.part import save_of
+from t5ckpt.tiers.part import save_in, save_of
 
 _log = logging.getLogger('t5ckpt')
 # An upload must not take all connections or the processor from the training.
@@ -48,15 +47,6 @@ class NotUploadableError(Exception):
 
 class UnreadableStepError(StorageError):
     """A file of the local step cannot be read. A later attempt may succeed, if the disk has failed for a moment."""
-
-
-def is_same_save(first: Storage, second: Storage, step: int) -> bool:
-    """Whether both storages have the step, of the same save."""
-    return _is_same(*(read_raw(locate_step(storage, step)) for storage in (first, second)))
-
-
-def _is_same(first: RawFiles, second: RawFiles) -> bool:
-    return None not in (first.facts, second.facts) and save_id(first.facts or b'') == save_id(second.facts or b'')
 
 
 def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:
@@ -108,9 +98,9 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bo
 def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bool) -> int:
     """As :func:`upload`, and raises CheckpointNotFoundError if the local step is overwritten meanwhile."""
     try:
-        local_contents = _contents(local, step)
+        save = _save(local, step)
         occupant = strategy_of(run).occupant(run, step)
-        if occupant is not None and occupant.is_t5x and _is_same(local_contents, read_raw(locate_step(run, step))):
+        if occupant is not None and occupant.is_t5x and save_in(run, step) == save:
             return 0
         if occupant is not None and not (overwrite and occupant.is_t5x):
             raise NotUploadableError(f'{run.url(occupant.name)} exists, {_kind_and_cure(occupant)}')
@@ -119,9 +109,9 @@ def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, *, overwri
         raise NotUploadableError(str(error)) from error
 
 
-def _contents(local: Storage, step: int) -> RawFiles:
+def _save(local: Storage, step: int) -> str:
     try:
-        return read_raw(locate_step(local, step))
+        return save_id(read_facts(local, step_dir(step)))
     except StorageError as error:
         raise unreadable(local.url(step_dir(step)), error) from error
 

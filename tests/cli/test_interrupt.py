@@ -142,7 +142,7 @@ def test_ctrl_c_between_the_steps_of_a_run_keeps_the_first(s3, tmp_path):
     waits, is_over = threading.Event(), threading.Event()
 
     def delay(kind, key, _):
-        if kind == 'read' and '/checkpoint_2/target.' in key and key.endswith('0.0'):
+        if kind == 'read' and '/checkpoint_2/' in key and '/target.' in key and key.endswith('0.0'):
             waits.set()
             is_over.wait(DELAY_SECONDS)
 

@@ -36,9 +36,7 @@ def test_four_writers_and_any_mesh(job_and_bucket):
         request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
     ]
     assert len(written) == len(set(written))
-    at = next(index for index, key in enumerate(written) if key.endswith('/checkpoint_1/checkpoint'))
-    assert len(written[at + 1 :]) == 4, "the positions of data iterators, under T5X's names"
-    assert all('/checkpoint_1/train_ds-' in key for key in written[at + 1 :])
+    assert written[-1].endswith('/checkpoint_1/checkpoint')
     assert sum('integrity.' in key for key in written) == 4
     for shape, swap in (((2, 4), True), ((8, 1), False)):
         job.run('restore', url, shape, swap)

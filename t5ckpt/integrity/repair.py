@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 
 from t5ckpt.catalog.locate import Located, open_target
-from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.occupancy import check_room, generations_in
 from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -31,7 +32,15 @@ from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.facts import FORMAT
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
 from t5ckpt.format.manifest import takes_facts
-from t5ckpt.format.names import DATASET_REMOVED, PINNED, is_position, step_dir, without_generation
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    PINNED,
+    generation_of,
+    is_position,
+    positions_for_t5x,
+    step_dir,
+    without_generation,
+)
 from t5ckpt.format.relocation import relocated, relocated_file
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
@@ -165,11 +174,12 @@ class _RepairWriter:
                 self._check_source()
                 self._check(work)
                 self._check_source()
-                if in_place and self._target.is_file(join(self._located.directory, PINNED)):
+                if in_place and not work.generation and self._target.is_file(join(self._located.directory, PINNED)):
                     # The step may have been pinned in the meantime.
                     self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
-        return len(files) + len(self._plan.foreign) + (2 if self._plan.has_checksums else 1)
+        foreign = 0 if work.generation else sum(not generation_of(name) for name in self._plan.foreign)
+        return len(files) + foreign + (2 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
         """Checks that no process has deleted or replaced the step in the meantime.
@@ -187,6 +197,7 @@ class _RepairWriter:
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
         names = [name for name in source_files if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
+        names = self._of_the_step(names, in_bucket=bool(work.generation))
         for parent in parents_of(relocated_file(name, work.generation) for name in (*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
@@ -204,6 +215,18 @@ class _RepairWriter:
         }
         work.positions = [without_generation(name) for name in own_files if is_position(name)]
         return FileChecksums(own_files)
+
+    def _of_the_step(self, names: Sequence[str], *, in_bucket: bool) -> list[str]:
+        """Without files that would get the name of another: those of other saves, and T5X's copies of positions.
+
+        Foreign files stay where they are in a bucket, as in a copy.
+        """
+        plan = self._plan
+        own_dirs = {'', plan.facts.positions_in, *generations_in(plan.manifest), *map(generation_of, plan.checksums)}
+        left_out = {name for name in plan.foreign if in_bucket or generation_of(name)}
+        kept = [name for name in names if generation_of(name) in own_dirs and name not in left_out]
+        copies = positions_for_t5x(kept)
+        return [name for name in kept if name not in copies]
 
     def _take(self, work: Transaction, name: str) -> FileEntry:
         source, target = (

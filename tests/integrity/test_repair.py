@@ -4,6 +4,7 @@ import json
 import pathlib
 import random
 import shutil
+import uuid
 
 import jax
 import numpy as np
@@ -462,6 +463,49 @@ def test_to_memory(run_dir):
     )
 
 
+@pytest.mark.parametrize('leftover', ['t5ckpt-0000000000000000', 't5ckpt-ffffffffffffffff'])
+@pytest.mark.parametrize('place', ['in place', 'disk', 'bucket'])
+def test_in_a_bucket_only_the_files_of_the_step_are_taken(tmp_path, place, leftover):
+    """Not those of a killed save, nor T5X's copy of the position, nor a note of a user, whose names would become the same."""
+    state = {'w': np.arange(100_000, dtype=np.float32), 'step': np.int32(3)}
+    iterator = Position(7)
+    storage = open_storage(url := f'memory://{uuid.uuid4().hex}/run')
+    with t5ckpt.Checkpointer(state, None, storage, iterator) as ck:
+        ck.save(state)
+    keys = [key for key, _ in storage.walk('checkpoint_3')]
+    (own,) = {key.split('/')[1] for key in keys if '/t5ckpt-' in key}
+    for key in keys:
+        if own in key:
+            storage.write(key.replace(own, leftover), b'x' * len(storage.read(key)))
+    storage.write('checkpoint_3/train_ds-000-of-001.msgpack', b'of an older save')
+    storage.write('checkpoint_3/notes.txt', b'of a user')
+    storage.delete_file(f'checkpoint_3/{own}/w/.zarray')
+    target = {'in place': url, 'disk': tmp_path / 'out', 'bucket': f'memory://{uuid.uuid4().hex}/out'}[place]
+    report = t5ckpt.repair(url, in_place=True) if place == 'in place' else t5ckpt.repair(url, target)
+    assert report.rebuilt == (f'{own}/w/.zarray',)
+    assert t5ckpt.verify(target, full=True).ok
+    assert np.array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], state['w'])
+    iterator.at = 0
+    with t5ckpt.Checkpointer(state, None, target, iterator) as ck:
+        ck.restore()
+    assert iterator.at == 7
+    notes = [key for key, _ in open_storage(target).walk('checkpoint_3') if key.endswith('notes.txt')]
+    assert notes == ([] if place == 'bucket' else ['checkpoint_3/notes.txt'])
+
+
+class Position:
+    """A data iterator."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def get_state(self):
+        return {'at': self.at}
+
+    def set_state(self, state):
+        self.at = state['at']
+
+
 @pytest.mark.parametrize('name', ['case01', 'case03', 'case06', 'case15'])
 def test_a_checkpoint_of_t5x(golden, tmp_path, name):
     case = cases.by_name(name)
@@ -532,3 +576,18 @@ def test_the_verb(run_dir, tmp_path):
     t5ckpt_cli('repair', run_dir, '--in-place', '--yes', '--drop', 'params/edge')
     assert jax.tree.leaves(t5ckpt.load_t5x_checkpoint(run_dir))
     assert pathlib.Path(run_dir, 'checkpoint_1').is_dir()
+
+
+def test_a_pinned_step_of_a_bucket_is_not_replaced_by_its_repair():
+    """On a disk the pin moves with the step; here a pin of the old step would appear before the new one."""
+    url = f'memory://{uuid.uuid4().hex}/run'
+    state = {'w': np.arange(100_000, dtype=np.float32), 'step': np.int32(3)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=url) as ck:
+        ck.save(state)
+    storage = open_storage(url)
+    (zarray,) = [key for key, _ in storage.walk('checkpoint_3') if key.endswith('/w/.zarray')]
+    storage.delete_file(zarray)
+    t5ckpt.pin_checkpoint(f'{url}/checkpoint_3')
+    with pytest.raises(errors.StepKeptError, match='pinned'):
+        t5ckpt.repair(url, in_place=True)
+    assert storage.is_file('checkpoint_3/PINNED')

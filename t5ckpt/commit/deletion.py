@@ -133,7 +133,7 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be renamed.
     """
-    if not strategy_of(storage).can_rename:
+    if not storage.commits_by_rename:
         raise StepKeptError(f'{storage.url(step_dir(step))} cannot be renamed on this storage.')
     lease = acquire_to_hide(storage, step, clock)
     try:

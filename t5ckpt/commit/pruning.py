@@ -69,7 +69,7 @@ class Pruning:
     def _hide_batch(self, doomed: Sequence[Decision]) -> bool:
         """Hides some steps; on a file system with one listing of the leases, not one for each. See :meth:`_hide_logged`."""
         try:
-            if self._strategy.can_rename and doomed[1:]:
+            if self._storage.commits_by_rename and doomed[1:]:
                 self._leases = leases_to_hide(self._storage, [each.step for each in doomed], self._clock)
                 names = map(parse_leftover, (entry.name for entry in self._storage.entries()))
                 self._replaced = {each.step for each in names if each is not None and each.state == 'replaced'}
@@ -97,7 +97,7 @@ class Pruning:
             self.done.append(decision)
         except T5CkptError as error:
             self._log_failure(decision.step, error)
-            return self._strategy.can_rename or not isinstance(error, AccessDeniedError)
+            return self._storage.commits_by_rename or not isinstance(error, AccessDeniedError)
         return True
 
     def _log_kept(self, step: int) -> None:

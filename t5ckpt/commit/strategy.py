@@ -33,14 +33,12 @@ class CommitStrategy:
       occupant: see ``occupancy.occupant_on_disk``.
       hide: see ``by_rename.hide_by_rename``.
       prunable_steps: the steps about which a keep policy decides.
-      can_rename: whether directories can be renamed.
     """
 
     transaction: type[RenameTransaction | ManifestTransaction]
     occupant: Callable[[Storage, int], ListedStep | None]
     hide: _Hide
     prunable_steps: type[PrunableSteps]
-    can_rename: bool
 
 
 _BY_RENAME = CommitStrategy(
@@ -48,14 +46,12 @@ _BY_RENAME = CommitStrategy(
     occupant=occupant_on_disk,
     hide=hide_by_rename,
     prunable_steps=StepsOnDisk,
-    can_rename=True,
 )
 _BY_MANIFEST = CommitStrategy(
     transaction=ManifestTransaction,
     occupant=occupant_in_bucket,
     hide=hide_in_bucket,
     prunable_steps=StepsInBucket,
-    can_rename=False,
 )
 
 

@@ -42,14 +42,6 @@ _ENTRIES = frozenset(
 )
 
 _DATABASE = r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
-_ORBAX_TREE = re.compile(
-    r'_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|checkpoint|array_metadatas/process_[0-9]+'
-    rf'|{re.escape(CONVERTED_FROM)}|{_DATABASE}'
-)
-_ORBAX_ITEM = re.compile(
-    r'metadata|metrics|process_[0-9]+-of-[0-9]+\.json|(process_[0-9]+-of-[0-9]+/)?train_ds-[0-9]+-of-[0-9]+[^/]*'
-)
-_ORBAX_ARRAY = re.compile(r'([^/]+)/(?:\.zarray|zarr\.json|[0-9]+(?:\.[0-9]+)*|c(?:/[0-9]+)*)')
 _MAX_DEPTH = 20
 _LATEST_UNIX = 10**11
 
@@ -62,22 +54,6 @@ def is_orbax_entry(name: str) -> bool:
 def is_database_file(key: str) -> bool:
     """Whether it is a file of an OCDBT database, relative to the tree."""
     return re.fullmatch(_DATABASE, key) is not None
-
-
-def orbax_array(key: str) -> str | None:
-    """The directory of the zarr array to which a file of Orbax belongs, relative to the tree; None for any other name."""
-    match = _ORBAX_ARRAY.fullmatch(key)
-    return None if match is None else match.group(1)
-
-
-def is_orbax_key(key: str, *, in_item: bool) -> bool:
-    """Whether Orbax writes files with this name; not for chunks of zarr arrays.
-
-    Args:
-      key: relative to the item's directory with ``in_item``, else to the step's.
-      in_item: whether it is in the directory of an item.
-    """
-    return _ORBAX_TREE.fullmatch(key) is not None or (in_item and _ORBAX_ITEM.fullmatch(key) is not None)
 
 
 def orbax_object(data: bytes, where: str) -> dict[str, Any]:

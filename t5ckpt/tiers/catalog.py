@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from t5ckpt.catalog.listing import dataset_steps_in, has_step, listing, newest, steps_in
 from t5ckpt.catalog.step_summaries import summaries
-from t5ckpt.commit.deletion import decide_deletion, delete_step
+from t5ckpt.commit.deletion import check_deletable, delete_step
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.removal import kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
@@ -263,7 +262,7 @@ class TierCatalog(StepCatalog):
         """
         tiers = self._tiers_with(step)
         for storage in tiers:
-            self._check_not_kept(storage, step)
+            check_deletable(storage, step, self.clock, even_waiting=True)
         try:
             for storage in tiers or [self.run]:
                 delete_step(storage, step, self.clock, even_waiting=True)
@@ -271,11 +270,6 @@ class TierCatalog(StepCatalog):
             if tiers:
                 raise
             raise self.no_step(step) from error
-
-    def _check_not_kept(self, storage: Storage, step: int) -> None:
-        decision = decide_deletion(storage, step, self.clock, even_waiting=True)
-        if decision.keep:
-            raise kept_error(storage, step, decision.reason, 'deleted')
 
     def _tiers_with(self, step: int) -> Sequence[Storage]:
         """The storages that have a step; the run's first, since that one may not answer."""

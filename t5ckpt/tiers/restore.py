@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from t5ckpt.catalog.listing import has_step
-from t5ckpt.commit.deletion import rename_damaged
+from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.text import without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -78,8 +78,8 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
                 fetched, is_local = found or 0, found is not None
                 with catalog.noting_damage(step, *([] if is_local else [catalog.run])):
                     restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
-            if not is_local:
-                _put_damaged_aside(catalog, step)
+            if not is_local and not catalog.read_only:
+                try_to_rename_damaged(catalog.local, step, catalog.clock)
     if request.call.step is None and step is not None:
         for each, reason in sorted(catalog.unusable().items()):
             if each > step or (each == step and not choice.is_local):
@@ -125,16 +125,3 @@ def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
     if nbytes is None:
         _log.warning('t5ckpt: step %d is read from %s', step, catalog.run.url())
     return nbytes
-
-
-def _put_damaged_aside(catalog: TierCatalog, step: int) -> None:
-    """Renames a damaged local step that is complete in the run's storage."""
-    if catalog.read_only:
-        return
-    where = catalog.local.url(step_dir(step))
-    try:
-        aside = rename_damaged(catalog.local, step, catalog.clock)
-    except T5CkptError as error:
-        _log.warning('t5ckpt: %s is damaged, and could not be renamed: %s', where, error)
-    else:
-        _log.error('t5ckpt: %s is damaged and was renamed to %s', where, catalog.local.url(aside))

@@ -51,7 +51,6 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
-    DATASET_REMOVED,
     MANIFEST,
     PINNED,
     file_checksums_name,
@@ -110,7 +109,7 @@ class ManifestTransaction(Transaction):
             raise _already_committed(storage, occupant.name, 'saved')
         self._has_others, self._overwrites = True, occupant is not None
         if occupant is None:
-            self._remove_keys(lambda key: key in (PINNED, DATASET_REMOVED))
+            self._remove_keys(lambda key: key == PINNED)
 
     def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
         keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]

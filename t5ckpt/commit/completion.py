@@ -18,11 +18,9 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import StorageError
 from t5ckpt.format.names import (
-    DATASET_REMOVED,
     MANIFEST,
     generation_dir,
     generation_of,
-    is_position,
     positions_for_t5x,
     step_dir,
     superseded,
@@ -53,17 +51,14 @@ def complete_step(storage: Storage, step: int, lease: WriteLease) -> None:
     keys = keys_below(storage, located.directory)
     written = {generation_dir(other.nonce) for other in write_leases_of(storage, step)}
     raw = read_raw(located, checksums=True)
-    stale: set[str] = set()
     if raw.facts is not None:
         listed = {*listed_files(located, raw), *raw.versions}
         # Without positions that were removed, so that T5X's names for them are of the checkpoint that was replaced.
         current = listed.intersection(keys)
-        if not any(map(is_position, listed - current)):
-            stale = {DATASET_REMOVED}.intersection(keys)
     else:
         named = {'', *generations_in(raw.manifest or b'')}
         current = {key for key in keys if generation_of(key) in named}
-    doomed = stale | {key for key in superseded(keys, current) if generation_of(key) not in written}
+    doomed = {key for key in superseded(keys, current) if generation_of(key) not in written}
     if not lease.is_ours():
         raise StorageError(errno.EBUSY, f'{located.url} was taken over by another process in the meantime')
     storage.delete_files([join(located.directory, key) for key in sorted(doomed)])

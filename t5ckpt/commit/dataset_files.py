@@ -51,7 +51,7 @@ def remove_old_datasets(
         if step == just_saved or step in waiting or is_pinned(storage, step_dir(step)):
             continue
         try:
-            _remove(storage, step, files[step], clock)
+            _remove(storage, step, clock)
         except StepKeptError as error:
             _log.info('t5ckpt: %s', error)
         except (StepTakenError, CheckpointNotFoundError):
@@ -61,7 +61,7 @@ def remove_old_datasets(
             _log.warning('t5ckpt: could not delete the iterator state of step %d: %s', step, error)
 
 
-def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -> None:
+def _remove(storage: Storage, step: int, clock: Clock) -> None:
     """Removes the files, under the write lease of the step.
 
     Raises:
@@ -75,24 +75,27 @@ def _remove(storage: Storage, step: int, names: Collection[str], clock: Clock) -
         check_not_kept(storage, step, lease.read_steps, 'stripped of its iterator state')
         if not storage.is_file(join(directory, MANIFEST)):
             return
-        # First, so that a verification does not report the missing files as damage.
-        storage.write(join(directory, DATASET_REMOVED), b'')
         # Those of the save first: T5X's names find the rest after a crash.
         generations = [name for name in storage.names(directory, GENERATION_PREFIX) if generation_of(name)]
-        own = [
-            join(each, name) for each in generations for name in storage.names(join(directory, each), TRAIN_DS_PREFIX)
-        ]
-        for name in (*own, *names):
-            key = join(directory, name)
-            # Some iterators write directories.
-            remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
-            remove(key)
+        for parent in (*(join(directory, name) for name in generations), directory):
+            _remove_positions(storage, parent, storage.names(parent, TRAIN_DS_PREFIX))
     except StorageError:
         # The request may arrive after the step is deleted, and leave a file in it.
         lease.linger()
         raise
     finally:
         lease.leave()
+
+
+def _remove_positions(storage: Storage, directory: str, names: Collection[str]) -> None:
+    if names:
+        # First, so that a verification does not report the missing files as damage.
+        storage.write(join(directory, DATASET_REMOVED), b'')
+    for name in names:
+        key = join(directory, name)
+        # Some iterators write directories.
+        remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
+        remove(key)
 
 
 def dataset_count(keep: int | None) -> int | None:

@@ -33,20 +33,21 @@ from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, en
 from t5ckpt.format.manifest import file_with_facts, takes_facts
 from t5ckpt.format.names import (
     COPIES,
-    DATASET_REMOVED,
     PINNED,
     foreign_keys,
     generation_of,
     is_facts_file,
     is_file_checksums,
     is_position,
+    is_removal_mark,
     part_of,
     part_text,
     positions_for_t5x,
+    removal_marks,
     step_dir,
     without_generation,
 )
-from t5ckpt.format.relocation import relocated_file
+from t5ckpt.format.relocation import relocated
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import read_raw
@@ -190,7 +191,7 @@ class Transfer:
         if facts is not None:
             # Without the files of other programs, those of other saves of the step, and T5X's names of positions.
             left_out |= {*foreign_keys(sizes)} - checksums.keys() - {self._manifest_name}
-            own_files = {*checksums, self._manifest_name, DATASET_REMOVED}
+            own_files = {*checksums, self._manifest_name, *removal_marks(checksums)}
             sizes = {key: size for key, size in sizes.items() if key in own_files}
         self._compare(self._manifest_name, manifest, checksums)
         self._check_none_lost(checksums, sizes, is_part=is_part)
@@ -209,7 +210,7 @@ class Transfer:
                 raise UnsupportedFormatError(
                     f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
                 )
-            renamed = {name: relocated_file(name, work.generation) for name in names}
+            renamed = {name: relocated(name, work.generation) for name in names}
             with self._source.reading('copied'):
                 moved = self._copy_all(
                     {name: join(work.directory, target) for name, target in renamed.items()},
@@ -231,11 +232,11 @@ class Transfer:
             return
         written = self._from.modified(join(self._base, self._manifest_name))
         base = Facts(completeness='unknown', created_unix=written and round(written, 3))
-        files = {renamed[name]: entry for name, entry in self._entries.items() if name != DATASET_REMOVED}
+        files = {renamed[name]: entry for name, entry in self._entries.items() if not is_removal_mark(name)}
         work.commit_with_checksums(manifest, base, counts_of(files), files, directories)
 
     def _check_none_lost(self, checksums: FileChecksums, sizes: Mapping[str, Any], *, is_part: bool) -> None:
-        removed = filter(is_position, checksums) if DATASET_REMOVED in sizes else ()
+        removed = filter(is_position, checksums) if any(map(is_removal_mark, sizes)) else ()
         lost = sorted(checksums.keys() - sizes.keys() - {*removed})
         if lost:
             part = part_of(checksums.lists, sizes) if is_part else None

@@ -12,7 +12,7 @@ t5ckpt's names:
     integrity.<process>.json               the file checksums of a process
     t5ckpt.json                            the facts: before the commit those of its writer; in the earlier layout, of the step
     copies.json                            in a local directory, the checksums of the files that others upload
-    DATASET_REMOVED                        retention has deleted the files of data iterators
+    DATASET_REMOVED                        retention has deleted the files of data iterators beside it
     checkpoint_<step>.deleted-<unix>       a step that is being deleted
     checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
@@ -32,6 +32,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable
 
+from t5ckpt.core.keys import join
 from t5ckpt.core.text import numbered
 
 MANIFEST = 'checkpoint'
@@ -258,6 +259,16 @@ def is_position(key: str) -> bool:
     return without_generation(key).startswith(TRAIN_DS_PREFIX)
 
 
+def is_removal_mark(key: str) -> bool:
+    """Whether a file says that the states of data iterators beside it are gone on purpose."""
+    return without_generation(key) == DATASET_REMOVED
+
+
+def removal_marks(files: Collection[str]) -> set[str]:
+    """The names of the marks beside some files, see :func:`is_removal_mark`."""
+    return {join(generation_of(file), DATASET_REMOVED) for file in files}
+
+
 def positions_for_t5x(keys: Collection[str]) -> dict[str, str]:
     """From T5X's name of the state of a data iterator to the key of the save's own, for those in a :func:`generation_dir`."""
     return {without_generation(key): key for key in keys if generation_of(key) and is_position(key)}
@@ -287,8 +298,8 @@ def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str
     """
     if not any(generation_of(key) or is_bucket_facts_file(key) for key in keys):
         return set()
-    fixed = {MANIFEST, PINNED, DATASET_REMOVED, *current_files, *positions_for_t5x(current_files), *foreign_keys(keys)}
-    return {key for key in keys if key not in fixed}
+    of_step = {MANIFEST, PINNED, *current_files, *removal_marks(current_files), *positions_for_t5x(current_files)}
+    return {*keys} - of_step - {*foreign_keys(keys)}
 
 
 def part_of(lists: Collection[str], names: Collection[str]) -> str | None:

@@ -18,17 +18,12 @@ from t5ckpt.format.array_spec import is_spec, location_of
 from t5ckpt.format.facts import decode_facts, encode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import STREAM_ITEM, unpack
-from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, without_generation
+from t5ckpt.format.names import MANIFEST, without_generation
 
 
 def relocated(name: str, generation: str) -> str:
     """The name of a file of a step, or of an array's directory, in a copy with this ``generation_dir``, or '' without one."""
     return join(generation, without_generation(name))
-
-
-def relocated_file(name: str, generation: str) -> str:
-    """As :func:`relocated`, for any file but the manifest."""
-    return relocated(name, '' if name == DATASET_REMOVED else generation)
 
 
 def relocated_manifest(manifest: bytes, generation: str, where: str) -> bytes:

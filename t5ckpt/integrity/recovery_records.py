@@ -20,13 +20,13 @@ from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import Manifest, decode_manifest, split_facts
 from t5ckpt.format.names import (
-    DATASET_REMOVED,
     MANIFEST,
     PINNED,
     generation_of,
     is_facts_file,
     is_file_checksums,
     is_position,
+    is_removal_mark,
     positions_for_t5x,
 )
 from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
@@ -173,7 +173,7 @@ def _json(data: bytes) -> Mapping[str, Any] | None:
 
 def is_own(name: str) -> bool:
     """Whether a file is metadata of the checkpoint, and not of an array or an iterator."""
-    return name in {MANIFEST, PINNED, DATASET_REMOVED} or is_file_checksums(name) or is_facts_file(name)
+    return name in {MANIFEST, PINNED} or is_removal_mark(name) or is_file_checksums(name) or is_facts_file(name)
 
 
 def files_of(located: Located) -> list[str]:

@@ -33,15 +33,14 @@ from t5ckpt.format.facts import FORMAT
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
 from t5ckpt.format.manifest import takes_facts
 from t5ckpt.format.names import (
-    DATASET_REMOVED,
     PINNED,
     generation_of,
     is_position,
-    positions_for_t5x,
+    is_removal_mark,
     step_dir,
     without_generation,
 )
-from t5ckpt.format.relocation import relocated, relocated_file
+from t5ckpt.format.relocation import relocated
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.recovery_records import below, files_of, is_own, source_of
 from t5ckpt.integrity.repair_plan import RepairOptions, RepairPlan, plan_repair, unrecoverable_error
@@ -161,6 +160,8 @@ class _RepairWriter:
         self._step = step
         self._clock = clock
         self._files = CheckpointFiles.at(located.storage, located.directory)
+        # The copied files that do not belong to the step.
+        self._foreign: list[str] = []
 
     def run(self, in_place: bool) -> int:
         """Writes, verifies and commits; returns the number of files."""
@@ -178,8 +179,7 @@ class _RepairWriter:
                     # The step may have been pinned in the meantime.
                     self._target.write(join(work.directory, PINNED), self._files.read(PINNED))
             self._commit(work, files)
-        foreign = 0 if work.generation else sum(not generation_of(name) for name in self._plan.foreign)
-        return len(files) + foreign + (2 if self._plan.has_checksums else 1)
+        return len(files) + len(self._foreign) + (2 if self._plan.has_checksums else 1)
 
     def _check_source(self) -> None:
         """Checks that no process has deleted or replaced the step in the meantime.
@@ -196,9 +196,10 @@ class _RepairWriter:
         source_files = files_of(self._located)
         # Without the files in a directory that has the name of a rebuilt file.
         gone = below(source_files, {*self._plan.left_out, *self._plan.zarrays})
-        names = [name for name in source_files if name not in gone and (name == DATASET_REMOVED or not is_own(name))]
+        names = [name for name in source_files if name not in gone and (is_removal_mark(name) or not is_own(name))]
         names = self._of_the_step(names, in_bucket=bool(work.generation))
-        for parent in parents_of(relocated_file(name, work.generation) for name in (*names, *self._plan.zarrays)):
+        self._foreign = [name for name in names if name in self._plan.foreign]
+        for parent in parents_of(relocated(name, work.generation) for name in (*names, *self._plan.zarrays)):
             self._target.make_dir(join(work.directory, parent))
         files: dict[str, FileEntry] = {}
         for name, entry in in_threads(names, lambda name: self._take(work, name)):
@@ -206,10 +207,10 @@ class _RepairWriter:
                 raise entry
             files[name] = entry
         for name, data in self._plan.zarrays.items():
-            self._target.write(join(work.directory, relocated_file(name, work.generation)), data)
+            self._target.write(join(work.directory, relocated(name, work.generation)), data)
             files[name] = entry_of(data)
         own_files = {
-            relocated_file(name, work.generation): entry
+            relocated(name, work.generation): entry
             for name, entry in files.items()
             if not is_own(name) and name not in self._plan.foreign
         }
@@ -217,7 +218,7 @@ class _RepairWriter:
         return FileChecksums(own_files)
 
     def _of_the_step(self, names: Sequence[str], *, in_bucket: bool) -> list[str]:
-        """Without files that would get the name of another: those of other saves, and T5X's copies of positions.
+        """Without files of other saves, and without those that would get the name of a file from the directory of the save.
 
         Foreign files stay where they are in a bucket, as in a copy.
         """
@@ -225,13 +226,14 @@ class _RepairWriter:
         own_dirs = {'', plan.facts.positions_in, *generations_in(plan.manifest), *map(generation_of, plan.checksums)}
         left_out = {name for name in plan.foreign if in_bucket or generation_of(name)}
         kept = [name for name in names if generation_of(name) in own_dirs and name not in left_out]
-        copies = positions_for_t5x(kept)
-        return [name for name in kept if name not in copies]
+        # T5X's copies of positions, and files of a checkpoint that was replaced.
+        taken = {_top(without_generation(name)) for name in (*kept, *plan.zarrays) if generation_of(name)}
+        return [name for name in kept if _top(name) not in taken]
 
     def _take(self, work: Transaction, name: str) -> FileEntry:
         source, target = (
             join(self._located.directory, name),
-            join(work.directory, relocated_file(name, work.generation)),
+            join(work.directory, relocated(name, work.generation)),
         )
         if self._target.link_from(self._located.storage, source, target):
             entry = self._files.digest(name)
@@ -247,7 +249,7 @@ class _RepairWriter:
 
     def _commit(self, work: Transaction, files: FileChecksums) -> None:
         plan = self._plan
-        directories = parents_of((*files, *(relocated_file(name, work.generation) for name in plan.foreign)))
+        directories = parents_of((*files, *(relocated(name, work.generation) for name in self._foreign)))
         manifest, _ = work.relocated(plan.manifest, None, self._located.url)
         if not (plan.has_checksums or (work.generation and takes_facts(manifest))):
             work.commit(manifest, None, directories)
@@ -292,3 +294,8 @@ class _RepairWriter:
                 damages.append(Damage('undecodable', array.file(chunk_index), str(error), array.name, chunk_index))
         if damages:
             raise unrecoverable_error(damages)
+
+
+def _top(name: str) -> str:
+    """The first component of a name."""
+    return name.partition('/')[0]

@@ -47,6 +47,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     part_of,
     positions_for_t5x,
+    removal_marks,
     step_dir,
     superseded,
 )
@@ -61,7 +62,7 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
-_OWN = {MANIFEST, COPIES, PINNED, DATASET_REMOVED}
+_OWN = {MANIFEST, COPIES, PINNED}
 
 
 @checks_kinds
@@ -354,7 +355,7 @@ class _Check:
         for array in self.unlisted:
             self.sizes |= array.sizes
             self.findings.damages += array.damages
-        expected_files = {*expected, *self.sizes, *_OWN, *positions_for_t5x(expected)}
+        expected_files = {*expected, *self.sizes, *_OWN, *removal_marks(expected), *positions_for_t5x(expected)}
         used = {name.partition('/')[0] for name in (*self.checksums, *self.findings.leaves)}
         unknown_files = [
             *(name for name in listed_sizes if name not in expected_files),
@@ -369,7 +370,7 @@ class _Check:
         return (
             name not in sizes
             and is_position(name)
-            and self.located.storage.kind(join(self.located.directory, DATASET_REMOVED)) == 'file'
+            and self.located.storage.kind(join(self.located.directory, generation_of(name), DATASET_REMOVED)) == 'file'
         )
 
     def _entries(self, directory: str) -> list[Entry]:

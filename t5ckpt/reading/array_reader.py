@@ -209,7 +209,7 @@ class ArrayReader:
         names = [join(parent, name) for name in self._storage.names(join(self._directory, parent), beginning)]
         for name in names:
             self._files.check(name, name)
-        removed = not names and self._storage.kind(join(self._directory, DATASET_REMOVED)) == 'file'
+        removed = not names and self._storage.kind(join(self._directory, parent, DATASET_REMOVED)) == 'file'
         if self._checks is not None and not removed:
             for file in self._checks.listed(prefix):
                 self._checks.check(file, 'data iterator')

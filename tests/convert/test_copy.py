@@ -22,7 +22,7 @@ from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.format.facts import save_id
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.format.names import generation_of, is_position, without_generation
+from t5ckpt.format.names import generation_of, is_position, is_removal_mark, without_generation
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -380,7 +380,31 @@ def test_the_position_of_a_replaced_step_is_not_restored(tmp_path):
             ck.restore()
         assert iterator.at == (7 if new == 'with' else 0), (new, old)
         assert sum(is_position(name) for name in files(url)) == (2 if new == 'with' else 0)
-        assert ('DATASET_REMOVED' in files(url)) == (new == 'removed')
+        assert any(map(is_removal_mark, files(url))) == (new == 'removed')
+
+
+def test_a_copy_that_is_cut_off_hides_no_lost_position_of_the_step_it_was_to_replace(tmp_path):
+    """The source has removed positions, and says so in the directory of the copy."""
+    with t5ckpt.Checkpointer(STATE, None, tmp_path, Iterator(7), keep=None, keep_dataset_checkpoints=1) as ck:
+        for step in (3, 4):
+            ck.save(STATE | {'step': np.int32(step)})
+    url = f'memory://{uuid.uuid4().hex}/run'
+    storage = open_storage(url)
+    with t5ckpt.Checkpointer(STATE, None, storage, Iterator(7)) as ck:
+        ck.save(STATE | {'step': np.int32(3)})
+    lost = [name for name in files(url) if is_position(name)]
+
+    class Dying(FaultyStorage):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            if key == 'checkpoint_3/checkpoint' and name.startswith(('write', 'replace', 'create')):
+                raise errors.StorageError(errno.EIO, 'the process has died')
+
+    with pytest.raises(errors.StorageError):
+        t5ckpt.copy_checkpoint(tmp_path, Dying(storage), 3, options=t5ckpt.CopyOptions(overwrite=True))
+    for name in lost:
+        storage.delete_file(f'checkpoint_3/{name}')
+    assert any(damage.kind == 'missing' for damage in t5ckpt.verify(url).damages)
 
 
 def test_a_save_that_replaces_a_step_and_is_killed_leaves_no_position_of_it(tmp_path):

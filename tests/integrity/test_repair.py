@@ -466,7 +466,7 @@ def test_to_memory(run_dir):
 @pytest.mark.parametrize('leftover', ['t5ckpt-0000000000000000', 't5ckpt-ffffffffffffffff'])
 @pytest.mark.parametrize('place', ['in place', 'disk', 'bucket'])
 def test_in_a_bucket_only_the_files_of_the_step_are_taken(tmp_path, place, leftover):
-    """Not those of a killed save, nor T5X's copy of the position, nor a note of a user, whose names would become the same."""
+    """Not those of a killed save, of a replaced step of T5X, T5X's copy of the position: their names would become the same."""
     state = {'w': np.arange(100_000, dtype=np.float32), 'step': np.int32(3)}
     iterator = Position(7)
     storage = open_storage(url := f'memory://{uuid.uuid4().hex}/run')
@@ -477,6 +477,7 @@ def test_in_a_bucket_only_the_files_of_the_step_are_taken(tmp_path, place, lefto
     for key in keys:
         if own in key:
             storage.write(key.replace(own, leftover), b'x' * len(storage.read(key)))
+            storage.write(key.replace(f'{own}/', ''), b'x' * len(storage.read(key)))
     storage.write('checkpoint_3/train_ds-000-of-001.msgpack', b'of an older save')
     storage.write('checkpoint_3/notes.txt', b'of a user')
     storage.delete_file(f'checkpoint_3/{own}/w/.zarray')

@@ -57,7 +57,7 @@ def load_t5x_checkpoint(
     Args:
       path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
-      state_transformation_fns: called in order with (state, {}) before arrays are read; stored arrays are spec dicts.
+      state_transformation_fns: called in order with (state, {}) before arrays are read, see :meth:`Checkpointer.restore`.
       remap: False skips the transformations, as in T5X, with a warning if there are any.
       restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
       lazy_parameters: returns LazyArrays, which are read by ``get``.

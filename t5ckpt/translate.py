@@ -121,7 +121,7 @@ def apply_assignment_map(
     checkpoint. Leaves without a rule keep their names.
 
     Args:
-      ckpt_optimizer_state: the checkpoint's state, nested dicts; spec dicts are leaves.
+      ckpt_optimizer_state: the checkpoint's state, nested dicts.
       optimizer_state: the template's state.
       assignment_map: (pattern, replacement or None), in order. A pattern is text or compiled.
       require_all_rules_match: whether a pattern that matches nothing is an error.
@@ -174,7 +174,7 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
     Pass it in ``state_transformation_fns`` of a restore. A warning in the log names the leaves that were left out.
 
     Args:
-      state_dict: the checkpoint's state, nested dicts; spec dicts are leaves.
+      state_dict: the checkpoint's state, nested dicts.
       intersect_state_dict: the template's state.
 
     Returns:

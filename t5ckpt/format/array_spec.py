@@ -50,13 +50,7 @@ _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 
 
 
 class SpecDict(dict[str, Any]):
-    """A TensorStore spec in the manifest.
-
-    A restore transform may move it, and may test its keys as T5X's transforms do. It is a separate class so that
-    ``jax.tree.map`` and the functions of this package treat it as one leaf and not as a nested dict.
-    """
-
-    array: StoredArray | None = None
+    """A TensorStore spec in the manifest; a separate class, so that it is one leaf and not a nested dict."""
 
 
 class ArrayLayout(enum.Enum):
@@ -183,8 +177,6 @@ def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
       CorruptCheckpointError: fields missing or of the wrong type.
       UnsupportedFormatError: a transform that is not the identity, or an unknown dtype.
     """
-    if isinstance(spec, SpecDict) and spec.array is not None:
-        return spec.array
     unknown = sorted(map(str, set(spec) - _ALLOWED_SPEC_KEYS))
     if unknown or spec['driver'] != 'zarr':
         raise UnsafeSpecError(
@@ -319,7 +311,10 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk."""
+    """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk.
+
+    A restore transform moves it. It is no mapping, so that functions that rebuild nested dicts treat it as one leaf.
+    """
 
     array: StoredArray
     dtype: np.dtype
@@ -329,12 +324,16 @@ class StoredLeaf:
         """The array's shape."""
         return self.array.shape
 
+    def __deepcopy__(self, memo: object) -> StoredLeaf:
+        # The facts of a leaf follow its identity.
+        return self
+
 
 def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> LeafTable:
     """Parses the specs of a (possibly transformed) manifest.
 
     Args:
-      table: with specs, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
+      table: with specs, StoredArray, StoredLeaf, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
       version: the manifest's.
       tree_facts: of the checkpoint.
 
@@ -346,7 +345,7 @@ def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> 
     """
     return {
         path: stored_leaf(value, version, tree_facts, path)
-        if not isinstance(value, np.ndarray) and is_spec(value)
+        if isinstance(value, StoredArray) or (not isinstance(value, np.ndarray) and is_spec(value))
         else value
         for path, value in table.items()
     }
@@ -362,10 +361,10 @@ def with_facts(table: LeafTable, tree_facts: TreeFacts) -> LeafTable:
     return full | empties
 
 
-def stored_leaf(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, path: Path) -> StoredLeaf:
-    """Parses one spec and determines the dtype after reading."""
+def stored_leaf(spec: StoredArray | Mapping[str, Any], version: int, tree_facts: TreeFacts, path: Path) -> StoredLeaf:
+    """Parses one spec, unless it is parsed, and determines the dtype after reading."""
     name = leaf_name(path)
-    array = parse_spec(spec, version, name)
+    array = spec if isinstance(spec, StoredArray) else parse_spec(spec, version, name)
     if array.bits_of is not None:
         return StoredLeaf(array, array.bits_of)
     dtype_name = tree_facts.stored.get(array.location)

@@ -58,7 +58,7 @@ class Manifest:
 
     Attributes:
       version: 3, 2, 1, or 0 if the file has none.
-      state: nested dicts; leaves are arrays, numpy scalars, None, :class:`SpecDict`, or an empty dict.
+      state: nested dicts; leaves are arrays, numpy scalars, None, :class:`SpecDict`, :class:`StoredArray`, or an empty dict.
     """
 
     version: int

@@ -48,7 +48,7 @@ from t5ckpt.tree.leaves import KeyData, as_key_data
 
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, leave its entry t5ckpt out and remove integrity.*.json.'
 _TRANSFORM_NOTE = (
-    'A state transformation runs before arrays are read, so stored arrays are dicts in it, as in T5X. '
+    'A state transformation runs before arrays are read, so a stored array is an object with a shape and a dtype in it. '
     't5ckpt.open_checkpoint(path)[leaf][...] reads the values of one.'
 )
 
@@ -259,9 +259,10 @@ def leaves_of(
       FormatError: a spec is not accepted.
     """
     manifest, tree_facts = contents.manifest, contents.facts.tree
-    before = with_facts(flatten_nested(manifest.state, is_spec), tree_facts)
+    table = with_facts(flatten_nested(manifest.state, is_spec), tree_facts)
+    before = checkpoint_leaves(table, manifest.version, tree_facts)
     if not transforms:
-        return checkpoint_leaves(before, manifest.version, tree_facts), tree_facts
+        return before, tree_facts
     state: Any = unflatten(before)
     for fn in transforms:
         try:

@@ -112,7 +112,11 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | N
 
 def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
     """The implementations of the typed keys of a tree, by path. Orbax records them since 0.12."""
-    names = {'.'.join(path): path for path, leaf in table.items() if is_spec(leaf) and leaf['dtype'] == 'uint32'}
+    names = {
+        '.'.join(path): path
+        for path, leaf in table.items()
+        if isinstance(leaf, StoredArray) and leaf.dtype.name == 'uint32'
+    }
     directory = join(item, ARRAY_METADATA)
     # All processes of a job record the same.
     record = next(iter(files.storage.entries(join(files.directory, directory))), None) if names else None
@@ -262,7 +266,7 @@ def _has_placeholders(state: Mapping[str, Any]) -> bool:
 
 
 def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxContents | None:
-    """A manifest with the spec of its array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
+    """A manifest with the array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
     if not _has_placeholders(manifest.state):
         return None
     table = flatten_nested(manifest.state, is_spec)
@@ -282,7 +286,7 @@ def array_leaves(
     zarr3: bool,
     stores_all: bool = False,
     unread: dict[Path, str] | None = None,
-) -> dict[Path, SpecDict]:
+) -> dict[Path, StoredArray]:
     """Opens the metadata of all arrays of an item concurrently.
 
     Args:
@@ -313,7 +317,7 @@ def array_leaves(
         store = ts.KvStore.open(kvstore, context=storage.context()).result()
         futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
         contents = {path: future.result() for path, future in futures.items()}
-    leaves: dict[Path, SpecDict] = {}
+    leaves: dict[Path, StoredArray] = {}
     for path, result in contents.items():
         name = by_path[path]
         if result.state != 'value':
@@ -331,9 +335,7 @@ def array_leaves(
             unread[path] = array
         if array is None or isinstance(array, str):
             continue
-        spec = SpecDict(driver=layout.driver, dtype=array.dtype.name, kvstore={}, metadata={'shape': list(array.shape)})
-        spec.array = dataclasses.replace(array, stores_all=stores_all)
-        leaves[path] = spec
+        leaves[path] = dataclasses.replace(array, stores_all=stores_all)
     return leaves
 
 

@@ -20,7 +20,7 @@ from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.safetensors import (
@@ -252,14 +252,11 @@ def decode_tensors(data: bytes) -> Manifest:
     table: dict[Path, Any] = {}
     for file, (size, tensors) in json.loads(data).items():
         for name, dtype, shape, offset in tensors:
-            path = path_of(name)
-            spec = SpecDict(driver='safetensors', dtype=dtype, kvstore={}, metadata={'shape': shape})
-            spec.array = StoredArray(
+            table[path_of(name)] = StoredArray(
                 file,
                 tuple(shape),
                 dtype_from_name(dtype),
                 metadata={'offset': offset, 'file_bytes': size},
                 layout=ArrayLayout.BYTE_RANGE,
             )
-            table[path] = spec
     return Manifest(3, unflatten(table))

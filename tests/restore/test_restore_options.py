@@ -956,7 +956,7 @@ def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
 
     with pytest.raises(TypeError) as raised:
         reader.restore(state_transformation_fns=[half])
-    assert 'stored arrays are dicts in it, as in T5X' in raised.value.__notes__[0]
+    assert 'a stored array is an object with a shape and a dtype in it' in raised.value.__notes__[0]
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/w', 'params/old')])
     with pytest.raises(MissingLeaves) as missing:
         reader.restore(state_transformation_fns=[rename])

@@ -450,7 +450,6 @@ class Checkpointer:
                 f'the checkpointer of {self.checkpoints_dir} is closed: it does not wait for saves or report their errors. '
                 'Save inside the with block, or before close().'
             )
-        self.wait_until_finished()
         save_round = self._round('a save' if call.step is None else f'the save of step {call.step}')
         with save_round.failing_together(Phase.PLAN):
             self.check_for_errors()
@@ -458,8 +457,7 @@ class Checkpointer:
             self._tiers.begin_save()
             step, policy = step_to_save(state, table, call.step), self._retention.policy
             request = SaveRequest(
-                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here(),
-                restored_step=self.restored_step,
+                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here()
             )  # fmt: skip
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
@@ -485,9 +483,8 @@ class Checkpointer:
         return self._round(action).reduce_on_leader(Phase.AGREE, note, decide)
 
     def _round(self, action: str) -> CoordinationRound:
-        if self._coordinator.processes_of_job().count > 1:
-            # Rounds must not overlap: a round removes the keys of the previous one.
-            self.wait_until_finished()
+        # A restore finds the step of the save that is running; and a round removes the keys of the previous one.
+        self.wait_until_finished()
         return self._coordinator.round(action)
 
     def wait_until_finished(self) -> None:
@@ -545,7 +542,7 @@ class Checkpointer:
         restore_iterator: bool = True,
         resize: Patterns | None = None,
     ) -> Any:
-        """Restores a train state of the constructor's structure.
+        """Restores a train state of the constructor's structure, when a save in the background is complete.
 
         Args:
           step: which step of ``checkpoints_dir``; None takes the latest. Step 0 is a step.
@@ -777,7 +774,6 @@ class Checkpointer:
         """
         step_to_delete = integer('step', step)
         self._refuse_if_read_only(f'delete step {step_to_delete}')
-        self.wait_until_finished()
 
         def decide(votes: Sequence[Any]) -> tuple[int | None, bool]:
             steps, refusals, parts = zip(*votes, strict=True)

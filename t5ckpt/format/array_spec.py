@@ -313,7 +313,7 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
 class StoredLeaf:
     """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk.
 
-    A restore transform moves it. It is no mapping, so that functions that rebuild nested dicts treat it as one leaf.
+    A restore transform moves it. It is not a mapping, so that functions that rebuild nested dicts treat it as one leaf.
     """
 
     array: StoredArray

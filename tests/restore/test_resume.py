@@ -441,16 +441,6 @@ def test_the_restored_step_is_known_after_each_way_to_restore(tmp_path):
             assert ck.restored_step == step
 
 
-def test_a_loop_that_saves_the_restored_step_first_is_not_warned(tmp_path, caplog):
-    run_with(tmp_path, [1, 2])
-    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
-        state = restore_or_init(ck, must_not_run)
-        assert ck.save(state) is None
-        assert [record for record in caplog.records if record.levelname == 'WARNING'] == []
-        assert ck.save(state, step=1) is None
-    assert re.search(r'step 1 \(.*already exists\); save\(\.\.\., overwrite=True\) replaces it', caplog.text)
-
-
 def test_going_back_to_an_older_step_says_what_a_restart_takes(tmp_path, caplog):
     run_with(tmp_path, [10, 20, 30])
     with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:

@@ -139,6 +139,38 @@ def test_a_second_save_waits_for_the_first(tmp_path):
     assert all(half == sorted(half) and half[-1][0] == half[-1][1] for half in halves)
 
 
+RESTORES = {
+    'restore': lambda ck, tmp_path: ck.restore(),
+    'restore of the step': lambda ck, tmp_path: ck.restore(2),
+    'restore of the run': lambda ck, tmp_path: ck.restore(path=tmp_path / 'run'),
+    'restore_or_init': lambda ck, tmp_path: t5ckpt.restore_or_init(ck, None),
+}
+
+
+@pytest.mark.parametrize('tiers', [False, True])
+@pytest.mark.parametrize('how', RESTORES)
+def test_a_restore_waits_for_the_save_in_the_background(tmp_path, how, tiers):
+    """Otherwise it returns an older step, and restore_or_init begins a new run (flowgym#51)."""
+    state = {'w': np.ones((64, 512), np.float32)}
+    may_write = threading.Event()
+
+    def hold(*_):
+        may_write.wait(1)
+
+    local = tmp_path / 'local' if tiers else None
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'run', local_dir=local, progress=hold, inline_bytes=0
+    ) as ck:
+        ck.save(state, step=1)
+        if tiers:
+            ck.wait_until_persisted()
+        pending = ck.save_async({'w': state['w'] * 2}, step=2)
+        restored = RESTORES[how](ck, tmp_path)
+        if not (tiers and how == 'restore of the run'):
+            np.testing.assert_array_equal(restored['w'], state['w'] * 2)
+        pending.result()
+
+
 def run_python(code, cwd):
     env = {**os.environ, 'PYTHONPATH': str(pathlib.Path(t5ckpt.__file__).parents[1])}
     return subprocess.run(

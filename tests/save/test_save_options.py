@@ -217,3 +217,16 @@ def test_keep_of_the_best_may_be_set_later(tmp_path):
         ck.keep = 1
         ck.save(STATE, step=4, metrics={'m': 4})
         assert ck.all_steps() == [0, 4]
+
+
+@pytest.mark.parametrize('method', ['save', 'save_async'])
+def test_the_step_that_was_restored_is_not_skipped_in_silence(tmp_path, method, caplog):
+    """Its values may have been changed since (orbax#1408)."""
+    with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path) as ck:
+        ck.save({'w': np.ones(3)}, step=5)
+        state = ck.restore()
+        result = getattr(ck, method)({'w': state['w'] * 2}, step=5)
+        assert (result if method == 'save' else result.result()) is None
+        assert 'already exists); save(..., overwrite=True) replaces it' in caplog.text
+        ck.save({'w': state['w'] * 2}, step=5, overwrite=True)
+        np.testing.assert_array_equal(ck.restore()['w'], 2 * np.ones(3))

@@ -61,7 +61,7 @@ _RULES = tuple(
         ),
         (r'or read the copy in checkpoints_dir', 'or pass the path of the run to which its steps are uploaded'),
         (r'pass several checkpoints or ema=', 'pass --average or --ema'),
-        (r', or pass verify=.quick.', ''),
+        (r" Checkpointer, open_checkpoint and load_t5x_checkpoint read it with verify='quick'\.", ''),
         (r'\brestore\(path=\.\.\.\)', 't5ckpt show'),
     )
 )

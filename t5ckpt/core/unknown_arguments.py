@@ -54,6 +54,7 @@ OF_RESTORE: Mapping[str, str] = {
     'restore_args': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
     'restore_kwargs': f'{_TEMPLATE} Shardings and dtypes are those of its leaves.',
     'target': _TEMPLATE,
+    'verify': "Pass it to the constructor: Checkpointer(state, verify='quick').",
 }
 
 

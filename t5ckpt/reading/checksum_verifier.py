@@ -6,9 +6,11 @@ opens (TensorStore for another codec, the kernel for a mapped array) is read and
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 
+from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
@@ -16,7 +18,10 @@ from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
-_CURE = f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, verify=\'quick\' reads it without the comparison.'
+_CURE = (
+    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, "t5ckpt repair --drop" copies the step without these '
+    'leaves.'
+)
 
 
 class ChecksumVerifier:
@@ -45,8 +50,8 @@ class ChecksumVerifier:
           CorruptCheckpointError: they differ, or the file has none.
         """
         if file not in self._checksums:
-            raise CorruptCheckpointError(f'{name}: {file} has no checksum in this checkpoint. {_CURE}')
-        self._checksums.check(file, entry, f'{name}: {file}', _CURE)
+            raise CorruptCheckpointError(f'{self._where(file, name)} has no checksum in this checkpoint. {_CURE}')
+        self._checksums.check(file, entry, self._where(file, name), _CURE)
         with self._guard:
             self._good.add(file)
 
@@ -63,8 +68,11 @@ class ChecksumVerifier:
         try:
             entry = self._files.digest(file)
         except CheckpointNotFoundError as error:
-            raise CorruptCheckpointError(f'{name}: {file} is missing. {_CURE}') from error
+            raise CorruptCheckpointError(f'{self._where(file, name)} is missing. {_CURE}') from error
         self.compare(file, name, entry)
+
+    def _where(self, file: str, name: str) -> str:
+        return f'{name}: {self._files.storage.url(join(self._files.directory, file))}'
 
     def tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
         """One check per chunk file that the boxes overlap; none if the metadata is inconsistent."""
@@ -81,8 +89,5 @@ class ChecksumVerifier:
 
     def _check_metadata(self, file: str, name: str) -> None:
         """Verifies a ``.zarray``; a missing one is replaced by the manifest, which has the same metadata."""
-        try:
-            entry = self._files.digest(file)
-        except CheckpointNotFoundError:
-            return
-        self.compare(file, name, entry)
+        with contextlib.suppress(CheckpointNotFoundError):
+            self.compare(file, name, self._files.digest(file))

@@ -211,8 +211,8 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
         _check_not_part(located, recorded)
         what = f'{", ".join(map(where, missing))} is missing' if missing else f'{located.url} has no facts of t5ckpt'
         raise CorruptCheckpointError(
-            f'{what}, so no checksum can be compared. Restore an older step, copy the checkpoint again, or pass '
-            "verify='quick'."
+            f'{what}, so no checksum can be compared. {CURE_OF_DAMAGE} Checkpointer, open_checkpoint and load_t5x_checkpoint '
+            "read it with verify='quick'."
         )
     return FileChecksums.union(recorded.load_lists(lists.get, where).values())
 

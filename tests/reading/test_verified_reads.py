@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
 from support.bits import assert_same
+from support.cli import t5ckpt_cli
 from support.damage import Iterator, files_of, flip, save, some_file, state_of
 from support.facts import put_facts
 
@@ -102,6 +103,24 @@ def test_no_damaged_file_comes_through(run_dir, how):
             assert path.name == '.zarray' or path.name.startswith('train_ds-'), path
             assert same(restored, right)
         path.write_bytes(before)
+
+
+def test_the_cure_for_a_lost_array_works(run_dir, tmp_path):
+    """A copy that was cut off; the error names the step, and its cure copies the rest."""
+    step_dir = save(run_dir)
+    shutil.rmtree(step_dir / 'params.w')
+    state = state_of()
+    cure = rf'params/w: {step_dir}/params.w/.* is missing. Restore an older step.*"t5ckpt repair --drop"'
+    with pytest.raises(errors.CorruptCheckpointError, match=cure) as caught:
+        restore(run_dir, state)
+    assert 'quick' not in str(caught.value)
+    with pytest.raises(TypeError, match=r'constructor: Checkpointer\(state, verify='):
+        t5ckpt.Checkpointer(state, checkpoints_dir=run_dir).restore(verify='quick')
+    t5ckpt_cli('repair', step_dir, tmp_path / 'mended', '--drop', 'params/w')
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'mended') as ck:
+        restored = ck.restore(fallback_state={'params': {'w': state['params']['w'] + 1}})
+    assert_same(restored['params']['w'], state['params']['w'] + 1)
+    assert_same(restored['params']['edge'], state['params']['edge'])
 
 
 @pytest.mark.parametrize('swap', ['chunks', 'steps'])

@@ -561,7 +561,7 @@ class Checkpointer:
           restore_iterator: whether the position of the data iterator, if there is one, is restored, too.
           resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
             their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names
-            each leaf.
+            each leaf. PRNG keys are not resized.
 
         Returns:
           A new state; the template is unchanged, except with ``donate``.

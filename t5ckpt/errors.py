@@ -308,7 +308,7 @@ class LeafProblem:
 
     Attributes:
       leaf: the leaf's name, ``'target/decoder/w'``.
-      kind: ``'shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
+      kind: ``'shape'``, ``'key shape'``, ``'dtype'``, ``'missing'``, ``'unexpected'``, ``'sharding'`` or ``'mesh'``.
       checkpoint: shape and dtype in the checkpoint, as text; empty where the checkpoint lacks the leaf.
       template: shape and dtype in the template, as text; empty where the template lacks the leaf.
       hint: a further sentence for the message.
@@ -398,6 +398,8 @@ _REPLACE = (
 _CURES = {
     'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map={rules})]',
     'dtype': f'Values are not cast to another kind of dtype: change the template, or convert the leaf. {_REPLACE}',
+    'key shape': 'Keys are not padded, which would repeat a stream of random numbers. Change the template, or drop them in a '
+    'function in state_transformation_fns=[...] and pass new keys, from jax.random.split, in fallback_state=.',
     'mesh': 'jax.eval_shape gives such shardings inside jax.set_mesh and for arrays over Explicit axes, the default of '
     'jax.make_mesh. Restore inside jax.set_mesh(mesh), or give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, '
     'leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)).',
@@ -412,6 +414,7 @@ _CURES = {
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
     'dtype': DtypeMismatch,
+    'key shape': ShapeMismatch,
     'mesh': ShardingMismatch,
     'missing': MissingLeaves,
     'sharding': ShardingMismatch,

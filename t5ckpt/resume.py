@@ -59,6 +59,7 @@ OPTIMIZER = r'(.*/)?(param_states|opt_state)/.*'
 # Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
 _WARM_CURES = {
     'dtype': 'Values are not cast to another kind of dtype: name the leaf in WarmStart(leave=...), or change the template.',
+    'key shape': 'Keys are not padded. WarmStart(leave=...) takes them from init_fn.',
     'missing': "WarmStart(missing='init') takes new leaves from init_fn.",
     'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
     'unexpected': "WarmStart(strict='contains') leaves out leaves that the template lacks.",
@@ -68,7 +69,7 @@ _WARM_CURES = {
 _OWN_CURES = {
     'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
     **dict.fromkeys(
-        ('dtype', 'missing', 'shape', 'unexpected'),
+        ('dtype', 'key shape', 'missing', 'shape', 'unexpected'),
         'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
         "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves.",
     ),

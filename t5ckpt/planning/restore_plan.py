@@ -336,7 +336,8 @@ class _Matcher:
         if problem is not None:
             return problem
         if shape != template.shape and not self._may_resize(pair):
-            return LeafProblem(pair.name, 'shape', f'{pair.label}{shape}', str(template.shape))
+            cause = 'key shape' if template.kind == 'key' else 'shape'
+            return LeafProblem(pair.name, cause, f'{pair.label}{shape}', str(template.shape))
         if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not both_python_ints(dtype, template):
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
         if template.device and self._shardings is not None and not is_on_devices(cast):

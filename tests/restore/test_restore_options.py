@@ -471,6 +471,41 @@ def test_nothing_is_resized_unasked(tmp_path, caplog):
     assert 'every leaf has the shape of the template' in caplog.text
 
 
+def test_keys_are_not_resized_and_the_cures_work_in_one_step(tmp_path):
+    """Zeros as keys would all be one key, and so one stream of random numbers."""
+
+    def state_of(count):
+        return {'w': np.ones(3), 'rng': jax.random.split(jax.random.key(count), count), 'step': np.int32(1)}
+
+    save(tmp_path / 'run', state_of(4))
+    template = state_of(8)
+    with pytest.raises(
+        ShapeMismatch, match=r'drop them in a function.*state_transformation_fns.*fallback_state'
+    ) as caught:
+        restore(tmp_path / 'run', template, resize='rng')
+    assert 'resize=' not in str(caught.value)
+
+    def without_keys(checkpoint, _):
+        return {name: leaf for name, leaf in checkpoint.items() if name != 'rng'}
+
+    new = {'rng': jax.random.split(jax.random.key(9), 8)}
+    restored = restore(tmp_path / 'run', template, state_transformation_fns=[without_keys], fallback_state=new)
+    assert (restored['rng'] == new['rng']).all()
+
+    def start(**options):
+        with Checkpointer(template, checkpoints_dir=tmp_path / 'new') as checkpointer:
+            return t5ckpt.restore_or_init(
+                checkpointer,
+                lambda: template,
+                initial_checkpoint=t5ckpt.WarmStart(tmp_path / 'run', **options),
+            )
+
+    with pytest.raises(ShapeMismatch, match=r'WarmStart\(leave=\.\.\.\)') as caught:
+        start(resize='rng')
+    assert 'resize=' not in str(caught.value)
+    assert (start(leave='rng')['rng'] == template['rng']).all()
+
+
 def test_only_what_is_in_both_is_read(tmp_path):
     """Rows that the template lacks may be gone, and rows that the checkpoint lacks are not requested."""
     save(tmp_path, {'w': np.arange(64, dtype=np.float32).reshape(16, 4)}, inline_bytes=0, chunk_bytes=4 * 4 * 4)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import re
+import sys
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -114,7 +115,7 @@ def _refuse_credentials(text: str) -> None:
     raise InvalidPathError(f'{url}: a signature is not part of a path. Write {written}, and {cure}.')
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, *, is_file: bool = False) -> None:
     if not text:
         raise InvalidPathError("The path is empty. Write '.' for the current directory.")
     if len(text) > _MAX_PATH:
@@ -123,10 +124,16 @@ def _check_text(text: str) -> None:
         raise InvalidPathError(f'{text!a}: a path has no NUL character in it. Remove it.')
     try:
         text.encode()
+        if is_file:
+            os.fsencode(text)
     except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
         raise InvalidPathError(
             f'{text!a}: the path is not UTF-8, and TensorStore accepts no other. Rename the directory, or make a '
             'symbolic link to it.'
+            if encoding == 'utf-8'
+            else f'{text!a}: the locale of this process has only {encoding} in names of files. Set PYTHONUTF8=1, or '
+            'LC_ALL=C.UTF-8.'
         ) from None
 
 
@@ -162,6 +169,7 @@ def _absolute(path: str) -> str:
             f'{path}: the current directory was deleted, so no path relative to it names anything. Change to another '
             'directory, or write an absolute path.'
         ) from None
+    _check_text(absolute, is_file=True)
     if '\\' in absolute:
         raise InvalidPathError(
             f'{absolute}: the path has a backslash in it, which TensorStore reads as a slash: it would write to another '

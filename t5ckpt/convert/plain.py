@@ -31,6 +31,7 @@ from t5ckpt.convert.export_options import (
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert.source_arrays import Source, boxes_of, open_sources
 from t5ckpt.core.argument_kinds import checks_kinds
+from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
@@ -102,7 +103,8 @@ def _export(
     target, casting = local_output(file), options.cast
     check_output(target, options.force)
     sources = open_sources(checkpoint, options.step)
-    refuse_inside(target, sources.located.storage.local_path(sources.located.directory))
+    located = sources.located
+    refuse_inside(target, located.storage.local_path(join(located.directory, located.manifest)))
     chosen = sources.select(options.select)
     check_cast(casting, {source.path: source for source in chosen.values()})
     kind = 'npz' if write is _write_npz else 'safetensors'

@@ -81,7 +81,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
     Raises:
       CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
     """
-    located = locate(path, step)
+    located = locate(path, step, tensors=True)
     contents = decode_contents(located, read_raw(located, checksums=True))
     # Checksums are verified, so that an export of damaged files fails.
     reader = ArrayReader(located, True, checksums=contents.checksums)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from flax import serialization as flax_serialization
 from support import forked
 
 import t5ckpt
@@ -113,6 +114,29 @@ def test_there_and_back(run: str, tmp_path: pathlib.Path, kind: str):
     report = IMPORTS[kind](tmp_path / f'out.{kind}', tmp_path / 'back')
     assert report.output.endswith('checkpoint_41')
     assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')), table(tree()))
+
+
+@pytest.mark.parametrize('kind', EXPORTS)
+def test_weights_of_other_programs(tmp_path: pathlib.Path, kind: str):
+    """An index of several files, and a directory with Flax's file."""
+    weights = {'v': np.ones(3, np.float32), 'w': np.arange(6, dtype=np.int16).reshape(2, 3)}
+    flax, shards = tmp_path / 'flax', tmp_path / 'shards'
+    flax.mkdir()
+    shards.mkdir()
+    (flax / 'flax_model.msgpack').write_bytes(flax_serialization.msgpack_serialize(weights))
+    for number, (name, values) in enumerate(weights.items(), 1):
+        safetensors.numpy.save_file({name: values}, shards / f'model-{number:05}-of-00002.safetensors')
+    names = {name: f'model-{number:05}-of-00002.safetensors' for number, name in enumerate(weights, 1)}
+    index = shards / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'metadata': {}, 'weight_map': names}))
+    for source in (flax, shards, index):
+        EXPORTS[kind](source, tmp_path / f'out.{kind}', ExportOptions(force=True))
+        IMPORTS[kind](tmp_path / f'out.{kind}', tmp_path / 'back', ImportOptions(force=True))
+        assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')), weights)
+    before = index.read_bytes()
+    with pytest.raises(OutputExistsError, match='contains the checkpoint to export'):
+        EXPORTS[kind](shards, index, ExportOptions(force=True))
+    assert index.read_bytes() == before
 
 
 @pytest.mark.parametrize('kind', EXPORTS)

@@ -221,6 +221,16 @@ def test_a_step_is_taken_from_the_name_where_there_is_no_variable():
     assert (nameless.step, nameless.added) == (None, ())
 
 
+def test_a_rule_may_give_the_step_another_name(tmp_path, tf_golden):
+    rules = t5ckpt.CheckpointTranslator()
+    rules.add('global_step')(lambda _, key, value: ('step', value))
+    rules.add('(.*)')(lambda _, key, value, name: (f'params/{name}', value))
+    source = tf_golden / NAMES[2] / f'model.ckpt-{STEP}'
+    done = convert_tf(source, tmp_path / 'run', translator=rules)
+    assert (done.step, done.added) == (STEP, ())
+    assert set(t5ckpt.load_t5x_checkpoint(tmp_path / 'run')) == {'params', 'step'}
+
+
 def test_the_command_line_names_the_option_that_takes_rules(tmp_path, tf_golden):
     source = str(tf_golden / NAMES[2] / f'model.ckpt-{STEP}')
     (tmp_path / 'rules.py').write_text('import t5ckpt\ntranslator = t5ckpt.CheckpointTranslator()\n')

@@ -224,7 +224,8 @@ def tf_leaves(
         check_complete(leaves)
     has_slots = any(name.startswith(PARAM_STATES) for name in leaves)
     added = with_all_slots(leaves) if has_slots else {}
-    step = leaves.get(STEP)
+    # The rules of another model may give it the name that it has there.
+    step = leaves.get(STEP, leaves.get('step'))
     if step is None:
         match = re.search(r'-(\d+)$', checkpoint.prefix)
         if match is not None and int(match[1]) <= np.iinfo(np.int32).max:

@@ -52,6 +52,10 @@ def convert_checkpoint(
       options: see :class:`ConvertOptions`.
       translator: rules from TensorFlow's names; only for 'tf'.
     """
+    if kind == TO_ORBAX:
+        raise ValueError(
+            f'{kind}: to write a run of Orbax, call t5ckpt.convert_run({kind!r}, run, directory, steps=[...]).'
+        )
     if kind == 'tf':
         return convert_tf(source, directory, options, translator)
     if translator is not None:

@@ -100,6 +100,11 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
     step = contents.located.step or 0
     selected = select_leaves(linked_leaves(contents), step, source_of(located), optimizer=options.optimizer)
     check_cast(options.cast, selected.table)
+    empty = [leaf_name(path) for path, leaf in selected.table.items() if 0 in getattr(leaf, 'shape', ())]
+    if empty:
+        raise UnsupportedLeafError(
+            f'{some_of(empty, 5)}: Orbax cannot hold arrays without values. Drop them with t5ckpt cp.'
+        )
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
     _check_names(leaves)
     left_out = _left_out(contents, is_step=is_step)
@@ -166,10 +171,6 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
     if not isinstance(getattr(leaf, 'dtype', None), np.dtype) or isinstance(leaf, complex):
         raise UnsupportedLeafError(
             f'{leaf_name(path)} is {type(leaf).__name__}, but Orbax can only hold arrays and numbers. Drop it with t5ckpt cp.'
-        )
-    if 0 in leaf.shape:
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: Orbax cannot hold an array of shape {tuple(leaf.shape)}. Drop it with t5ckpt cp.'
         )
     if isinstance(leaf, KeyData):
         return _keys(path, leaf)

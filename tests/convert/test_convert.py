@@ -305,6 +305,15 @@ def test_orbax_reads_what_is_written_back(tmp_path):
     assert_same(leaves_of(tmp_path / 'again')['params/dense/bias'], TREE['params']['dense']['bias'])
 
 
+def test_all_that_orbax_cannot_hold_is_named_at_once(tmp_path):
+    state = {'a': np.zeros((0, 4)), 'b': np.zeros(0), 'w': np.ones(4)}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
+    with pytest.raises(errors.UnsupportedLeafError, match=r'a, b: Orbax cannot hold.*t5ckpt cp'):
+        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    with pytest.raises(ValueError, match=r"convert_run\('to-orbax', run, directory"):
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
+
+
 def test_orbax_is_given_one_array_at_a_time(tmp_path):
     state = {'params': {str(i): np.full((512, 1024), i, np.float32) for i in range(40)}}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)

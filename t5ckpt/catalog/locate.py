@@ -45,7 +45,7 @@ _log = logging.getLogger('t5ckpt')
 JAX_TREE = 'pytreedef.json'
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
-_LEFTOVER = re.compile(r'checkpoint_([0-9]+\.[a-z]|tmp$)')
+_LEFTOVER = re.compile(r'\.|.*\.(orbax-checkpoint-tmp|partial_save)|checkpoint_([0-9]+\.[a-z]|tmp$)', re.DOTALL)
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # A directory is described by the first pattern that matches one of the names in it.
 _MARKS = (
@@ -53,6 +53,7 @@ _MARKS = (
         r'\.metadata|.*\.distcp',
         'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
     ),
+    (r'.*\.partial_save(\.pending_.*)?', 'a partial save of Orbax, which ocp.partial.finalize completes'),
     # CLU writes a TensorFlow checkpoint, too, which holds only the position in the data.
     (r'.*\.flax', 'a run of CLU, whose states are its files .flax: restore(path=...) and t5ckpt convert flax take one'),
     (r'.*\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
@@ -99,7 +100,7 @@ _FILES = (
         'an npz file',
         'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
     ),
-    ('.npy', 'one array of numpy', 'numpy.load reads it'),
+    ('.npy', 'one array of numpy', 'numpy.load reads it unless it is a pickle'),
     (
         '.msgpack.index.json',
         'an index of Flax weights',
@@ -564,7 +565,7 @@ def _openable_in(storage: Storage, directory: str) -> list[str]:
 
 def _is_leftover(name: str) -> bool:
     """Whether a name is that of an unfinished or damaged step, of T5X or Orbax, or hidden."""
-    return name.startswith('.') or '.orbax-checkpoint-tmp' in name or _LEFTOVER.match(name) is not None
+    return _LEFTOVER.match(name) is not None
 
 
 def _contents_text(storage: Storage) -> str:

@@ -16,7 +16,7 @@ class Damage:
     Attributes:
       kind: ``'missing'``, ``'size'``, ``'checksum'``, ``'undecodable'``, ``'contradiction'`` (two files that do not belong
         together), ``'unsafe'`` (it leads outside the checkpoint) or ``'unreadable'`` (the file system failed).
-      file: relative to the checkpoint's directory.
+      file: relative to the checkpoint's directory; ``'.'`` if a tree of Orbax does not decode.
       text: the found and the expected value.
       leaf: the leaf whose values are affected; empty if none or all are.
       chunk: the chunk's position in the leaf's chunk grid.

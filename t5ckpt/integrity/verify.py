@@ -51,7 +51,6 @@ from t5ckpt.format.names import (
     step_dir,
     superseded,
 )
-from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
 from t5ckpt.integrity.report import VerifyReport
@@ -296,7 +295,7 @@ class _Check:
                     + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
                 )
         except (FormatError, StorageError, CheckpointNotFoundError) as error:
-            self.findings.failed(self.located.manifest or TREE_METADATA, error)
+            self.findings.failed(self.located.manifest or '.', error)
             return
         leaves = self.findings.leaves
         for path, leaf in table.items():

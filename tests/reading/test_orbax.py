@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint.experimental.v1 import partial
 from support.cli import t5ckpt_cli
 
 import t5ckpt
@@ -309,6 +310,7 @@ def test_an_incomplete_copy(tmp_path, change, named):
         t5ckpt.load_t5x_checkpoint(run / '5')
     (first, *_) = t5ckpt.verify(run / '5', full=True).damages
     assert 'is missing' in first.text
+    assert first.file != '_METADATA'
     restored = t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run'))
     assert checkpointer.restored_step == 3
     assert np.array_equal(restored['w'], BARE)
@@ -349,6 +351,18 @@ def test_metadata_that_is_damaged(tmp_path):
         (tmp_path / '1' / '_METADATA').write_text(damaged)
         with pytest.raises(errors.CorruptCheckpointError, match='_METADATA'):
             t5ckpt.load_t5x_checkpoint(tmp_path / '1')
+
+
+def test_a_partial_save_is_not_offered_as_a_checkpoint(tmp_path):
+    """It has other files than a step; Orbax makes a step of it at the end."""
+    partial.save(tmp_path / '5', {'a': np.ones(3)})
+    partial.save(tmp_path / '5', {'b': np.ones(3)})
+    for path in (tmp_path, tmp_path / '5.partial_save'):
+        with pytest.raises(errors.CheckpointNotFoundError, match='a partial save of Orbax') as caught:
+            t5ckpt.open_checkpoint(path)
+        assert 'Give the path' not in str(caught.value)
+    partial.finalize(tmp_path / '5')
+    assert t5ckpt.all_steps(tmp_path) == [5]
 
 
 @pytest.mark.parametrize(

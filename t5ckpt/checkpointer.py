@@ -112,7 +112,8 @@ class Checkpointer:
       reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, or copied inside the object
         store.
       mmap: ``restore`` memory-maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
-      progress: called with (bytes done, bytes in total) during saves and restores, from their threads.
+      progress: called with (bytes done, bytes in total) during saves and restores, from their threads. An
+        exception that it raises fails the save or the restore.
       clock: returns unix seconds.
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.

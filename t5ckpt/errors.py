@@ -463,7 +463,8 @@ def mismatch_error(
         )
         shown.append(f"{changed}, map them, the template's name first: {cure}")
     shown += dict.fromkeys(cures[kind] for kind in kinds)
-    shown.append('docs/changed-models.md has an example of each.')
+    if kinds != ['sharding']:
+        shown.append('docs/changed-models.md has examples.')
     return cls(lines(*shown), problems, where, rename, remaining)
 
 

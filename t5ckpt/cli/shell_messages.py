@@ -35,7 +35,10 @@ _RULES = tuple(
         (r"storage_options=\{'(\w+)': ([^}]*)\}", r'--storage-option \1=\2'),
         (r'\bstorage_options:', '--storage-option:'),
         (r'\banonymous=True', '--anonymous'),
-        (r'keep fewer checkpoints \(keep=, or local_keep= in a local_dir\)', 'delete steps (t5ckpt rm, t5ckpt prune)'),
+        (
+            r'keep fewer checkpoints \(keep= and local_keep= of a Checkpointer\)',
+            'delete steps (t5ckpt rm, t5ckpt prune)',
+        ),
         (r'pass smaller chunk_bytes', 'write elsewhere'),
         (r"such as jnp\.bfloat16 or 'bfloat16'", 'such as bfloat16'),
         (r'Pass jnp\.bfloat16, say', 'Pass bfloat16, say'),

@@ -69,8 +69,8 @@ class StateIterator:
             self._set_state(state)
         except Exception as error:
             raise DatasetStateError(
-                f'{rejected}: {type(error).__name__}: {error}. Restore with the same pipeline, or without dataset_iterator to '
-                'start the data afresh.'
+                f'{rejected}: {type(error).__name__}: {error}. Restore with the same pipeline and as many workers, or without '
+                'dataset_iterator to start the data afresh.'
             ) from error
 
 

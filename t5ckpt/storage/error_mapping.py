@@ -42,8 +42,8 @@ UNMET_CONDITION = (
 """The text of a ValueError for such an answer, which TensorStore does not report as a failure."""
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
-_FEWER = 'keep fewer checkpoints (keep=, or local_keep= in a local_dir)'
-_NO_SPACE = f'Free space there, {_FEWER}, or write elsewhere; existing files were not changed.'
+_FEWER = 'keep fewer checkpoints (keep= and local_keep= of a Checkpointer)'
+_NO_SPACE = f'Free space there (or inodes, df -i), {_FEWER}, or write elsewhere; existing files were not changed.'
 _REFUSED = (
     'Check that the credentials permit {action} there (docs/storage.md has the permissions). Without credentials, requests are '
     'anonymous.'

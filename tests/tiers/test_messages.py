@@ -113,7 +113,7 @@ def test_an_upload_that_a_newer_step_replaces_is_skipped(gs, local, caplog):
 @pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_local_disk_names_local_keep(local, number):
     with (
-        pytest.raises(NoSpaceError, match='keep=, or local_keep= in a local_dir') as raised,
+        pytest.raises(NoSpaceError, match='keep= and local_keep= of a Checkpointer') as raised,
         foreign_errors(str(local), writing=True),
     ):
         raise OSError(number, os.strerror(number))

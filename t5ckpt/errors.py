@@ -52,7 +52,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from t5ckpt.core.text import counted, lines, listed, numbered, printable
+from t5ckpt.core.text import counted, lines, listed, numbered, printable, some_of
 
 __all__ = [
     'AccessDeniedError',
@@ -355,8 +355,9 @@ class TreeMismatchError(T5CkptError, ValueError):
         message: str,
         problems: Sequence[LeafProblem] = (),
         where: str = '',
-        rename: Sequence[tuple[str, str]] = (),
+        rename: Sequence[tuple[str, str | None]] = (),
         remaining: int = 0,
+        unmapped: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ):
         super().__init__(message)
         self.problems = tuple(problems)
@@ -365,6 +366,8 @@ class TreeMismatchError(T5CkptError, ValueError):
         # The rules of an assignment map for changed names, and the number of differences that remain with them.
         self.rename = tuple(rename)
         self.remaining = remaining
+        # Leaves of the template and of the checkpoint without a counterpart that may be the same.
+        self.unmapped = unmapped
 
 
 class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name is public
@@ -426,15 +429,16 @@ def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismat
     """The error with the cures of the function that the user called, which has other options than ``Checkpointer.restore``."""
     if not error.where:
         return error
-    return mismatch_error(error.problems, error.where, cures, error.rename, error.remaining)
+    return mismatch_error(error.problems, error.where, cures, error.rename, error.remaining, error.unmapped)
 
 
 def mismatch_error(
     problems: Sequence[LeafProblem],
     where: str,
     cures: Mapping[str, str] = MappingProxyType({}),
-    rename: Sequence[tuple[str, str]] = (),
+    rename: Sequence[tuple[str, str | None]] = (),
     remaining: int = 0,
+    unmapped: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> TreeMismatchError:
     """Builds the one error that holds all differences.
 
@@ -444,6 +448,7 @@ def mismatch_error(
       cures: by kind, instead of those of ``Checkpointer.restore``; the text of 'rename' contains ``{rules}``.
       rename: rules of an assignment map for changed names, if there are any.
       remaining: the number of differences that remain with these rules.
+      unmapped: leaves of the template and of the checkpoint that the other side lacks, with equal shapes, with these rules.
 
     Returns:
       The class of the kind when all problems are of one kind, else TreeMismatchError.
@@ -462,10 +467,15 @@ def mismatch_error(
             else 'If only names have changed'
         )
         shown.append(f"{changed}, map them, the template's name first: {cure}")
+    if all(unmapped):
+        new, unread = (some_of(names, 5) for names in unmapped)
+        shown.append(
+            f'Without a rule for them, {new} of the template would be new, and {unread} of the checkpoint unread.'
+        )
     shown += dict.fromkeys(cures[kind] for kind in kinds)
     if kinds != ['sharding']:
         shown.append('docs/changed-models.md has examples.')
-    return cls(lines(*shown), problems, where, rename, remaining)
+    return cls(lines(*shown), problems, where, rename, remaining, unmapped)
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

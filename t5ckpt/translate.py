@@ -163,6 +163,10 @@ def assigned(
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
+    # An empty container gives way to leaves that are moved below it.
+    kept = {
+        old: old for old in kept if not (_is_nothing(held[old]) and any(new.startswith(f'{old}/') for new in source))
+    }
     result = {new: held[old] for new, old in {**source, **kept}.items() if old is not None}
     return _nest(result)
 

@@ -31,7 +31,7 @@ from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
 from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
-from t5ckpt.planning.renaming import renaming_rules
+from t5ckpt.planning.renaming import Rule, renaming_rules
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.translate import assigned
 from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
@@ -131,8 +131,10 @@ def plan_restore(
     matcher = _Matcher(leaves, templates, options)
     matcher.match_all()
     if matcher.problems:
-        rename, remaining = _renaming(matcher.problems, leaves, templates, options)
-        raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining)
+        rename, matched = _renaming(matcher, leaves, templates, options)
+        remaining = len(matched.problems) if rename else 0
+        unmapped = _unmapped(matched, templates, leaves)
+        raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
     return RestorePlan(
         tuple(matcher.stored),
         tuple(matcher.inline),
@@ -147,35 +149,49 @@ def plan_restore(
 
 
 def _renaming(
-    problems: Sequence[LeafProblem],
-    leaves: LeafTable,
-    templates: Mapping[Path, LeafTemplate],
-    options: RestoreOptions,
-) -> tuple[list[tuple[str, str]], int]:
-    """The rules of an assignment map that fit leaves of other names, and the number of problems that remain with them."""
-    missing = {problem.leaf for problem in problems if problem.kind == 'missing'}
-    names = {leaf_name(path): _values_of(template) for path, template in templates.items()}
-    free = {
-        leaf_name(path): _values_of(leaf)
-        for path, leaf in leaves.items()
-        if path not in templates and hasattr(leaf, 'dtype')
-    }
-    rules = renaming_rules({name: values for name, values in names.items() if name in missing}, free, names)
+    matcher: _Matcher, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions
+) -> tuple[list[Rule], _Matcher]:
+    """The rules of an assignment map that fit leaves of other names, and the match with these rules."""
+    arrays = {path: template for path, template in templates.items() if template.kind not in _NO_ARRAY}
+    missing = [problem.leaf for problem in matcher.problems if problem.kind == 'missing']
+    rules = renaming_rules(missing, _values_by_name(arrays), _values_by_name(leaves))
     if not rules:
-        return [], 0
-    held, wanted = (unflatten({path: leaf_name(path) for path in table}) for table in (leaves, templates))
+        return [], matcher
+    held, wanted = (
+        unflatten({path: leaf_name(path) for path, leaf in table.items() if not is_empty(leaf) and leaf is not None})
+        for table in (leaves, arrays)
+    )
     try:
         renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True), lambda _: False)
     except TreeMismatchError:
-        return [], 0
+        return [], matcher
     # The rules are printed only if a restore with them finds no other problem.
     paths = {path: path_of(old) for path, old in renamed.items()}
     moved = {path: leaves.get(old) for path, old in paths.items()}
     keys = {path: options.keys[old] for path, old in paths.items() if old in options.keys}
-    matcher = _Matcher(moved, templates, dataclasses.replace(options, keys=keys))
-    matcher.match_all()
-    before, after = ({(each.leaf, each.kind) for each in found} for found in (problems, matcher.problems))
-    return (rules, len(after)) if after < before else ([], 0)
+    matched = _Matcher(moved, templates, dataclasses.replace(options, keys=keys))
+    matched.match_all()
+    before, after = ({(each.leaf, each.kind) for each in found.problems} for found in (matcher, matched))
+    dropped = [(leaf_name(path), 'missing') for path in arrays if path in leaves and path not in renamed]
+    return (rules, matched) if after.difference(dropped) < before else ([], matcher)
+
+
+def _unmapped(
+    matcher: _Matcher, templates: Mapping[Path, LeafTemplate], leaves: LeafTable
+) -> tuple[list[str], list[str]]:
+    """Leaves without a counterpart for which a leaf of the other side has the same shape and kind of dtype."""
+    new, unread = (
+        [problem.leaf for problem in matcher.problems if problem.kind == kind] for kind in ('missing', 'unexpected')
+    )
+    new += [read.name for read in matcher.from_fallback]
+    unread += map(leaf_name, matcher.ignored)
+    ours, theirs = _values_by_name(templates), _values_by_name(leaves)
+    values = {ours[name] for name in new} & {theirs.get(name) for name in unread}
+    return [name for name in new if ours[name] in values], [name for name in unread if theirs.get(name) in values]
+
+
+def _values_by_name(table: Mapping[Path, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {leaf_name(path): _values_of(leaf) for path, leaf in table.items() if hasattr(leaf, 'dtype')}
 
 
 class _Pair(NamedTuple):

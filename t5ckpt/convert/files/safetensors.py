@@ -20,6 +20,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import locate
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError, UnsupportedLeafError
+from t5ckpt.format.dtypes import kind
 from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, is_npz, is_tensor_file
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
@@ -46,8 +47,10 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
     if name == METADATA:
         raise UnsupportedLeafError(f'{name}: this name is reserved in safetensors files. Leave the array out.')
     if dtype.name not in DTYPE_NAMES:
+        # Only floating leaves can be cast.
+        cure = 'cast it' if kind(dtype) == 'float' else 'export npz, which has every dtype'
         raise UnsupportedLeafError(
-            f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection, or cast it.'
+            f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection, or {cure}.'
         )
 
 

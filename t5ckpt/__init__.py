@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from t5ckpt.inspection.runs import Run, Series, open_run
     from t5ckpt.inspection.stats import CheckpointStats, LeafStats
     from t5ckpt.inspection.view import CheckpointView, open_checkpoint
-    from t5ckpt.integrity.repair import RepairReport, repair
-    from t5ckpt.integrity.repair_plan import RepairOptions
     from t5ckpt.integrity.report import Damage, VerifyReport
     from t5ckpt.integrity.verify import verify
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
@@ -132,8 +130,6 @@ __all__ = [
     'PendingSave',
     'PreemptionNotice',
     'ProgressReporter',
-    'RepairOptions',
-    'RepairReport',
     'RestoreStateTransformationFn',
     'Run',
     'RunConversion',
@@ -186,7 +182,6 @@ __all__ = [
     'open_checkpoint',
     'open_run',
     'pin_checkpoint',
-    'repair',
     'restore_or_init',
     'rewrite_checkpoint',
     'unpin_checkpoint',
@@ -215,8 +210,6 @@ _NAMES = {
     'inspection.runs': 'Run Series open_run',
     'inspection.stats': 'CheckpointStats LeafStats',
     'inspection.view': 'CheckpointView open_checkpoint',
-    'integrity.repair': 'RepairReport repair',
-    'integrity.repair_plan': 'RepairOptions',
     'integrity.report': 'Damage VerifyReport',
     'integrity.verify': 'verify',
     'lazy': 'LazyArray LazyAwaitableArray LazyThreadPoolArray',

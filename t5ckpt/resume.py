@@ -211,7 +211,7 @@ def restore_or_init(
         urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
-            'Repair one, or move them away to start a new run.'
+            'Copy one without its damaged leaves (t5ckpt cp --drop), or move them away to start a new run.'
         )
     checkpointer.agree('a new run', len(sources or ()), lambda counts: _check_new_run(checkpointer.storage, counts))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)

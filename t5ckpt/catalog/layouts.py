@@ -8,7 +8,7 @@
             other directory tree of zarr arrays
     t5x-padded  as t5x, with leading zeros in the number; T5X lists such steps but does not write them
 
-Steps in all layouts are listed and restored. Only steps in the layout t5x are written, replaced or repaired,
+Steps in all layouts are listed and restored. Only steps in the layout t5x are written or replaced,
 and keep policies delete only these.
 
 Notes: costs one read of the manifest for each directory and, without a manifest, a check for five names. Does not load

@@ -31,7 +31,6 @@ VERBS = {
     'pin': 'pin',
     'unpin': 'unpin',
     'verify': 'verify',
-    'repair': 'repair',
 }
 _LACKING = 5
 

@@ -36,6 +36,7 @@ _CHANGES = (
     'as_step',
     'cast_leaves',
     'parameters',
+    'trust_files',
 )
 
 
@@ -53,6 +54,9 @@ _CHANGES = (
 @cast_leaves_option
 @click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves that match; may be repeated.')
+@click.option(
+    '--trust-files', is_flag=True, help='Compare no checksums, where lists of them are lost; the copy has new ones.'
+)
 @click.option(
     '--rename',
     multiple=True,
@@ -125,7 +129,13 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, arg
     if arguments['workers'] is not None:
         raise click.UsageError('--workers applies only to a copy without changes. Leave it out.')
     with progress('copying') as report, library_usage_errors():
-        changes = Changes(arguments['ema'], arguments['drop'], arguments['rename'], arguments['parameters'])
+        changes = Changes(
+            arguments['ema'],
+            arguments['drop'],
+            arguments['rename'],
+            arguments['parameters'],
+            arguments['trust_files'],
+        )
         options = ConvertOptions(
             step=arguments['as_step'],
             save_dtype=arguments['save_dtype'],

@@ -28,10 +28,11 @@ from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, Unmatch
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.facts import Facts
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.names import TRAIN_DS_PREFIX
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
-from t5ckpt.save.linked_arrays import linked_leaves
+from t5ckpt.save.linked_arrays import SourceCheckpoint, linked_leaves
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, flatten_nested
 
@@ -48,17 +49,20 @@ class Changes:
     Attributes:
       ema: the location of moving averages of the parameters: a scope, ``'opt_state/0/ema'``, or a name in which ``{}`` stands
         for the parameter's name without its first key, ``'state/param_states/{}/ema'``. They replace the parameters.
-      drop: patterns; leaves are left out if one of them matches the whole name.
+      drop: patterns; leaves and files of data iterators are left out if one of them matches the whole name.
       rename: (pattern, replacement) pairs; the first pattern that matches a leaf's whole name determines its new name, with
         ``\1`` for groups.
       parameters: a pattern for the whole names of the leaves that are averaged, or replaced by their moving averages; None
         stands for the leaves under ``target`` and ``params``.
+      trust_files: compares no checksums, as of a checkpoint whose lists of them are lost. The values may be wrong, and the copy
+        has new checksums.
     """
 
     ema: str | None = None
     drop: Sequence[str | re.Pattern[str]] = ()
     rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
     parameters: str | re.Pattern[str] | None = None
+    trust_files: bool = False
 
     def __post_init__(self) -> None:
         check_patterns([] if self.parameters is None else [self.parameters], 'parameters')
@@ -120,11 +124,13 @@ def rewrite_checkpoint(
         raise ValueError('no checkpoint to copy: pass at least one.')
     contents = [read_contents(locate(source)) for source in several]
     located = contents[-1].located
-    leaves = _averaged(contents, changes.parameters)
+    sources_of_leaves = [SourceCheckpoint.open(each, compares=not changes.trust_files) for each in contents]
+    leaves = _averaged(contents, sources_of_leaves, changes.parameters)
     if changes.ema is not None:
         leaves = _with_ema(leaves, changes.ema, changes.parameters)
     of_optimizer = set[Path]() if options.optimizer else optimizer_leaves([leaf.path for leaf in leaves.values()])
-    kept = _without_dropped(leaves, changes.drop, of_optimizer)
+    positions = _iterator_files(contents[-1])
+    kept = _without_dropped(leaves, changes.drop, of_optimizer, positions)
     new_paths = _renamed(kept, changes.rename)
     identity = {
         'format': 't5x',
@@ -138,7 +144,7 @@ def rewrite_checkpoint(
         identity,
         {name: leaf_name(path) for name, path in new_paths.items()},
         dropped=tuple(name for name in leaves if name not in kept),
-        files=_iterator_files(contents[-1]),
+        files=_read_positions(sources_of_leaves[-1], positions, changes.drop),
         facts=_copied(contents[-1].facts),
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
@@ -155,16 +161,32 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
     return {new_paths[name] for name, leaf in kept.items() if isinstance(in_manifest.get(leaf.path), np.ndarray)}
 
 
-def _iterator_files(contents: Contents) -> dict[str, bytes]:
-    """The files of data iterators."""
+def _iterator_files(contents: Contents) -> dict[str, str]:
+    """The files of data iterators by their name in the step, relative to its directory."""
     storage, directory = contents.located.storage, join(contents.located.directory, contents.positions_in)
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
-    files: dict[str, bytes] = {}
+    files: dict[str, str] = {}
     for name in names:
         key = join(directory, name)
         keys = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
-        files |= {below.removeprefix(f'{directory}/'): storage.read(below) for below in keys}
+        files |= {
+            below.removeprefix(f'{directory}/'): below.removeprefix(f'{contents.located.directory}/') for below in keys
+        }
     return files
+
+
+def _read_positions(
+    source: SourceCheckpoint, files: Mapping[str, str], dropped: Sequence[str | re.Pattern[str]]
+) -> dict[str, bytes]:
+    """The files of data iterators that are not dropped, compared with their checksums."""
+    patterns = [leaf_pattern(pattern) for pattern in dropped]
+    read: dict[str, bytes] = {}
+    for name, file in files.items():
+        if not any(pattern.fullmatch(name) for pattern in patterns):
+            read[name] = source.files.read(file)
+            where = source.storage.url(join(source.directory, file))
+            source.checksums.check(file, entry_of(read[name]), where, f"Leave it out: drop=['{name}'].")
+    return read
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -174,10 +196,12 @@ def _is_floating(leaf: Any) -> bool:
 # --- several into one ------------------------------------------------------------------------------------------------
 
 
-def _averaged(contents: Sequence[Contents], parameters: str | re.Pattern[str] | None) -> _Leaves:
+def _averaged(
+    contents: Sequence[Contents], checkpoints: Sequence[SourceCheckpoint], parameters: str | re.Pattern[str] | None
+) -> _Leaves:
     sources = [
-        {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(checkpoint).items()}
-        for checkpoint in contents
+        {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(each, checkpoint).items()}
+        for each, checkpoint in zip(contents, checkpoints, strict=True)
     ]
     last = sources[-1]
     problems: list[LeafProblem] = []
@@ -292,14 +316,15 @@ def _recorded(changes: Changes) -> dict[str, Any]:
         'drop': [plain(pattern) for pattern in changes.drop],
         'rename': [[plain(pattern), new] for pattern, new in changes.rename],
         'parameters': None if changes.parameters is None else plain(changes.parameters),
+        **({'trust_files': True} if changes.trust_files else {}),
     }
 
 
 def _without_dropped(
-    leaves: _Leaves, given: Sequence[str | re.Pattern[str]], of_optimizer: Collection[Path]
+    leaves: _Leaves, given: Sequence[str | re.Pattern[str]], of_optimizer: Collection[Path], positions: Collection[str]
 ) -> _Leaves:
     patterns = [leaf_pattern(pattern) for pattern in given]
-    unused = set(patterns)
+    unused = {pattern for pattern in patterns if not any(map(pattern.fullmatch, positions))}
     kept: dict[str, _Leaf] = {}
     for name, leaf in leaves.items():
         matching = {pattern for pattern in patterns if pattern.fullmatch(name)}

@@ -77,7 +77,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     'positions_in': lambda value: value if isinstance(value, str) and generation_of(value) == value else None,
     'save': lambda value: value if isinstance(value, str) else None,
     **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
-    **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source', 'repaired'), _object),
+    **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source'), _object),
 }
 """From a field's key to the function that returns its value, or None if that is not usable."""
 _ATTRIBUTES = {'facts': 'completeness'}
@@ -121,10 +121,9 @@ class Facts:
         shardings.
       custom_metadata: the argument of ``save``, a JSON object.
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
-      completeness: ``'unknown'`` if a copy or a repair had no facts to take ``tree`` from: typed PRNG keys are then not recorded.
+      completeness: ``'unknown'`` if a copy had no facts to take ``tree`` from: typed PRNG keys are then not recorded.
         Its key on disk is ``facts``.
       source: of a conversion or of a copy with changes.
-      repaired: the time of the repair that wrote the checkpoint, and the files and leaves that it rebuilt and dropped.
       other: fields that this program does not know, and values that are not usable. :func:`encode_facts` writes them again.
     """
 
@@ -144,7 +143,6 @@ class Facts:
     keep: _Object = dataclasses.field(default_factory=dict[str, Any])
     completeness: str | None = None
     source: _Object = dataclasses.field(default_factory=dict[str, Any])
-    repaired: _Object = dataclasses.field(default_factory=dict[str, Any])
     other: _Object = dataclasses.field(default_factory=dict[str, Any])
 
     @property

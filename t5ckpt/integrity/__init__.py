@@ -1,1 +1,1 @@
-"""Verifies and repairs checkpoints."""
+"""Verifies checkpoints."""

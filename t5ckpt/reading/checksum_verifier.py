@@ -19,7 +19,7 @@ from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
 _CURE = (
-    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, "t5ckpt repair --drop" copies the step without these '
+    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, "t5ckpt cp --drop" copies the step without these '
     'leaves.'
 )
 

@@ -212,7 +212,7 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
         what = f'{", ".join(map(where, missing))} is missing' if missing else f'{located.url} has no facts of t5ckpt'
         raise CorruptCheckpointError(
             f'{what}, so no checksum can be compared. {CURE_OF_DAMAGE} Checkpointer, open_checkpoint and load_t5x_checkpoint '
-            "read it with verify='quick'."
+            "read it with verify='quick'. t5ckpt cp --trust-files copies it with new checksums."
         )
     return FileChecksums.union(recorded.load_lists(lists.get, where).values())
 

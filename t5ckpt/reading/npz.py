@@ -88,23 +88,30 @@ def npz_arrays(archive: zipfile.ZipFile, where: str) -> tuple[list[NpzArray], di
         if isinstance(array, NpzArray):
             arrays.append(array)
         else:
-            unread[member.removesuffix('.npy')] = str(array)
+            unread[member.removesuffix('.npy')] = array
     return arrays, unread
 
 
-def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray | np.dtype:
+def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray | str:
     """An array, or its dtype if a checkpoint cannot hold it."""
     with npz_errors(where), archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
+        try:
+            shape, is_fortran, dtype = read(file)
+        except ValueError as error:
+            # numpy.savez writes float8_e5m2 under a name that NumPy does not read.
+            unknown = str(error).partition('is not a valid dtype descriptor: ')[2]
+            if not unknown:
+                raise
+            return unknown
         header = file.tell()
     stored = native_dtype(dtype)
     native = np.dtype('bfloat16') if stored == np.dtype('V2') and dtype.names is None else stored
     try:
         dtype_from_name(native.name)
     except KeyError:
-        return dtype
+        return str(dtype)
     info = archive.getinfo(member)
     _check_size(info, header, math.prod(shape) * dtype.itemsize, where)
     whole = member.removesuffix('.npy')

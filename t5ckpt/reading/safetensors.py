@@ -22,7 +22,7 @@ from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray
 from t5ckpt.format.dtypes import dtype_from_name
-from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.manifest import Manifest, refuse_pointer
 from t5ckpt.format.safetensors import (
     INDEX,
     MAX_HEADER,
@@ -118,6 +118,7 @@ def weight_map(text: bytes, where: str) -> dict[str, str]:
     Raises:
       CorruptCheckpointError: the index does not decode, or names a file that is not below its directory.
     """
+    refuse_pointer(text, where)
     try:
         by_tensor = {name: str(file) for name, file in json.loads(text, object_pairs_hook=unique)['weight_map'].items()}
         for file in by_tensor.values():
@@ -201,10 +202,12 @@ class _Local:
 
     def npz(self, file: str, where: str) -> tuple[Header, int]:
         """The arrays of an npz file as a header, and the file's size."""
-        with self._opened(file, where) as (opened, size), npz_errors(where), zipfile.ZipFile(opened) as archive:
-            arrays, unread = npz_arrays(archive, where)
-            tensors = tuple(_npz_entry(opened, archive, array, where) for array in arrays)
-            return Header(tensors, unread=unread), size
+        with self._opened(file, where) as (opened, size):
+            refuse_pointer(opened.read(64), where)
+            with npz_errors(where), zipfile.ZipFile(opened) as archive:
+                arrays, unread = npz_arrays(archive, where)
+                tensors = tuple(_npz_entry(opened, archive, array, where) for array in arrays)
+                return Header(tensors, unread=unread), size
 
     @contextlib.contextmanager
     def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:

@@ -47,10 +47,11 @@ class SourceCheckpoint:
     identity: Identity
 
     @classmethod
-    def open(cls, contents: Contents) -> SourceCheckpoint:
-        """Opens a checkpoint with its file checksums."""
-        located = contents.located
-        checksums = file_checksums_of(located) if contents.checksums is None else contents.checksums
+    def open(cls, contents: Contents, *, compares: bool = True) -> SourceCheckpoint:
+        """Opens a checkpoint with its file checksums, or without those if none are to be compared."""
+        located, checksums = contents.located, contents.checksums
+        if checksums is None and compares:
+            checksums = file_checksums_of(located)
         # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
         files = CheckpointFiles.at(located.storage, located.directory)
@@ -97,8 +98,10 @@ class LinkedArray(LazyThreadPoolArray):
         )
 
 
-def linked_leaves(contents: Contents) -> LeafTable:
+def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
+
+    ``checkpoint`` is the opened one, if the caller has it.
 
     Python numbers, text, empty containers and typed PRNG keys are restored if the facts record them.
 
@@ -106,7 +109,7 @@ def linked_leaves(contents: Contents) -> LeafTable:
       CorruptCheckpointError: the checksums cannot be read.
     """
     tree_facts = contents.facts.tree
-    checkpoint = SourceCheckpoint.open(contents)
+    checkpoint = checkpoint or SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
         value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf

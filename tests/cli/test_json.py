@@ -51,8 +51,6 @@ CASES = [
     ('prune', 'prune /run --keep 9 --dry-run', 0),
     ('prune', 'prune /run --keep 1 --best loss --mode min --dry-run', 0),
     ('prune', 'prune /mixed --keep 1 --yes', 0),
-    ('repair', 'repair /run --dry-run', 0),
-    ('repair', 'repair /damaged /new', 0),
     ('report', 'report /run -o /page.html', 0),
     ('rm', 'rm /run 2 --yes', 0),
     ('rm', 'rm /run 1 2 --yes', 1),
@@ -262,7 +260,6 @@ def test_an_error_prints_no_json(tmp_path, capsys, verb):
         'export npz': [tmp_path / 'x'],
         'import npz': [tmp_path / 'new'],
         'prune': ['--keep', '1'],
-        'repair': ['--dry-run'],
         'report': ['-o', tmp_path / 'x.html'],
         'best': ['loss', '--mode', 'min'],
     }.get(verb, [])

@@ -69,7 +69,6 @@ WITH_A_STEP = {
     'export npz': ['export', 'npz', '{}', 'OUT', '--force'],
     'export safetensors': ['export', 'safetensors', '{}', 'OUT', '--force'],
     'pin': ['pin', '{}'],
-    'repair': ['repair', '{}', '--dry-run'],
     'report': ['report', '{}', '-o', 'OUT', '--force'],
     'rm': ['rm', '{}', '--dry-run'],
     'show': ['show', '{}'],
@@ -84,7 +83,6 @@ WRITERS = {
     'import hf': ['import', 'hf', 'RUN', '{}'],
     'import npz': ['import', 'npz', 'RUN', '{}'],
     'import safetensors': ['import', 'safetensors', 'RUN', '{}'],
-    'repair': ['repair', 'RUN', '{}'],
 }
 
 
@@ -441,7 +439,6 @@ def test_the_users_rules_may_be_wrong(tmp_path):
         'verify --json',
         'report -o out.html',
         'cp out',
-        'repair out',
         'rm --yes',
         'pin',
         'unpin',
@@ -453,9 +450,7 @@ def test_the_users_rules_may_be_wrong(tmp_path):
 def test_a_negative_step_is_wrong_usage_in_every_verb(run, tmp_path, words, monkeypatch):
     monkeypatch.chdir(tmp_path)
     verb, *rest = words.split()
-    words = (
-        [verb, run, *rest] if verb in ('cat', 'verify', 'cp', 'repair', 'prune') else [verb, *rest[:1], run, *rest[1:]]
-    )
+    words = [verb, run, *rest] if verb in ('cat', 'verify', 'cp', 'prune') else [verb, *rest[:1], run, *rest[1:]]
     words = [verb, run, *rest] if verb in ('show', 'stats', 'report', 'rm', 'pin', 'unpin') else words
     said = t5ckpt_cli(*words, *(['-1'] if rest[-1:] == ['--keep-step'] else ['--step', '-1']), code=2)
     assert '-1' in said.splitlines()[-1]

@@ -126,8 +126,8 @@ def verbs(at, text, leaf):
         ['show', at / 'x.safetensors'],
         ['cat', at / 'x.safetensors', text],
     )
-    yield from (['repair', at / 'damaged', at / 'fixed'], ['repair', at / 'damaged', at / 'fixed', '--drop', text])
-    yield from (['repair', at / 'damaged', at / 'fixed', '--drop', '.*w.*'], ['repair', at / text, at / 'f2'])
+    yield from (['cp', at / 'damaged', at / 'fixed'], ['cp', at / 'damaged', at / 'fixed', '--drop', text])
+    yield from (['cp', at / 'damaged', at / 'fixed', '--drop', '.*w.*'], ['cp', at / text, at / 'f2'])
     yield from (['convert', 'tf', at / text, at / 'tf'], ['convert', 'flax', one, at / 'fl'], ['convert', text, '', ''])
     yield from (['convert', 'orbax', at / text, at / 'or'], ['convert', 'seqax', at / 'run', at / 'sq'])
     yield from (

@@ -1,9 +1,9 @@
 """What a trainer does to its directory, each small enough to be broken at every file-system call.
 
 A scenario prepares a run, and acts on it. `adds` are the steps that the act makes, `removes` those that it may take away,
-`replaces` those that are there all the time, the old ones or the new, `mends` those that are damaged, and are as they were
-or whole; every other step that is there before must be there afterwards, byte for byte. What comes from another run lies
-in its directory `source`. With two tiers, all that is of the local directory `local`; the uploads go to the directory `bucket`.
+`replaces` those that are there all the time, the old ones or the new; every other step that is there before must be there
+afterwards, byte for byte. What comes from another run lies in its directory `source`. With two tiers, all that is of the local
+directory `local`; the uploads go to the directory `bucket`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class Scenario:
     adds: frozenset[int] = frozenset()
     removes: frozenset[int] = frozenset()
     replaces: frozenset[int] = frozenset()
-    mends: frozenset[int] = frozenset()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -182,25 +181,9 @@ def _leftovers(root: pathlib.Path) -> None:
     (root / 'checkpoint_3.tmp-1700000000').mkdir()
 
 
-def _damage(run: pathlib.Path) -> None:
-    """What follows from the rest is gone from the second step."""
-    (run / 'checkpoint_2' / 'params.w' / '.zarray').unlink()
-    (run / 'checkpoint_2' / 'integrity.0.json').unlink()
-
-
-def _damaged_second(root: pathlib.Path) -> None:
-    _saved(1, 2)(root)
-    _damage(root)
-
-
 def _source(root: pathlib.Path) -> None:
     _saved(1)(root)
     _saved(2)(root / SOURCE)
-
-
-def _damaged_source(root: pathlib.Path) -> None:
-    _source(root)
-    _damage(root / SOURCE)
 
 
 def delete(root: pathlib.Path, step: int, clock: Clock) -> None:
@@ -218,14 +201,6 @@ def _convert(trainer: Trainer, *, overwrite: bool) -> None:
     options = SaveOptions(inline_bytes=64, chunk_bytes=2**13)
     request = StreamRequest(open_storage(trainer.root), 2, options, overwrite=overwrite, clock=FakeClock())
     write_stream(table, request)
-
-
-def _repair(trainer: Trainer, *, in_place: bool) -> None:
-    options = t5ckpt.RepairOptions(clock=FakeClock())
-    if in_place:
-        t5ckpt.repair(trainer.root, None, 2, in_place=True, options=options)
-    else:
-        t5ckpt.repair(trainer.root / SOURCE, trainer.root, options=options)
 
 
 def _prune(trainer: Trainer) -> None:
@@ -294,8 +269,6 @@ SCENARIOS = {
     'convert, overwriting': Scenario(_saved(1, 2), lambda t: _convert(t, overwrite=True), replaces=_TWO),
     'copy': Scenario(_source, lambda t: t5ckpt.copy_checkpoint(t.root / SOURCE, t.root), adds=_TWO),
     'copy with changes': Scenario(_source, lambda t: t5ckpt.rewrite_checkpoint(t.root / SOURCE, t.root), adds=_TWO),
-    'repair': Scenario(_damaged_source, lambda t: _repair(t, in_place=False), adds=_TWO),
-    'repair in place': Scenario(_damaged_second, lambda t: _repair(t, in_place=True), mends=_TWO),
     'prune': Scenario(_saved(1, 2, 3), _prune, removes=_ONE | _TWO),
     'delete': Scenario(_saved(1, 2), lambda t: delete(t.root, 1, FakeClock()), removes=_ONE),
     'delete with the checkpointer': Scenario(_saved(1, 2), lambda t: t.checkpointer.delete(2), removes=_TWO),

@@ -101,7 +101,7 @@ def test_a_real_file_system_loses_power():
         'save past the page cache',
         'delete',
         'convert, overwriting',
-        'repair in place',
+        'replace a step',
     ]
     count, broken = campaign.cut_file_system(names, 'ext4', every=25)
     assert broken == []

@@ -37,7 +37,7 @@ def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(nam
     metrics = finite_json(json.loads(WRITTEN[name]).get('metrics'))
     expected = with_fields(WRITTEN[name], metrics=metrics) if 'nan' in str(metrics) else WRITTEN[name]
     assert encode_facts(facts) == expected
-    assert set(facts.other) == ({'aa_new', 'zz_new'} if name == 'repaired' else set())
+    assert set(facts.other) == ({'aa_new', 'zz_new', 'repaired'} if name == 'repaired' else set())
 
 
 def test_the_fields_of_a_save():
@@ -70,8 +70,8 @@ def test_the_fields_of_the_other_writers():
     assert (lost.completeness, lost.keep) == ('unknown', {})
     assert math.isnan(decode_facts(WRITTEN['overwritten_in_place'], '').metrics['nan'])
     repaired = decode_facts(WRITTEN['repaired'], '')
-    assert repaired.repaired['rebuilt'] == ['w/.zarray']
-    assert repaired.other == {'aa_new': 5, 'zz_new': {'a': [1]}}
+    assert repaired.other['repaired']['rebuilt'] == ['w/.zarray']
+    assert repaired.other == {**repaired.other, 'aa_new': 5, 'zz_new': {'a': [1]}}
     unfinished = decode_facts(WRITTEN['unfinished'], '')
     assert unfinished.writer['resume'] == 'abc'
     assert (unfinished.program, NO_FACTS.program) == ('t5ckpt 0.1.0', '')

@@ -287,7 +287,7 @@ def test_a_task_of_thousands_of_files_keeps_few_open(tmp_path):
 
 
 def test_deleted_while_it_is_read(run):
-    """Retention of another process: not damage, and nothing to be repaired."""
+    """Retention of another process: not damage."""
     directory, values = run
 
     tree = {'target': {'w': columns(values.shape)}}

@@ -104,6 +104,19 @@ def test_an_array_that_cannot_be_read_in_place_is_named(tmp_path, save, reason):
         t5ckpt.open_checkpoint(tmp_path / 'x.npz')
 
 
+def test_an_array_that_numpy_writes_and_does_not_read(tmp_path, caplog):
+    np.savez(tmp_path / 'x.npz', a=np.ones(3, ml_dtypes.float8_e5m2), b=np.arange(3))
+    np.testing.assert_array_equal(t5ckpt.open_checkpoint(tmp_path / 'x.npz')['b'][...], np.arange(3))
+    assert "left out: a ('<f1')" in caplog.text
+
+
+@pytest.mark.parametrize('name', ['x.npz', 'x.safetensors', 'x.safetensors.index.json'])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    (tmp_path / name).write_text(f'version https://git-lfs.github.com/spec/v1\noid sha256:{"0" * 64}\nsize 12345\n')
+    with pytest.raises(errors.UnsupportedFormatError, match='pointer of Git LFS'):
+        t5ckpt.open_checkpoint(tmp_path / name)
+
+
 def test_two_names_of_one_place_are_an_error(tmp_path):
     np.savez(tmp_path / 'x.npz', **{'a': np.ones(1), 'a/b': np.ones(1)})
     with pytest.raises(errors.UnsupportedFormatError, match='a/b'):

@@ -21,7 +21,7 @@ from simulation.programs import (
 from simulation.scheduler import wait_until
 from simulation.tasks import Task
 from simulation.tiers import tier_finisher, tiers, tiers_apart, tiers_before
-from simulation.verbs import copier, holder, pruner, put_aside, repairer, restarter, stripper
+from simulation.verbs import copier, holder, pruner, put_aside, restarter, stripper
 from simulation.world import World
 from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage
@@ -199,32 +199,16 @@ def _copy_or_save(world: World) -> Sequence[Task]:
 
 
 def _damaged(world: World) -> Sequence[Task]:
-    """Of the step 1 of the run, and 7 of the other one, a file is lost."""
+    """Of the latest step a file is lost."""
 
-    def lose() -> None:
-        world.lose(1, '.zarray')
-        world.lose(7, '.zarray', 'source')
-
-    begin = in_turn(saver(world, 5, [1, 2]), saver(world, 4, [7], run='source'), lose)
+    begin = in_turn(saver(world, 5, [1, 2]), lambda: world.lose(2, '0'))
     return [world.start('before', begin)]
 
 
-def _repair(world: World) -> Sequence[Task]:
-    """A damaged step is repaired twice, on disks in place; another program deletes it, a trainer saves, and one starts."""
-    source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
+def _damaged_start(world: World) -> Sequence[Task]:
+    """The latest step is damaged; a trainer starts, which may rename it."""
     return [
-        world.start('repair', repairer(world, step, source=source), machine='a'),
-        world.start('repair2', repairer(world, step, source=source), machine='b'),
-        world.start('trainer', saver(world, 1, [3]), machine='c'),
-        world.start('rm', remover(world, step), machine='d', may_delete=lambda number: number == step),
-    ]
-
-
-def _repair_beside_a_start(world: World) -> Sequence[Task]:
-    """The latest step is damaged; while it is repaired, a trainer starts, which may rename it."""
-    source, step = (None, 1) if world.kind == 'disk' else ('source', 7)
-    return [
-        world.start('repair', repairer(world, step, source=source), machine='a'),
+        world.start('trainer', saver(world, 1, [3]), machine='a'),
         world.start('start', restarter(world), machine='b', may_delete=lambda number: number in world.observer.damaged),
         world.start('rm', remover(world, 2), machine='c', may_delete=lambda number: number == 2),
     ]
@@ -373,8 +357,7 @@ SCENARIOS = {
     'stopped-job-faults': Scenario(stopped_job, _one_step, faults=_STOPS),
     **_of('copy', Scenario(_copy, _source, check=_is_copied)),
     **_of('copy-or-save', Scenario(_copy_or_save, _source, check=_is_copied)),
-    **_of('repair', Scenario(_repair, _damaged)),
-    **_of('repair-start', Scenario(_repair_beside_a_start, _damaged)),
+    **_of('damaged-start', Scenario(_damaged_start, _damaged)),
     **_of('verbs', Scenario(_verbs, _two_steps)),
     **_of('preempted', Scenario(preempted, _two_steps)),
     **_of('far-clocks', Scenario(_far_clocks, _one_step)),

@@ -1,4 +1,4 @@
-"""Programs of the command line's verbs and of a restart, on paths: ``cp``, ``repair``, ``prune``, and ``restore_or_init``."""
+"""Programs of the command line's verbs and of a restart, on paths: ``cp``, ``prune``, and ``restore_or_init``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StepKeptError,
-    UnsupportedFormatError,
 )
 from t5ckpt.format.names import PINNED, step_dir
-from t5ckpt.integrity.repair import repair
 from t5ckpt.policies import KeepAll, KeepLatest
 from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.resume import restore_or_init
@@ -43,28 +41,6 @@ def copier(world: World, step: int, value: float, *, source: str = 'source') -> 
         with contextlib.suppress(*_OVERTAKEN):
             copy_checkpoint(world.path(source), world.path(), step, options=CopyOptions(workers=1))
             world.observer.is_saved(step, value)
-
-    return run
-
-
-def repairer(world: World, step: int, *, source: str | None = None) -> Callable[[], None]:
-    """``t5ckpt repair --in-place``, or of a step of another run into this one."""
-
-    def run() -> None:
-        path, output = (world.path(), None) if source is None else (world.path(source), world.path())
-        try:
-            done = repair(path, output, step, in_place=source is None)
-        except _OVERTAKEN:
-            return
-        except (CorruptCheckpointError, UnsupportedFormatError):
-            # "has changed since it was verified", or no manifest.
-            if not world.observer.is_deletable(step):
-                raise
-            return
-        if source is None:
-            world.observer.damaged.pop(step, None)
-        if done.changed and step not in world.observer.visible and not world.observer.is_deletable(step):
-            world.scheduler.fail(f'step {step} was repaired, and is not there')
 
     return run
 

@@ -71,7 +71,7 @@ class Observer:
       may_disappear: the steps of deletions whose error said that a request may delete the step later.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
-      damaged: the value of each step of which a file was lost by accident, until a repair of it has returned.
+      damaged: the value of each step of which a file was lost by accident, by step.
       states: hashes of the sets of keys that the storage had.
     """
 
@@ -328,11 +328,9 @@ class World:
         """The path or URL of a run."""
         return self.storage(run).url()
 
-    def lose(self, step: int, name: str, run: str = 'run') -> None:
+    def lose(self, step: int, name: str) -> None:
         """Loses a file of a step, as by accident."""
-        key = next(
-            key for key in self.server.files() if key.endswith(f'/{name}') and f'{run}/checkpoint_{step}/' in key
-        )
+        key = next(key for key in self.server.files() if key.endswith(f'/{name}') and f'run/checkpoint_{step}/' in key)
         changed, self.server.changed = self.server.changed, lambda keys: None
         if isinstance(self.server, Bucket):
             del self.server.objects[key]
@@ -341,8 +339,7 @@ class World:
             self.server.unlink(key)
             self.server.sync(self.server.parent(key)[0])
         self.server.changed = changed
-        if run == 'run':
-            self.observer.damaged[step] = self.observer.visible[step]
+        self.observer.damaged[step] = self.observer.visible[step]
 
     def start(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import time
 
 import jax
 import numpy as np
@@ -114,15 +113,3 @@ def of_two_processes(step_dir):
     put_facts(step_dir, with_fields(facts, digests=digests))
     assert t5ckpt.verify(step_dir, full=True).ok
     return halves
-
-
-class Meanwhile:
-    """A clock that lets something else happen when it is first asked, in the middle of a repair."""
-
-    def __init__(self, act):
-        self._acts = [act]
-
-    def __call__(self):
-        if self._acts:
-            self._acts.pop()()
-        return time.time()

@@ -44,6 +44,7 @@ PYTHON = {
 ema | error | no leaf is found under it
 drop rename | error | a pattern matches nothing
 parameters | error | nothing is averaged or replaced, or it matches nothing
+trust_files | hint | compares no checksums
 """,
     'CheckpointTranslator.add': 'pattern | hint | a rule for names that may come',
     'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
@@ -175,11 +176,6 @@ keep_without_metric | hint | every step has it
     'PendingSave.wait': 'timeout | hint | the save has ended',
     'PreemptionNotice': 'signals | error | none\nsignals | warning | a notice that is asked and was never entered',
     'ProgressReporter': 'label stream every clock | hint | how the line looks; at least the last one is written',
-    'RepairOptions': """
-drop | error | names nothing that is damaged
-trust_files add_checksums | report | nothing to repair
-clock | hint | time.time by default
-""",
     'Run.best_step': 'metric mode | error | no policy says which, or no step has it and some have others',
     'Run.report': """
 output | error | it exists
@@ -285,7 +281,6 @@ follow_links | warning | not on a local file system
     'pin_checkpoint': 'txt | hint | the default keeps the reason that is there',
     'rewrite_checkpoint': 'directory | error | it has the step already',
     'unpin_checkpoint': 'ckpt_dir | report | it is not pinned: logged',
-    'repair': 'output in_place | error | both or neither',
     'restore_or_init': """
 checkpointer init_fn | hint | called where something is new
 fallback | error | unknown word
@@ -367,6 +362,7 @@ leaf | error | no such leaf
 --workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system
 --drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
+--trust-files | hint | compares no checksums
 """,
     'diff': """
 pattern | error | neither has such a leaf
@@ -387,11 +383,6 @@ pattern | error | neither has such a leaf
 --keep-best --mode | error | without --best
 --keep-step | error | there is no such step: exit 2, and nothing is deleted
 --tier | error | not a local directory
-""",
-    'repair': """
-output --in-place | error | both or neither
---drop | error | names nothing that is damaged
---trust-files --add-checksums | report | nothing to repair
 """,
     'report': """
 --output | error | it exists
@@ -426,7 +417,7 @@ leaves | error | matches nothing
 # What the library makes and returns, or passes to a policy or a callback; users do not call these.
 RETURNED = """
 CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoint Conversion CopyReport Damage
-Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RepairReport RestoreStateTransformationFn
+Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
 Run RunConversion SaveStateTransformationFn Series StepInfo VerifyReport
 """
 

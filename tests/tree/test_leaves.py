@@ -120,7 +120,7 @@ UNREADABLE = {
 @pytest.mark.parametrize('where', ['file', 'memory'])
 @pytest.mark.parametrize('case', UNREADABLE)
 def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
-    """All writers (saves, conversions, copies, repairs) commit through the one function that decodes it first."""
+    """All writers (saves, conversions, copies) commit through the one function that decodes it first."""
     manifest, facts = UNREADABLE[case]
     storage = open_storage(tmp_path if where == 'file' else f'memory://{tmp_path.name}')
     work = open_transaction(storage, 3, lambda: 1e9)

@@ -585,7 +585,6 @@ def test_the_steps_there_are_named(saved):
         lambda run, step: t5ckpt.open_run(run)[step],
         lambda run, step: restore(run, state_of(), step=step),
         lambda run, step: t5ckpt.copy_checkpoint(run, run.with_name('copy'), step),
-        lambda run, step: t5ckpt.repair(run, run.with_name('repaired'), step),
         lambda run, step: t5ckpt.WarmStart(run, step=step),
         lambda run, step: t5ckpt.checkpoints_iterator(run, after=-2 if step == -1 else step),
         lambda run, step: t5ckpt.ConvertOptions(step=step),

@@ -320,7 +320,6 @@ STEP_RULES = {
     'ls': ('', False),
     'pin': ('several', False),
     'prune': ('', False),
-    'repair': ('one', False),
     'report': ('several', False),
     'rm': ('several', False),
     'show': ('one', False),
@@ -532,7 +531,6 @@ def test_a_policy_that_is_asked_causes_no_warning():
         ['show', 'run', '--depth', '1', '--sort', 'size'],
         ['show', 'run', '--depth', '1', '--json'],
         ['diff', 'run', 'run', '--top', '1', '--no-values'],
-        ['repair', 'run', 'new', '--dry-run', '--in-place'],
     ],
     ids=' '.join,
 )

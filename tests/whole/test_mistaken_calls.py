@@ -124,9 +124,7 @@ def test_a_function_can_be_bound_by_what_binds_functions(name):
     gin.clear_config()
 
 
-@pytest.mark.parametrize(
-    'kind', [t5ckpt.RepairOptions, t5ckpt.CopyOptions, t5ckpt.WarmStart, t5ckpt.TensorBoardMetrics]
-)
+@pytest.mark.parametrize('kind', [t5ckpt.CopyOptions, t5ckpt.WarmStart, t5ckpt.TensorBoardMetrics])
 def test_options_can_be_bound_by_gin(kind):
     name = f'{kind.__name__}OfThisTest'
     first = next(iter(inspect.signature(kind).parameters))

@@ -1,0 +1,85 @@
+"""A damaged checkpoint: what is intact is copied, and nothing damaged gets new checksums unless that is asked for."""
+
+import pathlib
+import random
+import re
+
+import numpy as np
+import pytest
+from support.cli import t5ckpt_cli
+from support.damage import Iterator, flip
+
+import t5ckpt
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+RNG = random.Random(1)
+STATE = {
+    'params': {'w': np.arange(20_000, dtype=np.float32)},
+    'opt': {'mu': np.ones(20_000, np.float32), 'nu': np.full(20_000, 2, np.float32)},
+}
+
+
+@pytest.fixture
+def step(tmp_path):
+    with t5ckpt.Checkpointer(STATE, dataset_iterator=Iterator(), checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(STATE, step=1)
+    return tmp_path / 'run' / 'checkpoint_1'
+
+
+def one(step: pathlib.Path, pattern: str) -> pathlib.Path:
+    (path,) = step.glob(pattern)
+    return path
+
+
+DAMAGE = {
+    'another chunk': (lambda step: flip(one(step, 'opt.mu/0'), RNG), ['opt/mu']),
+    'no chunk': (lambda step: one(step, 'opt.mu/0').unlink(), ['opt/mu']),
+    'another .zarray': (lambda step: flip(one(step, 'opt.mu/.zarray'), RNG), ['opt/mu']),
+    'two leaves': (lambda step: [one(step, f'opt.{name}/0').unlink() for name in ('mu', 'nu')], ['opt/.*']),
+    'another position': (lambda step: flip(one(step, 'train_ds*'), RNG), ['train_ds.*']),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_a_copy_without_what_is_damaged(tmp_path, step, damage):
+    spoil, dropped = DAMAGE[damage]
+    spoil(step)
+    assert not t5ckpt.verify(step, full=True).ok
+    for changes in (t5ckpt.Changes(), t5ckpt.Changes(rename=[('params/(.*)', r'model/\1')])):
+        with pytest.raises(CorruptCheckpointError):
+            t5ckpt.rewrite_checkpoint(step, tmp_path / 'out', changes)
+        assert t5ckpt.all_steps(tmp_path / 'out') == []
+    t5ckpt_cli('cp', step, tmp_path / 'out', *(word for pattern in dropped for word in ('--drop', pattern)))
+    assert t5ckpt.verify(tmp_path / 'out', full=True).ok
+    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'out')
+    np.testing.assert_array_equal(loaded['params']['w'], STATE['params']['w'])
+    assert [path.name for path in (tmp_path / 'out').glob('*/train_ds*')] == (
+        [] if dropped == ['train_ds.*'] else ['train_ds-000-of-001.txt']
+    )
+
+
+def test_a_copy_without_a_zarray(tmp_path, step):
+    """The manifest has the same."""
+    one(step, 'opt.mu/.zarray').unlink()
+    t5ckpt.rewrite_checkpoint(step, tmp_path / 'out')
+    assert t5ckpt.verify(tmp_path / 'out', full=True).ok
+    np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'out')['opt']['mu'], STATE['opt']['mu'])
+
+
+@pytest.mark.parametrize('how', ['lost', 'another'])
+def test_a_copy_without_the_list_of_checksums(tmp_path, step, how):
+    listed = one(step, 'integrity.*.json')
+    listed.unlink() if how == 'lost' else flip(listed, RNG)
+    said = t5ckpt_cli('cp', step, tmp_path / 'out', '--drop', 'opt/.*', code=3)
+    assert re.search('t5ckpt cp --trust-files|is damaged', said)
+    t5ckpt_cli('cp', step, tmp_path / 'out', '--trust-files')
+    assert t5ckpt.verify(tmp_path / 'out', full=True).ok
+    with t5ckpt.Checkpointer(STATE, dataset_iterator=Iterator(), checkpoints_dir=tmp_path / 'out') as ck:
+        np.testing.assert_array_equal(ck.restore()['opt']['nu'], STATE['opt']['nu'])
+
+
+def test_a_damaged_manifest_is_not_trusted(tmp_path, step):
+    flip(step / 'checkpoint', RNG)
+    with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError)):
+        t5ckpt.rewrite_checkpoint(step, tmp_path / 'out', t5ckpt.Changes(trust_files=True))
+    assert t5ckpt.all_steps(tmp_path / 'out') == []

@@ -66,14 +66,11 @@ _WARM_CURES = {
     'rename': 'WarmStart(rename={rules})',
 }
 # A run continues only from its complete state. A changed model is a new run.
-_OWN_CURES = {
-    'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
-    **dict.fromkeys(
-        ('dtype', 'key shape', 'missing', 'shape', 'unexpected'),
-        'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
-        "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves.",
-    ),
-}
+_OWN_CURES = dict.fromkeys(
+    _WARM_CURES,
+    'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
+    "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves.",
+) | {'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory'}
 
 
 @checks_options

@@ -45,6 +45,7 @@ _log = logging.getLogger('t5ckpt')
 JAX_TREE = 'pytreedef.json'
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
+# The names of unfinished and damaged steps, of T5X or Orbax, and hidden names.
 _LEFTOVER = re.compile(r'\.|.*\.(orbax-checkpoint-tmp|partial_save)|checkpoint_([0-9]+\.[a-z]|tmp$)', re.DOTALL)
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
 # A directory is described by the first pattern that matches one of the names in it.
@@ -538,7 +539,7 @@ def openable_below(storage: Storage, without: Collection[str] = ()) -> list[str]
 
     Looks at ``_MAX_BELOW`` names, directories first, except those ``without`` and those that a save or a deletion left.
     """
-    entries = [entry for entry in storage.entries() if entry.name not in without and not _is_leftover(entry.name)]
+    entries = [entry for entry in storage.entries() if entry.name not in without and not _LEFTOVER.match(entry.name)]
     found: list[str] = []
     for entry in sorted(entries, key=lambda entry: not entry.is_dir)[:_MAX_BELOW]:
         with contextlib.suppress(T5CkptError):
@@ -558,14 +559,9 @@ def _openable_in(storage: Storage, directory: str) -> list[str]:
         return [directory]
     for below in storage.entries(directory)[:_MAX_BELOW]:
         key = join(directory, below.name)
-        if not _is_leftover(below.name) and (is_checkpoint if below.is_dir else is_state_file)(storage, key):
+        if not _LEFTOVER.match(below.name) and (is_checkpoint if below.is_dir else is_state_file)(storage, key):
             return [directory if parse_prefixed_step(below.name) is not None else key]
     return []
-
-
-def _is_leftover(name: str) -> bool:
-    """Whether a name is that of an unfinished or damaged step, of T5X or Orbax, or hidden."""
-    return _LEFTOVER.match(name) is not None
 
 
 def _contents_text(storage: Storage) -> str:

@@ -37,9 +37,6 @@ class Resize:
         self.patterns: tuple[str | re.Pattern[str], ...] = tuple(given)
         check_patterns(self.patterns, 'resize')
 
-    def __bool__(self) -> bool:
-        return bool(self.patterns)
-
     def covers(self, name: str) -> bool:
         """Whether a leaf of this name may be resized."""
         return any(leaf_pattern(pattern).fullmatch(name) for pattern in self.patterns)
@@ -50,7 +47,7 @@ class Resize:
         Raises:
           ValueError: with the pattern and some of the names.
         """
-        names = [leaf_name(path) for path in paths] if self else []
+        names = [leaf_name(path) for path in paths] if self.patterns else []
         for pattern in self.patterns:
             if not any(leaf_pattern(pattern).fullmatch(name) for name in names):
                 raise ValueError(

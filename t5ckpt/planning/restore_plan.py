@@ -96,15 +96,15 @@ class RestorePlan:
       resized: leaves that are padded or truncated, with both shapes, for the log.
     """
 
-    stored: tuple[StoredRead, ...]
-    inline: tuple[InlineRead, ...]
+    stored: Sequence[StoredRead]
+    inline: Sequence[InlineRead]
     kept: LeafTable
-    fallback: tuple[InlineRead, ...]
-    ignored: tuple[Path, ...]
-    skipped: tuple[Path, ...]
-    absent: tuple[Path, ...]
-    notes: tuple[str, ...]
-    resized: tuple[str, ...]
+    fallback: Sequence[InlineRead]
+    ignored: Sequence[Path]
+    skipped: Sequence[Path]
+    absent: Sequence[Path]
+    notes: Sequence[str]
+    resized: Sequence[str]
 
 
 def plan_restore(
@@ -136,15 +136,15 @@ def plan_restore(
         unmapped = _unmapped(matched, templates, leaves)
         raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
     return RestorePlan(
-        tuple(matcher.stored),
-        tuple(matcher.inline),
+        matcher.stored,
+        matcher.inline,
         matcher.kept,
-        tuple(matcher.from_fallback),
-        tuple(matcher.ignored),
-        tuple(matcher.skipped),
-        tuple(matcher.absent),
-        tuple(matcher.notes),
-        tuple(matcher.resized),
+        matcher.from_fallback,
+        matcher.ignored,
+        matcher.skipped,
+        matcher.absent,
+        matcher.notes,
+        matcher.resized,
     )
 
 
@@ -210,15 +210,10 @@ class _Matcher:
     def __init__(self, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions):
         self._leaves = leaves
         self._templates = templates
-        self._fallback = options.fallback
+        self._options = options
         self._names = {path: leaf_name(path) for path in {**templates, **leaves, **options.fallback}}
         # Possibly misspelt.
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
-        self._cast = options.cast
-        self._keys = options.keys
-        self._knows_keys = options.knows_keys
-        self._strict = options.strict
-        self._resize = options.resize
         self._parts = [leaf_name(path) for path in options.parts]
         self._shardings = ShardingCheck() if options.on_devices else None
         self.stored: list[StoredRead] = []
@@ -279,7 +274,7 @@ class _Matcher:
 
     def _absent(self, pair: _Pair) -> None:
         """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
-        value = self._fallback.get(pair.path)
+        value = self._options.fallback.get(pair.path)
         if value is not None and not isinstance(value, (Empty, str)):
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
@@ -289,7 +284,7 @@ class _Matcher:
             near = self._near_names(pair.path, pair.template, self._leaves, self._templates)
             unmatched = some_of(self._unmatched_fallback, 3)
             hint = f'fallback_state has {unmatched}, which the template lacks.' if unmatched else ''
-            if pair.path in self._fallback:
+            if pair.path in self._options.fallback:
                 hint = f'fallback_state holds {leaf_text(value)} there.'
             self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
 
@@ -331,8 +326,8 @@ class _Matcher:
         template, shape, dtype = pair.template, tuple(pair.leaf.shape), np.dtype(pair.leaf.dtype)
         template_dtype = np.dtype(np.void) if template.dtype is None else template.dtype
         # Leaves of ``fallback_state`` are cast only to the template's dtypes.
-        casts = self._cast is not None and (pair.label == '' or self._cast.dtype is None)
-        cast = cast_dtype(pair.path, dtype, self._cast, template_dtype) if casts else dtype
+        casts = self._options.cast is not None and (pair.label == '' or self._options.cast.dtype is None)
+        cast = cast_dtype(pair.path, dtype, self._options.cast, template_dtype) if casts else dtype
         problem = self._problem_of(pair, template_dtype, cast)
         if problem is not None:
             self.problems.append(problem)
@@ -361,7 +356,7 @@ class _Matcher:
             return LeafProblem(
                 pair.name, 'dtype', f'{pair.label}{cast.name}', f'{template_dtype.name} on a device', hint
             )
-        if self._strict == 'exact' and cast != template_dtype and template.kind == 'array':
+        if self._options.strict == 'exact' and cast != template_dtype and template.kind == 'array':
             hint = "strict='exact' asks for the same; Checkpointer(restore_dtype='template') casts."
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{cast.name}', template_dtype.name, hint)
         return None
@@ -369,12 +364,12 @@ class _Matcher:
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
         has_axes = pair.template.kind == 'array' and len(pair.leaf.shape) == len(pair.template.shape)
-        return pair.label == '' and has_axes and self._resize.covers(pair.name)
+        return pair.label == '' and has_axes and self._options.resize.covers(pair.name)
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
         """The problem of PRNG keys of another implementation, or of keys where the template has an array, or the reverse."""
         template, leaf = pair.template, pair.leaf
-        written = '' if pair.label else self._keys.get(pair.path, '' if self._knows_keys else None)
+        written = '' if pair.label else self._options.keys.get(pair.path, '' if self._options.knows_keys else None)
         written = leaf.impl if isinstance(leaf, KeyData) else written
         wanted = str(template.impl)
         if written is None or written == wanted or template.dtype is None:
@@ -398,7 +393,7 @@ class _Matcher:
             if above is not None:
                 used.add(above)
                 self.skipped.append(path)
-            elif isinstance(leaf, str) or self._strict == 'contains':
+            elif isinstance(leaf, str) or self._options.strict == 'contains':
                 self.ignored.append(path)
             else:
                 self._add_unexpected(path, leaf, without_array)

@@ -59,7 +59,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         _log.warning('t5ckpt: restored as in the checkpoint%s: %s', how, some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
-    elif request.call.resize:
+    elif request.call.resize.patterns:
         _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
     if plan.ignored:
         # A template for inference omits the optimizer state, or takes an average in place of all parameters, on purpose.

@@ -23,7 +23,7 @@ from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
-from t5ckpt.core.text import lines
+from t5ckpt.core.text import lines, listed
 from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
@@ -295,8 +295,7 @@ def _with_ema(leaves: _Leaves, scope: str, parameters: str | re.Pattern[str] | N
         raise MissingLeaves(_no_parameters(leaves, parameters, 'no parameter would be replaced by its moving average'))
     if missing:
         head = f'parameters without a moving average at {pattern!r}:'
-        more = [f'and {len(missing) - 20} more'] if len(missing) > 20 else []
-        raise MissingLeaves(lines(head, *missing[:20], *more, between='\n  '))
+        raise MissingLeaves(lines(head, *listed(missing)))
     averages = set(sources.values())
     return {
         name: _Leaf(leaf.path, leaves[sources.get(name, name)].value)
@@ -359,7 +358,7 @@ def _renamed(leaves: _Leaves, given: Sequence[tuple[str | re.Pattern[str], str]]
         if above is not None:
             clashes.append(f'{name} would become {leaf_name(new)!r}, below the new name of {above}')
     if clashes:
-        raise TreeMismatchError(lines('names clash after the renaming:', *clashes[:20], between='\n  '))
+        raise TreeMismatchError(lines('names clash after the renaming:', *listed(clashes)))
     _refuse_unused([pattern.pattern for pattern, _ in rules if pattern in unused], leaves)
     return new_paths
 

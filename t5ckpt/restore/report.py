@@ -113,8 +113,6 @@ def warn_if_narrowed(plan: RestorePlan) -> None:
     wide = [
         read for read in (*plan.stored, *plan.inline) if read.template.device and read.dtype.itemsize >= _WIDE_BYTES
     ]
-    if not wide:
-        return
     names = [f'{r.name} ({r.dtype.name})' for r in wide if not _fits(r, canonical_dtype(r.dtype))]
     if names:
         warn_caller(
@@ -161,6 +159,8 @@ def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int |
     """
     if saved_over is None or saved_over < 2:
         return
+    import jax
+
     names = [
         read.name
         for read in (*plan.stored, *plan.inline)
@@ -169,15 +169,9 @@ def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int |
         and read.template.shape
         and is_abstract(template[read.path])
     ]
-    if names and _device_count() > 1:
+    if names and jax.device_count() > 1:
         warning = unsharded_warning(
             f'{some_of(names, _SHOWN)}: the template names no sharding, so each is restored to one device; the checkpoint was '
             f'saved from {saved_over} devices.'
         )
         notices.warn('unsharded', warning)
-
-
-def _device_count() -> int:
-    import jax
-
-    return jax.device_count()

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.text import lines
+from t5ckpt.core.text import lines, listed
 from t5ckpt.errors import MissingLeaves, UnsupportedFormatError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.translate import CheckpointTranslator, Rule, Translation
@@ -34,7 +34,6 @@ from t5ckpt.translate import CheckpointTranslator, Rule, Translation
 STEP = 'state/step'
 PARAM_STATES = 'state/param_states/'
 _TARGET = 'target/'
-_SHOWN = 20
 
 T5_RULES = CheckpointTranslator()
 """The rules for T5, T5 1.1, mT5 and ByT5."""
@@ -154,8 +153,7 @@ def check_complete(leaves: Mapping[str, Any]) -> None:
     """Raises MissingLeaves with all layers, parts of layers and slots of parameters that are missing in a T5."""
     missing = [*_missing_in_layers(leaves), *_missing_slots(leaves)]
     if missing:
-        more = [f'and {len(missing) - _SHOWN} more'] if len(missing) > _SHOWN else []
-        raise MissingLeaves(lines('the checkpoint is not a complete T5:', *missing[:_SHOWN], *more, between='\n  '))
+        raise MissingLeaves(lines('the checkpoint is not a complete T5:', *listed(missing)))
 
 
 def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:

@@ -69,7 +69,9 @@ _WARM_CURES = {
 _OWN_CURES = dict.fromkeys(
     _WARM_CURES,
     'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
-    "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves.",
+    "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves. If leaves appear "
+    'during the run, as in a replay buffer, use ... as their subtree in the template; t5ckpt.load_t5x_checkpoint(directory, '
+    'checkpointer.restored_step) then reads them.',
 ) | {'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory'}
 
 

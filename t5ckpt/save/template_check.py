@@ -111,7 +111,10 @@ class TemplateCheck:
         if not problems:
             return
         where = f'the template of this checkpointer in {counted(len(problems), "place")}'
-        cure = 'Pass a template with the structure of the saved state to the constructor, such as the state itself.'
+        cure = (
+            'Pass a template with the structure of the saved state to the constructor, such as the state itself, with ... for a '
+            'subtree that gets new leaves.'
+        )
         if self._is_strict:
             text = lines(f'step {step} is not saved, because it does not fit {where}:', *listed(problems), cure)
             raise TreeMismatchError(text, self._problems)

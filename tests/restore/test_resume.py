@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 
 import flax.serialization
 import jax
@@ -25,6 +26,7 @@ from t5ckpt.errors import (
     CorruptCheckpointError,
     DtypeMismatch,
     MissingLeaves,
+    TemplateMismatchWarning,
     TreeMismatchError,
     UnexpectedLeaves,
 )
@@ -144,6 +146,23 @@ def test_another_model_is_not_damage(tmp_path):
     other = other.replace(params={**other.params, 'new': jnp.zeros(3)})
     with Checkpointer(other, checkpoints_dir=tmp_path) as ck, pytest.raises(MissingLeaves, match='params/new'):
         restore_or_init(ck, must_not_run)
+
+
+def test_the_cures_for_leaves_that_appear_during_a_run_restore_them(tmp_path):
+    fresh = {'params': jnp.zeros(4), 'replay': {}}
+    grown = {'params': jnp.ones(4), 'replay': {'chunk_0': np.arange(3.0), 'chunk_1': np.arange(2.0)}}
+    cure = r'use \.\.\. as their subtree in the template; t5ckpt.load_t5x_checkpoint\(directory, checkpointer.restored_step\)'
+    with Checkpointer(fresh, checkpoints_dir=tmp_path) as ck:
+        with pytest.warns(TemplateMismatchWarning, match=r'with \.\.\. for a subtree that gets new leaves'):
+            ck.save(grown, 1)
+        with pytest.raises(UnexpectedLeaves, match=cure):
+            restore_or_init(ck, must_not_run)
+    with Checkpointer({**fresh, 'replay': ...}, checkpoints_dir=tmp_path) as ck:
+        with warnings.catch_warnings(action='error'):
+            ck.save(grown, 2)
+        restored = restore_or_init(ck, must_not_run)
+        restored['replay'] = t5ckpt.load_t5x_checkpoint(tmp_path, ck.restored_step)['replay']
+    jax.tree.map(np.testing.assert_array_equal, restored, grown)
 
 
 def test_a_pinned_one_is_not_put_aside(tmp_path, caplog):

@@ -169,7 +169,7 @@ def listed(items: Sequence[object], rest: str = '') -> list[str]:
 
 
 def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], Any]) -> str:
-    """A pattern that matches no name, with its misspelt keys replaced by those of the names.
+    """A pattern that matches no name, with its misspelt keys replaced by those of the names, or with a '/' inside keys.
 
     Args:
       pattern: a name or a pattern, of any syntax in which a word matches itself.
@@ -186,7 +186,17 @@ def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], 
         return match[0] if match[0] in keys else next(iter(difflib.get_close_matches(match[0], keys, 1, 0.7)), match[0])
 
     meant = _WORD.sub(nearest, pattern[:_LONGEST])
-    return meant if meant != pattern and any(matches(meant, name) for name in first_names) else ''
+    if meant != pattern:
+        return meant if any(matches(meant, name) for name in first_names) else ''
+    # A '/' inside a key has a backslash before it, which a '.' matches in a regular expression.
+    escaped = [name for name in first_names if '\\/' in name][:1000]
+    slashes = [match.start() for match in re.finditer('/', pattern)][:8] if escaped else []
+    for mark, (first, last) in itertools.product('.\\', itertools.combinations_with_replacement(slashes, 2)):
+        inside = pattern[first : last + 1].replace('/', f'{mark}/')
+        meant = pattern[:first] + inside + pattern[last + 1 :]
+        if any(matches(meant, name) for name in escaped):
+            return meant
+    return ''
 
 
 def did_you_mean(word: str, words: Iterable[str], before: str = ' ') -> str:

@@ -224,8 +224,10 @@ class CheckpointView(Mapping[str, LazyArray]):
                 return self._part(matching, ())
         near = [] if is_pattern else near_names(name, self._by_name)
         meant = '' if near else corrected(name, self._by_name, _matches)
+        # As in a shell; Python also takes the backslash before a '/' as it is.
+        quoted = repr(meant).replace('\\\\', '\\')
         groups = f' There are {", ".join(self._children()[:8])}.' if self._leaves else ''
-        hint = f' Near: {", ".join(near)}.' if near else f' Did you mean {meant!r}?' if meant else groups
+        hint = f' Near: {", ".join(near)}.' if near else f' Did you mean {quoted}?' if meant else groups
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 

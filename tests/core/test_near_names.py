@@ -1,5 +1,8 @@
 """A name, a pattern or a word that matches nothing is answered with what is near it."""
 
+import dataclasses
+import re
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -71,6 +74,26 @@ def test_a_library_call_names_what_is_meant(run, call, meant):
         call(run)
     text = caught.value.args[0]
     assert text.count(f'Did you mean {meant}') == 1, text
+
+
+@pytest.mark.parametrize('keys', [('enc/cnn0', 'kernel'), ('enc/cnn0/kernel',), ('net/enc/cnn0', 'kernel')])
+def test_a_pattern_for_keys_with_slashes_is_corrected(tmp_path, keys):
+    """Haiku and ninjax have modules such as 'enc/cnn0', whose names are params/enc\\/cnn0/kernel."""
+    state: dict[str, object] = {'params': {keys[0]: dict.fromkeys(keys[1:], KERNEL) or KERNEL}}
+    below = 'params/net/enc' if keys[0].startswith('net') else 'params/enc'
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(state, step=1)
+        with pytest.raises(KeyError, match='Did you mean') as caught:
+            t5ckpt.open_checkpoint(tmp_path)[f'{below}/**']
+        glob = re.search("Did you mean '(.*)'", caught.value.args[0])[1]
+        assert len(t5ckpt.open_checkpoint(tmp_path)[glob]) == 1
+        warm = t5ckpt.WarmStart(tmp_path, take=f'{below}/.*')
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'new') as new:
+            with pytest.raises(ValueError, match='Did you mean') as caught:
+                t5ckpt.restore_or_init(new, lambda: state, initial_checkpoint=warm)
+            pattern = re.search("Did you mean '(.*)'", caught.value.args[0])[1]
+            t5ckpt.restore_or_init(new, None, initial_checkpoint=dataclasses.replace(warm, take=pattern))
+    assert CliRunner().invoke(app, ['stats', str(tmp_path), glob]).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import logging
 import os
 from typing import Any
 
@@ -10,6 +12,7 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_path, check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
+from t5ckpt.core.text import some_of
 from t5ckpt.planning.casts import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
@@ -18,6 +21,8 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import is_key
 
 __all__ = ['export_weights']
+
+_log = logging.getLogger('t5ckpt')
 
 
 def export_weights(
@@ -32,7 +37,7 @@ def export_weights(
     """Writes only the weights of a state as a checkpoint, to another directory than the run's.
 
     T5X, ``load_t5x_checkpoint`` and ``restore_or_init(..., initial_checkpoint=WarmStart(directory, take=MODEL))`` read it.
-    Every process of a job calls it.
+    Every process of a job calls it. A line in the log names the groups of leaves that are written.
 
     Args:
       train_state: as for ``Checkpointer.save``.
@@ -67,6 +72,10 @@ def export_weights(
             names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
             meant = meant_pattern(take, map(leaf_name, leaves))
             raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.{meant}')
+        groups = collections.Counter('/'.join('/'.join(path).split('/')[:2]) for path in kept)
+        _log.info(
+            't5ckpt: export_weights: leaves below %s', some_of([f'{name} ({n})' for name, n in groups.items()], 20)
+        )
         # Checked here, because the checkpointer's error would name its own options.
         check_cast(cast, kept)
         infos = flatten_nested(parameter_infos, lambda _: False)

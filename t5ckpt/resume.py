@@ -52,7 +52,7 @@ MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
 
 Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
 """
-OPTIMIZER = r'(.*/)?(param_states|opt_state)/.*'
+OPTIMIZER = r'((.*/)?(param_states|opt_state)|opt)/.*'
 """The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``."""
 
 

@@ -225,6 +225,20 @@ def test_all_but_the_optimizer(tmp_path):
     assert (value_of(state), int(state.step), int(state.opt_state[0].count)) == (5, 5, 3)
 
 
+def test_the_optimizer_of_a_dict_may_be_called_opt(tmp_path, caplog):
+    saved = {'params': {'enc/cnn0': np.ones(2), 'opt/mu': np.ones(2)}, 'opt': {'mu': np.ones(2)}, 'step': 3}
+    with Checkpointer(saved, checkpoints_dir=tmp_path / 'old') as ck:
+        ck.save(saved)
+    fresh = jax.tree.map(np.zeros_like, saved)
+    with Checkpointer(fresh, checkpoints_dir=tmp_path / 'new') as ck:
+        state = restore_or_init(ck, lambda: fresh, initial_checkpoint=WarmStart(tmp_path / 'old', leave=OPTIMIZER))
+    assert (state['opt']['mu'][0], state['params']['enc/cnn0'][0]) == (0, 1)
+    # What is among the parameters is exported, and named.
+    with caplog.at_level('INFO'):
+        t5ckpt.export_weights(saved, tmp_path / 'weights')
+    assert 'leaves below params/enc (1), params/opt (1)' in caplog.text
+
+
 def test_all_but_the_optimizers_of_several_models(tmp_path):
     old, new = (
         {'actor': train_state(value, step), 'critic': train_state(value, step)} for value, step in ((5, 5), (0, 0))

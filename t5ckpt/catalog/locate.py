@@ -76,6 +76,10 @@ _MARKS = (
     (JAX_TREE, "a directory of JAX's pytree_serialization, which t5ckpt convert jax converts"),
     # A group of zarr v3 that has arrays opens.
     (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
+    (
+        r'[0-9]{8}T[0-9]{6}F[0-9]{6}(-[0-9]+)?',
+        'a run of elements.Checkpoint (DreamerV3), whose states are pickles and are not read: load them with elements',
+    ),
     (r'attributes\.json', 'N5 arrays, which TensorStore reads'),
     (r'\.zgroup', 'a zarr group, such as a step of seqax, without a T5X manifest'),
 )

@@ -43,7 +43,17 @@ def seqax(run: pathlib.Path) -> None:
         write_seqax(run, step, {'w': np.ones(2)})
 
 
+def elements(run: pathlib.Path) -> None:
+    """ckpt/ of DreamerV3: a directory of pickles for each save."""
+    directory = run / '20250101T120000F123456-000000000100'
+    directory.mkdir(parents=True)
+    for name in ('agent-0000.pkl', 'agent-0001.pkl', 'step.pkl', 'done'):
+        (directory / name).write_bytes(b'')
+    (run / 'latest').write_text(directory.name)
+
+
 CASES = [
+    (elements, r'a run of elements\.Checkpoint.*load them with elements'),
     (torchtitan, r'torchtitan.*\(DCP\), with 2 steps: 500, 1000\..*pickle.*safetensors'),
     (axlearn, r'axlearn, with 2 steps: 100, 200\.'),
     (seqax, r'seqax, with 2 steps: 1, 2\. t5ckpt convert seqax'),

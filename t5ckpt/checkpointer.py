@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -77,6 +78,7 @@ from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
+from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 __all__ = ['Checkpointer']
@@ -223,6 +225,7 @@ class Checkpointer:
         signals = LocalSignals(clock, preempted)
         self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
         self._is_closed = False
+        self._restored_arrays: dict[Path, weakref.ref[Any]] = {}
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
 
@@ -458,7 +461,8 @@ class Checkpointer:
             self._tiers.begin_save()
             step, policy = step_to_save(state, table, call.step), self._retention.policy
             request = SaveRequest(
-                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here()
+                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here(),
+                is_as_restored=self._is_as_restored(step, table),
             )  # fmt: skip
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
@@ -590,7 +594,19 @@ class Checkpointer:
         return self._restored(call)
 
     def _restored(self, call: RestoreCall) -> Any:
-        return self._tiers.restore(self._restore_request(call, self._round('a restore')))
+        state = self._tiers.restore(self._restore_request(call, self._round('a restore')))
+        table = flatten_state(state).table
+        arrays = {path: leaf for path, leaf in table.items() if getattr(leaf, 'ndim', None) is not None}
+        self._restored_arrays = {
+            path: weakref.ref(leaf) for path, leaf in arrays.items() if type(leaf).__weakrefoffset__
+        }
+        return state
+
+    def _is_as_restored(self, step: int, table: LeafTable) -> bool:
+        """Whether the arrays of a state are those that the last restore returned for this step."""
+        return step == self.restored_step and all(
+            ref() is table.get(path) for path, ref in self._restored_arrays.items()
+        )
 
     def _restore_request(self, call: RestoreCall, restore_round: CoordinationRound) -> RestoreRequest:
         return RestoreRequest(

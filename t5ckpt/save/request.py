@@ -72,6 +72,7 @@ class SaveRequest:
       round: of all processes of the job.
       site: the line of the caller, for warnings from the thread of the save.
       keep: the keep policy that the facts record.
+      is_as_restored: whether the arrays are those that were restored from this step; a loop that saves it first is not warned.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
       frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
@@ -87,6 +88,7 @@ class SaveRequest:
     round: CoordinationRound
     site: CallSite
     keep: KeepPolicy
+    is_as_restored: bool = False
     in_parts: bool = False
     frees_step: Callable[[], bool] = lambda: False
     upload_reason: Callable[[], str | None] = lambda: None
@@ -140,10 +142,10 @@ class SaveRequest:
         """Logs that the save is skipped, since a complete step exists."""
         where = self.context.storage.url(occupant.name)
         written = '' if occupant.is_t5x else f', in the layout of {occupant.layout}'
-        cure = '; save(..., overwrite=True) replaces it' if occupant.is_t5x else ''
-        _log.warning(
-            'Skipping save checkpoint for step %d (directory %s already exists%s)%s', self.step, where, written, cure
-        )
+        cure = '; save(..., overwrite=True) replaces it' if occupant.is_t5x and not self.is_as_restored else ''
+        level = logging.INFO if self.is_as_restored else logging.WARNING
+        text = 'Skipping save checkpoint for step %d (directory %s already exists%s)%s'
+        _log.log(level, text, self.step, where, written, cure)
 
     def may_replace(self) -> bool:
         """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.

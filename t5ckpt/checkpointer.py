@@ -489,11 +489,15 @@ class Checkpointer:
 
     def _round(self, action: str) -> CoordinationRound:
         # A restore finds the step of the save that is running; and a round removes the keys of the previous one.
-        self.wait_until_finished()
+        self._wait()
         return self._coordinator.round(action)
 
     def wait_until_finished(self) -> None:
-        """Waits for the save in the background, if there is one. ``check_for_errors`` raises its error."""
+        """Waits for the save in the background, if there is one, and raises its error as :meth:`check_for_errors`."""
+        self._wait()
+        self.check_for_errors()
+
+    def _wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
 
@@ -514,7 +518,6 @@ class Checkpointer:
           SaveFailedError: as for :meth:`check_for_errors`.
         """
         self.wait_until_finished()
-        self.check_for_errors()
         self._tiers.wait_until_persisted(None if step is None else integer('step', step))
 
     def close(self) -> None:
@@ -524,7 +527,7 @@ class Checkpointer:
         ``wait_until_persisted``. ``restore`` still works, except with ``local_dir`` in a job of several processes.
         """
         self._is_closed = True
-        self.wait_until_finished()
+        self._wait()
         self._tiers.close()
         self._retention.wait()
         self.check_for_errors()
@@ -758,7 +761,7 @@ class Checkpointer:
         Raises:
           CheckpointNotFoundError: there is no such step.
         """
-        self.wait_until_finished()
+        self._wait()
         return dict(self._tiers.facts.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
@@ -775,7 +778,7 @@ class Checkpointer:
         Raises:
           ValueError: no policy, or more than one, determines the metric or the mode; or the steps have only other metrics.
         """
-        self.wait_until_finished()
+        self._wait()
         self._schedule.is_used = True
         # A reader, such as an evaluator, does not provide the metric; the source may return it later.
         awaited = [name for name, _ in self._monitored] if self._is_read_only and self._has_source else ()
@@ -851,7 +854,8 @@ class Checkpointer:
         return sorted({*self._tiers.catalog.to_restore(on_disks), *on_disks})
 
     def local_steps(self) -> list[int]:
-        """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one."""
+        """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one. Waits for a running save."""
+        self._wait()
         return self._tiers.catalog.local_part_steps()
 
     def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:

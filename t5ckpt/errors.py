@@ -407,7 +407,7 @@ _CURES = {
     'jax.make_mesh. Restore inside jax.set_mesh(mesh), or give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, '
     'leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)).',
     'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, truncate or pad the leaf with resize= if it has as many axes, or reshape it. '
+    'shape': 'Change the template, truncate or pad the leaf with resize= if it has as many axes, or transpose or reshape it. '
     f'{_REPLACE} To initialize it, drop it there and pass fallback_state=.',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',

@@ -72,7 +72,10 @@ _OWN_CURES = dict.fromkeys(
     "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves. If leaves appear "
     'during the run, as in a replay buffer, use ... as their subtree in the template; t5ckpt.load_t5x_checkpoint(directory, '
     'checkpointer.restored_step) then reads them.',
-) | {'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory'}
+) | {
+    'dtype': 'Values are not cast to another kind of dtype: give the leaf of the template that of the checkpoint.',
+    'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
+}
 
 
 @checks_options
@@ -179,7 +182,6 @@ def restore_or_init(
     """
     check_word('fallback', fallback, ('older', None))
     sources = _sources(initial_checkpoint)
-    checkpointer.wait_until_finished()
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
     if steps:
         log_newer_of_flax(checkpointer.storage, steps[-1])

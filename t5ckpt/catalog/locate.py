@@ -236,7 +236,13 @@ def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFo
     return CheckpointNotFoundError(f'{here} {what}, not a run. Pass {cure}')
 
 
-def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
+_NOT_COMMITTED = (
+    ': steps of Orbax lack commit_success.txt, which marks what is complete in gs://. If a copy has lost this file, write it '
+    'again'
+)
+
+
+def refuse_other_contents(storage: Storage, *, marks: bool = True, below: bool = True) -> None:
     """Raises an error for a path that holds something else than a run; not for a run, and where a new one may begin.
 
     Whatever begins a run or writes a step calls it, so that a path of the wrong level begins no second run in silence. The files
@@ -246,6 +252,8 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     Args:
       storage: the path.
       marks: also refuses incomplete steps, and those of other trainers by their names; a save may write beside them.
+      below: also refuses checkpoints and models below the path. The trainer that saves may have put them there, so a save only
+        logs them.
 
     Raises:
       T5CkptError: it names what the path holds, and the path to pass.
@@ -255,32 +263,45 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
             raise not_a_run(storage)
         return  # The save itself fails.
     where = storage.url().rstrip('/')
-    parent, _, name = where.rpartition('/')
     if entries := storage.entries():
         if newest(storage) is not None:
             return
         if is_checkpoint(storage, ''):
             raise _not_run_but_checkpoint(storage, where)
         # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
-        others = any(parse_step_dir(below.removesuffix(f'/{MANIFEST}')) is None for below in openable_below(storage))
+        others = [each for each in openable_below(storage) if parse_step_dir(each.removesuffix(f'/{MANIFEST}')) is None]
         indices = ('.safetensors.index.json', '.msgpack.index.json')
-        if model_file(storage) is not None or any(entry.name.endswith(indices) for entry in entries):
+        models = [entry.name for entry in entries if entry.name.endswith(indices)] or [
+            *filter(None, [model_file(storage)])
+        ]
+        if not below and (others or models):
+            _log.warning('t5ckpt: a new run begins in %s, which contains %s', where, some_of([*others, *models], 5))
+            return
+        if models:
             raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
         if others or (marks and _run_of_others(storage) is not None):
             raise no_checkpoint(storage)
         # A user's files beside an array are no tree of a checkpoint.
         is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
-        if is_bare and is_zarr_tree(storage, name):
+        if is_bare and is_zarr_tree(storage, where.rpartition('/')[2]):
             raise CheckpointNotFoundError(
                 f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
             )
         holding = catalog_of(storage).incomplete() if marks else []
+        if marks and storage.orbax_commits:
+            holding += [entry.name for entry in entries if entry.is_dir and is_orbax(storage, entry.name)]
         # The first step may have been committed meanwhile.
         if holding and newest(storage) is None:
             raise CheckpointNotFoundError(
-                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint. Move them away to start a '
-                'new run.'
+                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint'
+                f'{_NOT_COMMITTED if storage.orbax_commits else ""}. Move them away to start a new run.'
             )
+    _refuse_name(storage, where)
+
+
+def _refuse_name(storage: Storage, where: str) -> None:
+    """See :func:`refuse_other_contents`; for a path without files, or with unknown ones."""
+    parent, _, name = where.rpartition('/')
     if name != name.strip() and storage.root_kind() is None:
         raise CheckpointNotFoundError(
             f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'

@@ -15,12 +15,14 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
+from t5ckpt.format.zarray import ZARRAY
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
 _CURE = (
     f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, "t5ckpt cp --drop" copies the step without these '
     'leaves.'
 )
+_CURE_OF_METADATA = 'Remove this file: the manifest has the same metadata, and is then used.'
 
 
 class ChecksumVerifier:
@@ -49,7 +51,8 @@ class ChecksumVerifier:
         """
         if file not in self._checksums:
             raise CorruptCheckpointError(f'{self._where(file, name)} has no checksum in this checkpoint. {_CURE}')
-        self._checksums.check(file, entry, self._where(file, name), _CURE)
+        cure = _CURE_OF_METADATA if file.endswith(f'/{ZARRAY}') else _CURE
+        self._checksums.check(file, entry, self._where(file, name), cure)
         self._good.add(file)
 
     def check(self, file: str, name: str) -> None:
@@ -77,7 +80,7 @@ class ChecksumVerifier:
             return []
         grid = ChunkGrid(array.shape, tuple(chunks))
         files = {f'{array.location}/{grid.key(index)}' for box in boxes for index in grid.chunks_of(box)}
-        metadata = f'{array.location}/.zarray'
+        metadata = f'{array.location}/{ZARRAY}'
         return [
             lambda: self._check_metadata(metadata, name),
             *(lambda file=file: self.check(file, name) for file in files),

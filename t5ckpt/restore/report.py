@@ -52,7 +52,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
     """Logs the leaves that differ from the checkpoint: not cast, resized, or left out."""
     if plan.notes:
         how = (
-            ' (restore_dtype casts)'
+            ' (restore_dtype casts floating leaves)'
             if request.cast is None
             else ', since restore_dtype and cast_leaves do not change them'
         )

@@ -179,7 +179,7 @@ class LaterSteps:
             except StorageError:
                 return  # The save says what is wrong with the storage, if it needs it.
             if found is None:
-                refuse_other_contents(self._storage, marks=False)
+                refuse_other_contents(self._storage, marks=False, below=False)
             self._latest, self._is_known = None if found is None else found.step, True
         if self._latest is None or step > self._latest:
             self._latest = step

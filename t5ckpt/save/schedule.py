@@ -122,11 +122,17 @@ class SaveSchedule:
         self, step: int, metrics: Mapping[str, Any] | None, save: Callable[[Mapping[str, float]], PendingSave]
     ) -> PendingSave | None:
         """Starts a save if the policy gives a reason; ``save`` takes the metrics as floats."""
+        previous = self._previous
         reason = self._reason(step, metrics)
         if reason is None:
             return None
         _log.info('t5ckpt: saving step %d: %s', step, reason)
-        return save(metric_numbers(metrics or {}))
+        try:
+            return save(metric_numbers(metrics or {}))
+        except BaseException:
+            # A save that fails, or reports that an earlier one has failed, is due again at the next step.
+            self._previous = previous
+            raise
 
     def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Whether ``save_if_due`` would start a save, without side effects.

@@ -106,6 +106,7 @@ class AnonymousGcsStorage(S3Storage):
     """A public bucket in Google Cloud Storage, without credentials."""
 
     driver = 'gcs'
+    orbax_commits = True
     scheme = 'gs'
 
 

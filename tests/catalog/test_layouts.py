@@ -342,7 +342,17 @@ def test_a_step_that_orbax_still_writes_is_not_listed(bucket, tmp_path, make, st
         # While it is written under another name.
         bucket.put(f'{url}/{key.replace(step, f"{step}.orbax-checkpoint-tmp-9", 1)}', files[key])
     # Orbax renames on S3 and Azure, and writes in place on Google's storage alone.
-    assert t5ckpt.all_steps(url) == ([] if bucket.scheme == 'gs' else [5])
+    expected = [] if bucket.scheme == 'gs' else [5]
+    assert t5ckpt.all_steps(url) == expected
+    if bucket.scheme != 'az':
+        assert t5ckpt.all_steps(url, storage_options={'anonymous': True}) == expected
+    if bucket.scheme == 'gs':
+        # A copy from a disk does not have the mark, and no run begins anew beside its steps.
+        with (
+            open_ck(url) as ck,
+            pytest.raises(errors.CheckpointNotFoundError, match=rf'{step}, .*none .* commit_success'),
+        ):
+            t5ckpt.restore_or_init(ck, lambda: pytest.fail('a new run'))
     with open_ck(url) as ck:
         if step == 'checkpoint_5':
             assert ck.save(state(5), step=5) is None
@@ -770,7 +780,7 @@ def test_no_run_is_begun_at_a_path_of_the_wrong_level(tmp_path, make, argument, 
     before = tree(tmp_path)
     for use in (
         lambda: t5ckpt.restore_or_init(open_ck(path), lambda: pytest.fail('a new run')),
-        lambda: open_ck(path).save(state(6)),
+        *([] if 'Give the path of one' in named else [lambda: open_ck(path).save(state(6))]),
         lambda: open_ck(path).restore(),
         lambda: next(t5ckpt.checkpoints_iterator(path, timeout=0)),
     ):
@@ -817,9 +827,25 @@ def test_no_run_is_begun_where_a_model_is(tmp_path, make, argument, named):
     cure = '' if make is easylm else r'.* Pass another directory to start a run\.$'
     with pytest.raises(errors.CheckpointNotFoundError, match=f'{named}{cure}'):
         t5ckpt.restore_or_init(open_ck(path), lambda: pytest.fail('a new run'))
-    with pytest.raises(errors.CheckpointNotFoundError, match=named):
-        open_ck(path).save(state(6))
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize('what', ['best', 'export', 'flax'])
+def test_a_trainer_may_save_above_other_checkpoints(tmp_path, caplog, what):
+    """Its best steps, or the weights that it began with. A restart before its first own step is refused."""
+    with open_ck(tmp_path / 'run') as ck:
+        t5ckpt.restore_or_init(ck, lambda: state(0))
+        if what == 'best':
+            open_ck(tmp_path / 'run' / 'best').save(state(3))
+        elif what == 'export':
+            t5ckpt.export_weights(state(0), tmp_path / 'run' / 'init', step=0, take='.*')
+        else:
+            (tmp_path / 'run').mkdir()
+            (tmp_path / 'run' / 'pretrained.msgpack').write_bytes(flax.serialization.msgpack_serialize(state(0)))
+        ck.save(state(5))
+        ck.save(state(6))
+    assert caplog.text.count(f'a new run begins in {tmp_path}/run, which contains') == 1
+    assert t5ckpt.all_steps(tmp_path / 'run') == [5, 6]
 
 
 def test_an_import_of_flax_weights_names_the_verb_that_reads_them(tmp_path):

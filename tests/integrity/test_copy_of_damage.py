@@ -58,9 +58,19 @@ def test_a_copy_without_what_is_damaged(tmp_path, step, damage):
     )
 
 
-def test_a_copy_without_a_zarray(tmp_path, step):
+@pytest.mark.parametrize('damage', ['lost', 'empty', 'another'])
+def test_a_zarray_costs_no_values(tmp_path, step, damage):
     """The manifest has the same."""
-    one(step, 'opt.mu/.zarray').unlink()
+    zarray = one(step, 'opt.mu/.zarray')
+    if damage == 'another':
+        flip(zarray, RNG)
+    if damage == 'empty':
+        zarray.write_bytes(b'')
+    if damage != 'lost':
+        with pytest.raises(CorruptCheckpointError, match=r'opt.mu/.zarray .*Remove this file'):
+            t5ckpt.Checkpointer(STATE, checkpoints_dir=step.parent).restore(1)
+    zarray.unlink()
+    t5ckpt.Checkpointer(STATE, checkpoints_dir=step.parent).restore(1)
     t5ckpt.rewrite_checkpoint(step, tmp_path / 'out')
     assert t5ckpt.verify(tmp_path / 'out', full=True).ok
     np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'out')['opt']['mu'], STATE['opt']['mu'])

@@ -87,7 +87,9 @@ def fail_writes(run_dir: pathlib.Path) -> None:
     run_dir.write_text('in the way')
 
 
-@pytest.mark.parametrize('ask', ['result', 'check_for_errors', 'save', 'close'])
+@pytest.mark.parametrize(
+    'ask', ['result', 'check_for_errors', 'save', 'close', 'wait_until_finished', 'wait_until_persisted']
+)
 def test_errors_surface(tmp_path, ask):
     run = tmp_path / 'run'
     ck = t5ckpt.Checkpointer(big_state(), checkpoints_dir=run)
@@ -98,6 +100,8 @@ def test_errors_surface(tmp_path, ask):
         {
             'result': pending.result,
             'check_for_errors': ck.check_for_errors,
+            'wait_until_finished': ck.wait_until_finished,
+            'wait_until_persisted': ck.wait_until_persisted,
             'save': lambda: ck.save(big_state()),
             'close': ck.close,
         }[ask]()

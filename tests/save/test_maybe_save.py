@@ -126,6 +126,24 @@ def test_improvement_counts_from_what_is_saved_also_after_a_restart(tmp_path):
     assert known_facts(open_storage(tmp_path), 'checkpoint_3').metrics == {'loss': 4.0}
 
 
+def test_a_save_that_reports_the_failure_of_another_is_due_again(tmp_path):
+    """Otherwise one full disk costs two intervals."""
+    run, failed = tmp_path / 'run', []
+    run.write_text('a file in the place of the directory')
+    with Checkpointer(state(), checkpoints_dir=run, save_policy=SaveEvery(10)) as ck:
+        for step in range(1, 31):
+            try:
+                pending = ck.maybe_save(step, state())
+            except t5ckpt.errors.SaveFailedError:
+                failed.append(step)
+                run.unlink()
+            else:
+                if pending is not None:
+                    pending.wait()
+        assert failed == [20]
+        assert ck.all_steps() == [21, 30]
+
+
 def test_an_infinity_is_no_improvement(tmp_path):
     with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('loss', 'min')) as ck:
         for step, loss in enumerate([float('inf'), float('-inf'), 5.0, float('-inf'), 4.0]):

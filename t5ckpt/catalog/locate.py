@@ -193,7 +193,7 @@ def with_links(located: Located, follow_links: bool) -> Located:
     """Sets ``follow_links``; warns on a storage that has no links."""
     if follow_links and not located.storage.is_file_system:
         warn_caller(NoEffectWarning(no_links_text(located)))
-    return dataclasses.replace(located, follow_links=follow_links)
+    return dataclasses.replace(located, follow_links=follow_links or located.follow_links)
 
 
 def no_links_text(located: Located) -> str:
@@ -370,9 +370,12 @@ def locate(
         if number is None:
             # In Flax's layout the file has the number.
             number = parse_step_dir(name)
+        local = outer.local_path(name)
+        # A link that is the path itself is followed; a file of another name than the manifest's is all of its checkpoint.
+        follows = local is not None and name != MANIFEST and os.path.islink(local)
         if directory:
-            return Located(open_storage(grand, storage_options), directory, name, number)
-        return Located(outer, '', name, number)
+            return Located(open_storage(grand, storage_options), directory, name, number, follows)
+        return Located(outer, '', name, number, follows)
     if storage.root_kind() != 'dir':
         # The path that TensorFlow gives is the beginning of its files' names.
         index = f'{name}.index'

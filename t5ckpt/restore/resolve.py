@@ -20,7 +20,7 @@ def _locate(request: RestoreRequest) -> Located:
         located = _locate_path(request, os.fspath(request.call.path))
     else:
         located = _locate_step(request, request.call.step)
-    return dataclasses.replace(located, follow_links=request.reading.follow_links)
+    return dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
 
 
 def _locate_step(request: RestoreRequest, step: int | None) -> Located:
@@ -101,6 +101,6 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
     located = (
         Located(request.storage, *head['location']) if request.call.path is None else _locate_path(request, head['url'])
     )
-    located = dataclasses.replace(located, follow_links=request.reading.follow_links)
+    located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None))
     return located, dataclasses.replace(raw, checksum_lists=shared if request.verifies_checksums(located) else None)

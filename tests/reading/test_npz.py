@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import serialization
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 from support import partitioner
 from support.cli import t5ckpt_cli
 
@@ -164,3 +166,18 @@ def test_the_command_line_shows_it(file):
     assert t5ckpt_cli('cat', file, 'params/b[1:3]').strip() == '[1 2]'
     assert 'params/w' in t5ckpt_cli('stats', file)
     assert '4 the same' in t5ckpt_cli('diff', file, file)
+
+
+@pytest.mark.parametrize('name', ['x.npz', 'x.safetensors', 'x.msgpack'])
+def test_a_link_that_is_the_path_itself_is_followed(tmp_path, name):
+    """As in the cache of Hugging Face, where each file is a link to a blob."""
+    arrays = {'w': np.arange(3, dtype=np.float32)}
+    np.savez(tmp_path / 'blob.npz', **arrays)
+    save_file(arrays, tmp_path / 'blob.safetensors')
+    (tmp_path / 'blob.msgpack').write_bytes(serialization.to_bytes(arrays))
+    (tmp_path / 'snapshot').mkdir()
+    path = tmp_path / 'snapshot' / name
+    path.symlink_to(f'../blob{path.suffix}')
+    np.testing.assert_array_equal(t5ckpt.open_checkpoint(path)['w'][...], arrays['w'])
+    restored = t5ckpt.Checkpointer({'w': np.zeros(3, np.float32)}, checkpoints_dir=tmp_path / 'run').restore(path=path)
+    np.testing.assert_array_equal(restored['w'], arrays['w'])

@@ -201,15 +201,14 @@ class Transfer:
             path, seconds = self._to.url(step_dir(self._step)), time.monotonic() - started
             return CopyReport(self._step, path, len(sizes), nbytes, checked, seconds, tuple(sorted(left_out)))
 
+        if not self._to.commits_by_rename and has_placeholder(manifest):
+            raise UnsupportedFormatError(
+                f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
+            )
         if self._options.dry_run:
-            nbytes = sum(self._size(name, sizes, checksums) for name in sizes)
-            return report(nbytes, 0)
+            return report(sum(self._size(name, sizes, checksums) or 0 for name in sizes), 0)
         options = TransactionOptions(may_replace=lambda: self._options.overwrite, collects=True)
         with open_transaction(self._to, self._step, clock, options) as work:
-            if work.generation and has_placeholder(manifest):
-                raise UnsupportedFormatError(
-                    f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
-                )
             renamed = {name: relocated(name, work.generation) for name in names}
             with self._source.reading('copied'):
                 moved = self._copy_all(
@@ -298,11 +297,11 @@ class Transfer:
                     )
 
     @staticmethod
-    def _size(name: str, sizes: Mapping[str, int | None], checksums: FileChecksums) -> int:
+    def _size(name: str, sizes: Mapping[str, int | None], checksums: FileChecksums) -> int | None:
         size = sizes[name]
-        return size if size is not None else checksums[name][0] if name in checksums else 0
+        return checksums[name][0] if size is None and name in checksums else size
 
-    def _copy_all(self, targets: Mapping[str, str], sizes: Mapping[str, int], checksums: FileChecksums) -> int:
+    def _copy_all(self, targets: Mapping[str, str], sizes: Mapping[str, int | None], checksums: FileChecksums) -> int:
         for parent in parents_of(targets.values()):
             self._to.make_dir(parent)
 
@@ -312,8 +311,8 @@ class Transfer:
             self._entries[name] = entry_of(data)
             return len(data)
 
-        done, total = 0, sum(sizes.values())
-        reserved = {name: size or _UNKNOWN_BYTES for name, size in sizes.items()}
+        done, total = 0, sum(filter(None, sizes.values()))
+        reserved = {name: _UNKNOWN_BYTES if size is None else size for name, size in sizes.items()}
         for size in in_flight(reserved, copy, self._options.workers, self._pace):
             done += size
             if self._progress is not None and size:

@@ -463,6 +463,8 @@ def test_a_manifest_of_orbax_with_placeholders_is_not_copied_into_a_bucket(tmp_p
     (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(state))
     url = f'memory://{uuid.uuid4().hex}/run'
     for options in (t5ckpt.CopyOptions(dry_run=True), t5ckpt.CopyOptions()):
-        with pytest.raises(errors.UnsupportedFormatError, match=r'checkpoint of Orbax. Convert it: t5ckpt convert orbax'):
+        with pytest.raises(
+            errors.UnsupportedFormatError, match=r'checkpoint of Orbax. Convert it: t5ckpt convert orbax'
+        ):
             t5ckpt.copy_checkpoint(step_dir, url, options=options)
     assert t5ckpt.all_steps(url) == []

@@ -379,7 +379,7 @@ def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path, caplog):
     with Checkpointer({'w': jnp.ones(4, jnp.bfloat16)}, checkpoints_dir=tmp_path) as checkpointer:
         assert checkpointer.restore()['w'].dtype == jnp.float32
         assert 'w: checkpoint float32, template bfloat16' in caplog.text
-        assert '(restore_dtype casts)' in caplog.text
+        assert '(restore_dtype casts floating leaves)' in caplog.text
         checkpointer.restore_dtype = 'template'
         assert checkpointer.restore()['w'].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match='restore_dtype'):

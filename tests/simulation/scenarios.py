@@ -143,8 +143,8 @@ def _remove_twice(world: World) -> Sequence[Task]:
 def _overwrite(world: World) -> Sequence[Task]:
     """Two trainers overwrite a step while an evaluator reads it."""
     return [
-        world.start('one', saver(world, 1, [1], how='overwrite'), machine='a', may_delete=_is_one),
-        world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one),
+        world.start('one', saver(world, 1, [1], how='overwrite'), machine='a', may_delete=_is_one, replaces=True),
+        world.start('two', saver(world, 2, [1], how='overwrite'), machine='b', may_delete=_is_one, replaces=True),
         world.start('reader', reader(world, 1), machine='c'),
     ]
 

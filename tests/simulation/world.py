@@ -67,6 +67,7 @@ class Observer:
       visible: the value of each step that is listed.
       appeared, disappeared: the steps that did, since a listing began.
       saved: the value of each save that has returned, by step, unless a process was meant to delete or replace the step since.
+      replacers: the processes that may replace these steps, and not hide them.
       ended: the process and the step of each deletion that has returned; no request of it may delete the step later.
       may_disappear: the steps of deletions whose error said that a request may delete the step later.
       pins: the steps that are pinned.
@@ -81,6 +82,7 @@ class Observer:
         self.visible: dict[int, float] = {}
         self.saved: dict[int, float] = {}
         self.may_delete: dict[str, Callable[[int], bool]] = {}
+        self.replacers: set[str] = set()
         self.ended: set[tuple[str, int]] = set()
         self.may_disappear: set[int] = set()
         self.leases: dict[tuple[str, int], float] = {}
@@ -206,7 +208,7 @@ class Observer:
             self.saved.pop(step, None)
             return
         takes_back = task is not None and step not in self.saved and self._writers.get(step) == task.process.name
-        if not (takes_back or self._may(step)):
+        if not (takes_back or self._may(step, hides=True)):
             self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')
         now = self._scheduler.now
         for (process, leased), until in self.leases.items():
@@ -221,14 +223,15 @@ class Observer:
             self._scheduler.fail(f'step {step} is gone, and it waits for its upload')
         self.saved.pop(step, None)
 
-    def _may(self, step: int) -> bool:
+    def _may(self, step: int, *, hides: bool = False) -> bool:
+        meant = {name: may for name, may in self.may_delete.items() if not hides or name not in self.replacers}
         task = self._scheduler.current
         if task is None:
             return True
-        may = self.may_delete.get(task.process.name)
+        may = meant.get(task.process.name)
         if not task.process.is_daemon:
             return may is not None and may(step)
-        return any(may(step) for name, may in self.may_delete.items() if (name, step) not in self.ended)
+        return any(may(step) for name, may in meant.items() if (name, step) not in self.ended)
 
 
 def _steps_of(keys: Collection[str]) -> list[int]:
@@ -349,6 +352,7 @@ class World:
         machine: str = 'machine',
         ahead: float = 0.0,
         may_delete: Callable[[int], bool] | None = None,
+        replaces: bool = False,
     ) -> Task:
         """Starts a process.
 
@@ -358,10 +362,13 @@ class World:
           machine: processes on one machine see whether others have ended.
           ahead: seconds by which the clock of the machine is ahead.
           may_delete: the complete steps that it is meant to delete or replace; None for none.
+          replaces: whether it is meant only to replace them, so that they are listed all the time.
         """
         process: Process = self.scheduler.process(name, machine=machine, ahead=ahead)
         if may_delete is not None:
             self.observer.may_delete[name] = may_delete
+        if replaces:
+            self.observer.replacers.add(name)
         return self.scheduler.start(process, program)
 
     def cut_power(self, seed: int) -> None:

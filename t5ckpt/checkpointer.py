@@ -608,7 +608,7 @@ class Checkpointer:
     def _is_as_restored(self, step: int, table: LeafTable) -> bool:
         """Whether the arrays of a state are those that the last restore returned for this step."""
         return step == self.restored_step and all(
-            ref() is table.get(path) for path, ref in self._restored_arrays.items()
+            ref() is table.get(path, ref) for path, ref in self._restored_arrays.items()
         )
 
     def _restore_request(self, call: RestoreCall, restore_round: CoordinationRound) -> RestoreRequest:

@@ -236,7 +236,9 @@ def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFo
     return CheckpointNotFoundError(f'{here} {what}, not a run. Pass {cure}')
 
 
-_NOT_COMMITTED = ': steps of Orbax lack commit_success.txt, the mark of a complete one in this storage. If a copy has lost it, write it again'
+_NOT_COMMITTED = (
+    ': steps of Orbax lack commit_success.txt, the mark of a complete one here. If a copy has lost it, write it again'
+)
 
 
 def refuse_other_contents(storage: Storage, *, marks: bool = True, below: bool = True) -> None:

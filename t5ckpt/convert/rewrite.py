@@ -24,12 +24,21 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines, listed
-from t5ckpt.errors import LeafProblem, MissingLeaves, TreeMismatchError, UnmatchedPattern, mismatch_error, near_names
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeafProblem,
+    MissingLeaves,
+    TreeMismatchError,
+    UnmatchedPattern,
+    mismatch_error,
+    near_names,
+)
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import entry_of
-from t5ckpt.format.names import TRAIN_DS_PREFIX
+from t5ckpt.format.names import TRAIN_DS_PREFIX, is_position, removal_marks, without_generation
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import SourceCheckpoint, linked_leaves
@@ -129,7 +138,7 @@ def rewrite_checkpoint(
     if changes.ema is not None:
         leaves = _with_ema(leaves, changes.ema, changes.parameters)
     of_optimizer = set[Path]() if options.optimizer else optimizer_leaves([leaf.path for leaf in leaves.values()])
-    positions = _iterator_files(contents[-1])
+    positions = _iterator_files(contents[-1], sources_of_leaves[-1])
     kept = _without_dropped(leaves, changes.drop, of_optimizer, positions)
     new_paths = _renamed(kept, changes.rename)
     identity = {
@@ -161,17 +170,17 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
     return {new_paths[name] for name, leaf in kept.items() if isinstance(in_manifest.get(leaf.path), np.ndarray)}
 
 
-def _iterator_files(contents: Contents) -> dict[str, str]:
-    """The files of data iterators by their name in the step, relative to its directory."""
-    storage, directory = contents.located.storage, join(contents.located.directory, contents.positions_in)
+def _iterator_files(contents: Contents, source: SourceCheckpoint) -> dict[str, str]:
+    """The files of data iterators, also those that are recorded and lost, by their name without the generation."""
+    storage, directory = source.storage, join(source.directory, contents.positions_in)
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
-    files: dict[str, str] = {}
+    recorded = [file for file in source.checksums if is_position(file)]
+    marks = [join(source.directory, mark) for mark in removal_marks(recorded)]
+    files = {} if any(storage.are_files(marks)) else {without_generation(file): file for file in recorded}
     for name in names:
         key = join(directory, name)
         keys = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
-        files |= {
-            below.removeprefix(f'{directory}/'): below.removeprefix(f'{contents.located.directory}/') for below in keys
-        }
+        files |= {below.removeprefix(f'{directory}/'): below.removeprefix(f'{source.directory}/') for below in keys}
     return files
 
 
@@ -182,10 +191,14 @@ def _read_positions(
     patterns = [leaf_pattern(pattern) for pattern in dropped]
     read: dict[str, bytes] = {}
     for name, file in files.items():
-        if not any(pattern.fullmatch(name) for pattern in patterns):
+        if any(pattern.fullmatch(name) for pattern in patterns):
+            continue
+        where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
+        try:
             read[name] = source.files.read(file)
-            where = source.storage.url(join(source.directory, file))
-            source.checksums.check(file, entry_of(read[name]), where, f"Leave it out: drop=['{name}'].")
+        except CheckpointNotFoundError as error:
+            raise CorruptCheckpointError(f'{where} is missing. {cure}') from error
+        source.checksums.check(file, entry_of(read[name]), where, cure)
     return read
 
 

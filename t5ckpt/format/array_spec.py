@@ -324,8 +324,11 @@ class StoredLeaf:
         """The array's shape."""
         return self.array.shape
 
-    def __deepcopy__(self, memo: object) -> StoredLeaf:
+    def __copy__(self) -> StoredLeaf:
         # The facts of a leaf follow its identity.
+        return self
+
+    def __deepcopy__(self, memo: object) -> StoredLeaf:
         return self
 
 

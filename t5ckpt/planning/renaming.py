@@ -15,8 +15,10 @@ Rule: TypeAlias = tuple[str, str | None]
 
 # A longer list is better written by hand.
 _MOST_RULES = 5
-# The search takes milliseconds a leaf.
-_SEARCHED = 100
+# The search compares a leaf with all others: at most so many pairs, and so many leaves.
+_PAIRS, _SEARCHED = 200_000, 100
+# Below these, a name tells what an optimizer computes, and no other name has its values.
+_OPTIMIZER = re.compile(r'opt|optim|optimizer|opt_state|param_states')
 
 
 def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Mapping[str, Any]) -> list[Rule]:
@@ -34,7 +36,8 @@ def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Map
     unused = {old: its for old, its in held.items() if old not in names} | {old: held[old] for old in shifted.values()}
     rules: list[Rule] = []
     source: dict[str, str] = {}
-    for name in itertools.islice((name for name in order if name not in source), _SEARCHED):
+    searched = min(_SEARCHED, _PAIRS // (len(names) or 1))
+    for name in itertools.islice((name for name in order if name not in source), searched):
         rest = [new for new in names if new not in source]
         mutual = [shifted[name]] if name in shifted else _mutual(name, rest, lacking, unused)
         if len(mutual) != 1:
@@ -58,7 +61,11 @@ def _mutual(name: str, rest: Collection[str], lacking: Mapping[str, Any], unused
     """The leaves of the checkpoint that may be the source of a leaf."""
     values = lacking[name]
     # Of layers with other numbers only their order would tell which is which.
-    equal = [old for old, its in unused.items() if its == values and _without_numbers(old) != _without_numbers(name)]
+    equal = [
+        old
+        for old, its in unused.items()
+        if its == values and _without_numbers(old) != _without_numbers(name) and _computes_same(name, old)
+    ]
     alike = [new for new in rest if lacking.get(new) == values]
     near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)]
     # A leaf that is nearer to another one is its source. Of two that remain, such as Adam's moments, each would be a guess.
@@ -67,9 +74,20 @@ def _mutual(name: str, rest: Collection[str], lacking: Mapping[str, Any], unused
     return [old for old in mutual if old.startswith(f'{name}/')] or mutual
 
 
+def _computes_same(new: str, old: str) -> bool:
+    """Whether a leaf of an optimizer may come from another: one name is the other with further keys, as those of a wrapper."""
+    if not any(map(_OPTIMIZER.fullmatch, path_of(new))):
+        return True
+    few, many = sorted(([key for key in path_of(name) if not key.isdecimal()] for name in (new, old)), key=len)
+    left = iter(many)
+    return all(key in left for key in few)
+
+
 def _shifted(missing: Collection[str], names: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, str]:
     """The sources of leaves below numbers that have changed, as in an optax.chain to which a transform was added."""
     ours, theirs = _numbered(names), _numbered(held)
+    if len(ours) * len(theirs) > _PAIRS:
+        return {}
     paths = [path_of(name) for name in missing]
     shifted: dict[str, str] = {}
     for scope in dict.fromkeys(path[:length] for path in paths for length in range(len(path)) if path[:length] in ours):

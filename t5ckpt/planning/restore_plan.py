@@ -157,16 +157,22 @@ def _renaming(
     rules = renaming_rules(missing, _values_by_name(arrays), _values_by_name(leaves))
     if not rules:
         return [], matcher
+    # With their empty containers, into which a rule must not move leaves.
     held, wanted = (
-        unflatten({path: leaf_name(path) for path, leaf in table.items() if not is_empty(leaf) and leaf is not None})
-        for table in (leaves, arrays)
+        unflatten(
+            {
+                path: Empty('tuple') if leaf is None or is_empty(leaf) else leaf_name(path)
+                for path, leaf in table.items()
+            }
+        )
+        for table in (leaves, {**templates, **dict.fromkeys(templates.keys() - arrays.keys())})
     )
     try:
         renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True), lambda _: False)
     except TreeMismatchError:
         return [], matcher
     # The rules are printed only if a restore with them finds no other problem.
-    paths = {path: path_of(old) for path, old in renamed.items()}
+    paths = {path: path_of(old) for path, old in renamed.items() if isinstance(old, str)}
     moved = {path: leaves.get(old) for path, old in paths.items()}
     keys = {path: options.keys[old] for path, old in paths.items() if old in options.keys}
     matched = _Matcher(moved, templates, dataclasses.replace(options, keys=keys))

@@ -24,7 +24,7 @@ from t5ckpt.errors import (
     TreeMismatchError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
+from t5ckpt.format.array_spec import StoredLeaf, checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, begins_state, decode_manifest, refuse_pointer
@@ -278,6 +278,12 @@ def leaves_of(
             )
     table = flatten_nested(state, is_spec)
     origin = {id(leaf): path for path, leaf in before.items()}
+    for path, leaf in table.items():
+        if isinstance(leaf, StoredLeaf) and id(leaf) not in origin:
+            raise UnsupportedFormatError(
+                f'{leaf_name(path)}: a state transformation put an array of another checkpoint there, which is not read from '
+                'this one. Put its values there: t5ckpt.open_checkpoint(path)[leaf][...].'
+            )
     came_from = {path: origin[id(leaf)] for path, leaf in table.items() if id(leaf) in origin}
     made_keys: dict[Path, str] = {}
     for path, leaf in table.items():

@@ -36,6 +36,7 @@ DAMAGE = {
     'no chunk': (lambda step: one(step, 'opt.mu/0').unlink(), ['opt/mu']),
     'another .zarray': (lambda step: flip(one(step, 'opt.mu/.zarray'), RNG), ['opt/mu']),
     'two leaves': (lambda step: [one(step, f'opt.{name}/0').unlink() for name in ('mu', 'nu')], ['opt/.*']),
+    'no position': (lambda step: one(step, 'train_ds*').unlink(), ['train_ds.*']),
     'another position': (lambda step: flip(one(step, 'train_ds*'), RNG), ['train_ds.*']),
 }
 

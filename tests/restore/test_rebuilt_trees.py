@@ -10,7 +10,7 @@ from flax import core, nnx, serialization, traverse_util
 from safetensors.numpy import save_file
 
 import t5ckpt
-from t5ckpt import Checkpointer
+from t5ckpt import Checkpointer, errors
 
 
 def _copied(state):
@@ -29,6 +29,7 @@ REBUILT = {
     'unfreeze': lambda state: core.unfreeze(core.freeze(state)),
     'a copy by hand': _copied,
     'deepcopy': copy.deepcopy,
+    'copies of the leaves': lambda state: jax.tree.map(copy.copy, state),
     'jax.tree.map': lambda state: jax.tree.map(lambda leaf: leaf, state),
     'to_state_dict': serialization.to_state_dict,
 }
@@ -67,3 +68,14 @@ def test_a_transformation_may_rebuild_the_dicts(tmp_path, how, layout):
     assert restored.get('seed') == state.get('seed')
     loaded = t5ckpt.load_t5x_checkpoint(path, state_transformation_fns=[lambda checkpoint, _: REBUILT[how](checkpoint)])
     np.testing.assert_array_equal(loaded['params']['w'], large)
+
+
+def test_an_array_of_another_checkpoint_is_refused(tmp_path):
+    """Its place is relative, so it would be read from this one."""
+    for name, value in (('one', 1), ('two', 2)):
+        state = {'w': np.full(20_000, value, np.float32)}
+        Checkpointer(state, checkpoints_dir=tmp_path / name).save(state, step=1)
+    held = []
+    t5ckpt.load_t5x_checkpoint(tmp_path / 'two', state_transformation_fns=[lambda s, _: held.append(s['w']) or s])
+    with pytest.raises(errors.UnsupportedFormatError, match='w: a state transformation put an array of another'):
+        t5ckpt.load_t5x_checkpoint(tmp_path / 'one', state_transformation_fns=[lambda s, _: {'w': held[0]}])

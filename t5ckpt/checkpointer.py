@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from t5ckpt.catalog.locate import log_other_contents, open_run_storage
 from t5ckpt.commit.dataset_files import dataset_count
 from t5ckpt.commit.retention import Retention
@@ -78,7 +80,6 @@ from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
-from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 __all__ = ['Checkpointer']
@@ -225,7 +226,7 @@ class Checkpointer:
         signals = LocalSignals(clock, preempted)
         self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
         self._is_closed = False
-        self._restored_arrays: dict[Path, weakref.ref[Any]] = {}
+        self._restored_leaves: list[Callable[[], Any]] = []
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
 
@@ -462,7 +463,7 @@ class Checkpointer:
             step, policy = step_to_save(state, table, call.step), self._retention.policy
             request = SaveRequest(
                 self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here(),
-                is_as_restored=self._is_as_restored(step, table),
+                is_as_restored=self._is_as_restored(step, state),
             )  # fmt: skip
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
@@ -597,18 +598,19 @@ class Checkpointer:
         return self._restored(call)
 
     def _restored(self, call: RestoreCall) -> Any:
+        import jax
+
         state = self._tiers.restore(self._restore_request(call, self._round('a restore')))
-        table = flatten_state(state).table
-        arrays = {path: leaf for path, leaf in table.items() if getattr(leaf, 'ndim', None) is not None}
-        self._restored_arrays = {
-            path: weakref.ref(leaf) for path, leaf in arrays.items() if type(leaf).__weakrefoffset__
-        }
+        self._restored_leaves = [_reference(leaf) for leaf in jax.tree.leaves(state)]
         return state
 
-    def _is_as_restored(self, step: int, table: LeafTable) -> bool:
-        """Whether the arrays of a state are those that the last restore returned for this step."""
-        return step == self.restored_step and all(
-            ref() is table.get(path, ref) for path, ref in self._restored_arrays.items()
+    def _is_as_restored(self, step: int, state: Any) -> bool:
+        """Whether the leaves of a state are those that the last restore returned for this step."""
+        import jax
+
+        leaves = jax.tree.leaves(state) if step == self.restored_step else []
+        return len(leaves) == len(self._restored_leaves) > 0 and all(
+            _is_same(leaf, restored()) for leaf, restored in zip(leaves, self._restored_leaves, strict=True)
         )
 
     def _restore_request(self, call: RestoreCall, restore_round: CoordinationRound) -> RestoreRequest:
@@ -865,3 +867,15 @@ class Checkpointer:
 
 def _latest(keep: int | None) -> KeepPolicy:
     return KeepAll() if keep is None else KeepLatest(integer('keep', keep, 1, 'None keeps all.'))
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    """Refers to a leaf without keeping its memory."""
+    return weakref.ref(leaf) if type(leaf).__weakrefoffset__ else lambda: leaf
+
+
+def _is_same(leaf: Any, restored: Any) -> bool:
+    """Whether a leaf is the restored one. An array of NumPy may have been written to since, so it counts as another."""
+    if isinstance(leaf, np.ndarray):
+        return False
+    return leaf is restored or (isinstance(leaf, (bool, int, float, complex, str, np.generic)) and leaf == restored)

@@ -370,8 +370,8 @@ def locate(
             # In Flax's layout the file has the number.
             number = parse_step_dir(name)
         local = outer.local_path(name)
-        # A link that is the path itself is followed; a file of another name than the manifest's is all of its checkpoint.
-        follows = local is not None and name != MANIFEST and os.path.islink(local)
+        # A link that is the path itself is followed, if no other file belongs to the checkpoint.
+        follows = name.endswith(('.safetensors', '.npz', '.msgpack')) and local is not None and os.path.islink(local)
         if directory:
             return Located(open_storage(grand, storage_options), directory, name, number, follows)
         return Located(outer, '', name, number, follows)

@@ -55,7 +55,9 @@ _CHANGES = (
 @click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
 @click.option('--drop', multiple=True, metavar='REGEX', help='Leave out the leaves that match; may be repeated.')
 @click.option(
-    '--trust-files', is_flag=True, help='Compare no checksums, where lists of them are lost; the copy has new ones.'
+    '--trust-files',
+    is_flag=True,
+    help='Where lists of checksums are lost: compare only that of the manifest; the copy has new ones.',
 )
 @click.option(
     '--rename',

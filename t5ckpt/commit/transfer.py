@@ -241,7 +241,10 @@ class Transfer:
             part = part_of(checksums.lists, sizes) if is_part else None
             if part is not None:
                 raise CorruptCheckpointError(part_text(self._from.url(self._base), part))
-            raise CorruptCheckpointError(f'{self._from.url(join(self._base, lost[0]))} is missing; it is not copied.')
+            cure = 't5ckpt cp --trust-files' if is_file_checksums(lost[0]) else 't5ckpt cp --drop'
+            raise CorruptCheckpointError(
+                f'{self._from.url(join(self._base, lost[0]))} is missing. Copy an older step, or what is intact: {cure}.'
+            )
 
     @contextlib.contextmanager
     def _reading_source(self) -> Generator[None]:
@@ -263,7 +266,7 @@ class Transfer:
 
     def _compare(self, name: str, data: bytes, checksums: FileChecksums) -> None:
         if name in checksums:
-            cure = 'A damaged checkpoint is not copied; copy an older step.'
+            cure = 'Copy an older step, or leave out what is damaged: t5ckpt cp --drop.'
             checksums.check(name, entry_of(data), self._from.url(join(self._base, name)), cure)
 
     def _file_checksums(self, facts: bytes | None, sizes: Mapping[str, int | None]) -> FileChecksums:

@@ -63,8 +63,8 @@ class Changes:
         ``\1`` for groups.
       parameters: a pattern for the whole names of the leaves that are averaged, or replaced by their moving averages; None
         stands for the leaves under ``target`` and ``params``.
-      trust_files: compares no checksums, as of a checkpoint whose lists of them are lost. The values may be wrong, and the copy
-        has new checksums.
+      trust_files: compares no checksum but that of the manifest, for a checkpoint whose lists of checksums are lost. The values
+        may be wrong, and the copy has new checksums.
     """
 
     ema: str | None = None

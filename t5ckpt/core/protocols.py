@@ -192,5 +192,5 @@ class RestoreStateTransformationFn(Protocol):
     """Transforms the checkpoint's state dict before it is matched with the template's."""
 
     def __call__(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """Returns the new state dict; stored arrays are spec dicts in it and may be moved or dropped."""
+        """Returns the new state dict. A stored array is an object with a shape and a dtype in it, which may be moved."""
         ...

@@ -51,9 +51,11 @@ def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Map
             source |= moved
             gone = {*moved.values()}
             unused = {old: values for old, values in unused.items() if old not in gone}
+    if _mixes_scopes(source):
+        return []
     # With a leaf under its own name that another one takes, too, a new one would have its values.
     taken = {*source.values()} - source.keys()
-    rules += [(_literal([*path_of(name)]), None) for name in names if name in taken]
+    rules += [(_literal([name]), None) for name in names if name in taken]
     return rules if len(rules) <= _MOST_RULES else []
 
 
@@ -74,10 +76,25 @@ def _mutual(name: str, rest: Collection[str], lacking: Mapping[str, Any], unused
     return [old for old in mutual if old.startswith(f'{name}/')] or mutual
 
 
+def _mixes_scopes(source: Mapping[str, str]) -> bool:
+    """Whether leaves of one renamed scope would come from two scopes, as the kernel of a layer and the bias of another."""
+    scopes: dict[Path, Path] = {}
+    for new, old in source.items():
+        ours, theirs = path_of(new), path_of(old)
+        if not _has_further_keys(new, old):
+            end = 1 + next((i for i, keys in enumerate(zip(ours, theirs, strict=False)) if keys[0] != keys[1]), 0)
+            if scopes.setdefault(ours[:end], theirs[:end]) != theirs[:end]:
+                return True
+    return False
+
+
 def _computes_same(new: str, old: str) -> bool:
     """Whether a leaf of an optimizer may come from another: one name is the other with further keys, as those of a wrapper."""
-    if not any(map(_OPTIMIZER.fullmatch, path_of(new))):
-        return True
+    return not any(map(_OPTIMIZER.fullmatch, path_of(new))) or _has_further_keys(new, old)
+
+
+def _has_further_keys(new: str, old: str) -> bool:
+    """Whether one name is the other with further keys; numbers do not count."""
     few, many = sorted(([key for key in path_of(name) if not key.isdecimal()] for name in (new, old)), key=len)
     left = iter(many)
     return all(key in left for key in few)

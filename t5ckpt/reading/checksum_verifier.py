@@ -19,7 +19,7 @@ from t5ckpt.format.zarray import ZARRAY
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 
 _CURE = (
-    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged, "t5ckpt cp --drop" copies the step without these '
+    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --drop" copies the step without these '
     'leaves.'
 )
 _CURE_OF_METADATA = 'Remove this file: the manifest has the same metadata, and is then used.'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
 from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import separator_of
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
 from t5ckpt.format.zarray import zarray_bytes
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
@@ -31,7 +32,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import KeyData
 
-_CURE = 'Use another copy of the checkpoint.'
+_CURE = 'Use another copy of the checkpoint, or leave the leaf out: t5ckpt cp --drop.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 
@@ -141,6 +142,8 @@ def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None
         array = dataclasses.replace(write.array, metadata=metadata)
         expected = json.loads(zarray_bytes(array))
         same = {**zarray, 'dimension_separator': separator_of(zarray)} == expected
+        # Without a checksum, only the decoder sees that a chunk is damaged.
+        same = same and (zarray['compressor'] is None or bool(source.checkpoint.checksums))
     except (ValueError, TypeError, KeyError):
         return None
     return array if same else None
@@ -164,6 +167,8 @@ def link_or_copy_chunks(
     """
     checkpoint, location = array.checkpoint, array.leaf.array.location
     entries: dict[str, FileEntry] = {}
+    chunk_files = set(write.chunk_files)
+    chunk_bytes = math.prod(write.array.metadata['chunks']) * write.array.dtype.itemsize
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity
     with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
@@ -179,6 +184,8 @@ def link_or_copy_chunks(
                 raise CorruptCheckpointError(f'{where} cannot be read. {_CURE}') from error
             entry = entry_of(data)
             checkpoint.checksums.check(old, entry, where, _CURE)
+            if name in chunk_files and write.array.metadata['compressor'] is None and len(data) != chunk_bytes:
+                raise CorruptCheckpointError(f'{where} {size_text(len(data), chunk_bytes)}. {_CURE}')
             if not storage.link_from(checkpoint.storage, source, target):
                 storage.make_dir(join(directory, write.array.location))
                 storage.write(target, data)

@@ -1109,3 +1109,12 @@ def test_no_rule_maps_what_one_optimizer_computes_to_what_another_computes(tmp_p
     for value, name in names.items():
         field = re.findall(r'\.([a-z_]+)', name)[-1]
         assert value < 0 or f'.{field}' in saved_names[value], (name, saved_names[value])
+
+
+def test_no_rule_takes_a_layer_from_two_layers(tmp_path):
+    """Their kernels have one shape, and only the bias tells which is which."""
+    kernel, bias = np.ones((4, 4)), np.ones(4)
+    save(tmp_path, {'attn': {'kernel': kernel, 'bias': bias}, 'ffn': {'kernel': kernel}})
+    with pytest.raises(TreeMismatchError) as caught:
+        restore(tmp_path, {'up': {'kernel': kernel, 'bias': bias}, 'out': {'kernel': kernel}})
+    assert caught.value.rename == ()

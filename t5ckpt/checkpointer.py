@@ -397,7 +397,8 @@ class Checkpointer:
         """Returns as soon as the state may be donated or overwritten, and saves in the background.
 
         Waits for a running save first. The arguments are those of :meth:`save`. An error in the background is raised by
-        ``result()`` of the returned object, or by the next save, ``check_for_errors`` or ``close``.
+        ``result()`` of the returned object, or by the next save, ``wait_until_finished``,
+        ``check_for_errors`` or ``close``.
         """
         state, call = SaveCall.of(
             train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
@@ -551,7 +552,7 @@ class Checkpointer:
         restore_iterator: bool = True,
         resize: Patterns | None = None,
     ) -> Any:
-        """Restores a train state of the constructor's structure, when a save in the background is complete.
+        """Waits for a save in the background, then restores a train state of the constructor's structure.
 
         Args:
           step: which step of ``checkpoints_dir``; None takes the latest. Step 0 is a step.

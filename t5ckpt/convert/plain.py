@@ -233,7 +233,7 @@ def import_npz(
         headers, unread = npz_arrays(archive, path)
         if unread:
             raise UnsupportedFormatError(
-                f'{path}: a checkpoint cannot hold the dtypes of {some_of([f"{name} ({unread[name]})" for name in unread], 5)}. '
+                f'{path}: t5ckpt does not read the dtypes of {some_of([f"{name} ({unread[name]})" for name in unread], 5)}. '
                 'Save the file without them, or load it as the init_fn of restore_or_init (docs/migration.md).'
             )
         arrays = {array.member: (array.name, _npy(archive, array, path)) for array in headers}

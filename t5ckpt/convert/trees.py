@@ -195,10 +195,14 @@ def _open_flax_shards(index: str) -> LargeFile:
     by_leaf = weight_map(CheckpointFiles.at(storage, '').read(name, MAX_HEADER), index)
     table: LeafTable = {}
     arrays: dict[str, LazyArray] = {}
+    named = {*map(path_of, by_leaf)}
     for file in sorted(set(by_leaf.values())):
         shard = read_large(Located(storage, '', file, None), os.path.join(root, file))
         arrays |= shard.arrays
-        table |= flatten_nested(shard.contents.manifest.state, lambda value: not isinstance(value, Mapping))
+        # Of a leaf that two files have, the index names one.
+        own = {path_of(leaf) for leaf, home in by_leaf.items() if home == file}
+        state = flatten_nested(shard.contents.manifest.state, lambda value: not isinstance(value, Mapping))
+        table |= {path: leaf for path, leaf in state.items() if path in own or path not in named}
     absent = [f'{leaf} in {file}' for leaf, file in by_leaf.items() if path_of(leaf) not in table]
     if absent:
         raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')

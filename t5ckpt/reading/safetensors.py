@@ -91,7 +91,7 @@ def read_headers(
     unread = {tensor: dtype for found, _ in files.values() for tensor, dtype in found.unread.items()}
     if unread:
         text = some_of([f'{tensor} ({dtype})' for tensor, dtype in unread.items()], 5)
-        text = f'{where}: a checkpoint cannot hold the dtypes of these tensors, which are left out: {text}'
+        text = f'{where}: t5ckpt does not read the dtypes of these tensors, which are left out: {text}'
         if not any(found.tensors for found, _ in files.values()):
             raise UnsupportedFormatError(
                 f'{text}. There is no other tensor. Load the file with the library that wrote it, as the init_fn of '

@@ -155,6 +155,11 @@ def test_flax_weights_of_transformers(tmp_path):
         t5ckpt.convert_checkpoint('flax', source, tmp_path / 'run', t5ckpt.ConvertOptions(step=number))
         assert_same(flatten_dict(t5ckpt.load_t5x_checkpoint(tmp_path / 'run', step=number)), expected)
     assert_same(flatten_dict(t5ckpt.load_t5x_checkpoint(single)), expected)
+    # A leaf in a file that the index does not name for it.
+    stray = unflatten_dict({**weights, 'shared/embedding': weights['shared/embedding'] * 0}, sep='/')
+    (model / files['encoder/block/0/kernel']).write_bytes(flax.serialization.to_bytes(stray))
+    t5ckpt.convert_checkpoint('flax', model, tmp_path / 'run', t5ckpt.ConvertOptions(step=9))
+    assert_same(flatten_dict(t5ckpt.load_t5x_checkpoint(tmp_path / 'run', step=9)), expected)
     for part in (t5ckpt.load_t5x_checkpoint, lambda path: t5ckpt.convert_checkpoint('flax', path, tmp_path / 'no')):
         with pytest.raises(errors.UnsupportedFormatError, match='is one of 2 files of a model'):
             part(model / files['shared/embedding'])

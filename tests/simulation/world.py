@@ -72,7 +72,7 @@ class Observer:
       may_disappear: the steps of deletions whose error said that a request may delete the step later.
       pins: the steps that are pinned.
       least: how many complete steps a keep policy keeps.
-      damaged: the value of each step of which a file was lost by accident, by step.
+      damaged: the value of each step of which a file was lost by accident.
       states: hashes of the sets of keys that the storage had.
     """
 

@@ -66,7 +66,7 @@ _MARKS = (
     (r'.*\.safetensors', 'a safetensors model, of which restore(path=...) takes a file'),
     (
         r'flax_model.*\.msgpack(\.index\.json)?',
-        "Flax weights of Hugging Face (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
+        "Flax weights of Hugging Face (t5ckpt.convert_checkpoint('flax', path, directory))",
     ),
     (
         r'pytorch_model.*\.bin|.*\.pth?',
@@ -109,7 +109,7 @@ _FILES = (
     (
         '.msgpack.index.json',
         'an index of Flax weights',
-        "convert it (t5ckpt.convert.convert_checkpoint('flax', path, directory))",
+        "convert it (t5ckpt.convert_checkpoint('flax', path, directory))",
     ),
     (
         '.eqx',

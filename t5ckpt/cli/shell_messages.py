@@ -54,7 +54,7 @@ _RULES = tuple(
         (r'rule of translator=', 'rule in --rules FILE.py'),
         (r', or Checkpointer\.convert_from_tf_checkpoint', ' SRC DST'),
         (
-            r"\(t5ckpt\.convert\.convert_checkpoint\('(\w+)', path, directory\)\)",
+            r"\(t5ckpt\.convert_checkpoint\('(\w+)', path, directory\)\)",
             r'(t5ckpt convert \1 SRC DST)',
         ),
         (r'import_seqax of t5ckpt\.convert\.seqax converts them', 't5ckpt convert seqax converts them'),

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
@@ -175,6 +176,12 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
     if isinstance(leaf, KeyData):
         return _keys(path, leaf)
     dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
+    try:
+        ts.dtype(dtype.name)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(
+            f'{leaf_name(path)}: Orbax cannot hold {dtype.name}. Drop it with t5ckpt cp.'
+        ) from error
     return LazyThreadPoolArray(leaf.shape, dtype, lambda: cast_values(np.asarray(leaf), dtype, leaf_name(path)))
 
 

@@ -12,6 +12,7 @@ import tarfile
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -312,6 +313,16 @@ def test_all_that_orbax_cannot_hold_is_named_at_once(tmp_path):
         convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
     with pytest.raises(ValueError, match=r"convert_run\('to-orbax', run, directory"):
         t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
+
+
+@pytest.mark.parametrize('dtype', ['uint4', 'float8_e4m3'])
+def test_to_orbax_names_a_leaf_of_a_dtype_that_tensorstore_lacks(tmp_path, dtype):
+    state = {'w': np.ones(4_096, getattr(ml_dtypes, dtype)), 'b': np.ones(3)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=1)
+    with pytest.raises(errors.UnsupportedLeafError, match=rf'w: Orbax cannot hold {dtype}'):
+        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    assert [*tmp_path.glob('orbax/*')] == []
 
 
 def test_orbax_is_given_one_array_at_a_time(tmp_path):

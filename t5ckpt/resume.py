@@ -73,7 +73,8 @@ _OWN_CURES = dict.fromkeys(
     'during the run, as in a replay buffer, use ... as their subtree in the template; t5ckpt.load_t5x_checkpoint(directory, '
     'checkpointer.restored_step) then reads them.',
 ) | {
-    'dtype': 'Values are not cast to another kind of dtype: give the leaf of the template that of the checkpoint.',
+    'dtype': 'Values are not cast to another kind of dtype: give the leaf of the template that of the checkpoint, or start a run '
+    'in a new directory with initial_checkpoint=WarmStart(the old directory, leave=...), which takes the leaf from init_fn.',
     'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
 }
 

@@ -156,7 +156,7 @@ def test_a_damaged_zarray_is_damage_although_it_names_an_unknown_codec(tmp_path)
         checkpointer.save(template, step=2)
         file = tmp_path / 'checkpoint_2' / 'w' / '.zarray'
         file.write_bytes(file.read_bytes().replace(b'zstd', b'zsud'))
-        with pytest.raises(CorruptCheckpointError, match=r'w: w/\.zarray'):
+        with pytest.raises(CorruptCheckpointError, match=r'w: .*/w/\.zarray'):
             checkpointer.restore(2)
         assert t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run')) is not None
         assert checkpointer.restored_step == 1

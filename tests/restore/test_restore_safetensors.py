@@ -237,7 +237,7 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
     for place in (f'{url}/hub', path.parent):
         check(restore(place)['params'])
         assert set(t5ckpt.open_checkpoint(place)) == set(t5ckpt.load_t5x_checkpoint(place)) == set(TENSORS)
-        # It is not a run: nothing of it is listed or saved to.
+        # It is not a run: nothing of it is listed.
         assert t5ckpt.all_steps(place) == []
         with pytest.raises(
             CheckpointNotFoundError,
@@ -246,9 +246,9 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
             t5ckpt.find_checkpoint(place)
         with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist'):
             t5ckpt.open_checkpoint(place, 7)
-        refusing = Checkpointer({'w': np.ones(2)}, checkpoints_dir=place)
-        with refusing, pytest.raises(CheckpointNotFoundError, match='no complete checkpoint there'):
-            refusing.save({'w': np.ones(2)}, step=3)
+        beginning = Checkpointer({'w': np.ones(2)}, checkpoints_dir=place)
+        with beginning, pytest.raises(CheckpointNotFoundError, match='no complete checkpoint there'):
+            t5ckpt.restore_or_init(beginning, lambda: {'w': np.ones(2)})
     # A run that holds an export is the run.
     with Checkpointer({'w': np.ones(2)}, checkpoints_dir=f'{url}/run') as checkpointer:
         checkpointer.save({'w': np.ones(2)}, step=3)

@@ -38,6 +38,7 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.safetensors import FLAX_WHOLE, SHARD, WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
+from t5ckpt.storage.base import Entry
 
 _log = logging.getLogger('t5ckpt')
 
@@ -241,7 +242,7 @@ _NOT_COMMITTED = (
 )
 
 
-def refuse_other_contents(storage: Storage, *, marks: bool = True, below: bool = True) -> None:
+def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     """Raises an error for a path that holds something else than a run; not for a run, and where a new one may begin.
 
     Whatever begins a run or writes a step calls it, so that a path of the wrong level begins no second run in silence. The files
@@ -251,8 +252,6 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True, below: bool =
     Args:
       storage: the path.
       marks: also refuses incomplete steps, and those of other trainers by their names; a save may write beside them.
-      below: also refuses checkpoints and models below the path. The trainer that saves may have put them there, so a save only
-        logs them.
 
     Raises:
       T5CkptError: it names what the path holds, and the path to pass.
@@ -261,46 +260,25 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True, below: bool =
         if marks:
             raise not_a_run(storage)
         return  # The save itself fails.
+    entries = storage.entries()
+    if entries and newest(storage) is not None:
+        return
+    refuse_path_of_step(storage)
+    checkpoints, models = contents_beside_steps(storage)
+    if models:
+        raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
+    if checkpoints or (marks and _run_of_others(storage) is not None):
+        raise no_checkpoint(storage)
+    if marks and entries:
+        _refuse_incomplete(storage, entries)
+
+
+def refuse_path_of_step(storage: Storage) -> None:
+    """Raises CheckpointNotFoundError for a path without steps that is a checkpoint, or has the name of a step."""
     where = storage.url().rstrip('/')
-    if entries := storage.entries():
-        if newest(storage) is not None:
-            return
-        if is_checkpoint(storage, ''):
-            raise _not_run_but_checkpoint(storage, where)
-        # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
-        others = [each for each in openable_below(storage) if parse_step_dir(each.removesuffix(f'/{MANIFEST}')) is None]
-        indices = ('.safetensors.index.json', '.msgpack.index.json')
-        models = [entry.name for entry in entries if entry.name.endswith(indices)] or [
-            *filter(None, [model_file(storage)])
-        ]
-        if not below and (others or models):
-            _log.warning('t5ckpt: a new run begins in %s, which contains %s', where, some_of([*others, *models], 5))
-            return
-        if models:
-            raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
-        if others or (marks and _run_of_others(storage) is not None):
-            raise no_checkpoint(storage)
-        # A user's files beside an array are no tree of a checkpoint.
-        is_bare = marks and all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
-        if is_bare and is_zarr_tree(storage, where.rpartition('/')[2]):
-            raise CheckpointNotFoundError(
-                f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
-            )
-        holding = catalog_of(storage).incomplete() if marks else []
-        if marks and storage.orbax_commits:
-            holding += [entry.name for entry in entries if entry.is_dir and is_orbax(storage, entry.name)]
-        # The first step may have been committed meanwhile.
-        if holding and newest(storage) is None:
-            raise CheckpointNotFoundError(
-                f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint'
-                f'{_NOT_COMMITTED if storage.orbax_commits else ""}. Move them away to start a new run.'
-            )
-    _refuse_name(storage, where)
-
-
-def _refuse_name(storage: Storage, where: str) -> None:
-    """See :func:`refuse_other_contents`; for a path without files, or with unknown ones."""
     parent, _, name = where.rpartition('/')
+    if is_checkpoint(storage, ''):
+        raise _not_run_but_checkpoint(storage, where)
     if name != name.strip() and storage.root_kind() is None:
         raise CheckpointNotFoundError(
             f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'
@@ -309,6 +287,37 @@ def _refuse_name(storage: Storage, where: str) -> None:
     if parse_step_dir(name.partition('.')[0]) is not None:
         raise CheckpointNotFoundError(
             f'{where} is the path of a step, not of a run, and has no checkpoint. Pass the directory of the run: {parent}'
+        )
+
+
+def contents_beside_steps(storage: Storage) -> tuple[list[str], list[str]]:
+    """The checkpoints below a path, and the models in it, that are not steps of its run."""
+    # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
+    checkpoints = [
+        each for each in openable_below(storage) if parse_step_dir(each.removesuffix(f'/{MANIFEST}')) is None
+    ]
+    indices = ('.safetensors.index.json', '.msgpack.index.json')
+    models = [entry.name for entry in storage.entries() if entry.name.endswith(indices)]
+    return checkpoints, models or [*filter(None, [model_file(storage)])]
+
+
+def _refuse_incomplete(storage: Storage, entries: Sequence[Entry]) -> None:
+    """See :func:`refuse_other_contents`."""
+    where = storage.url().rstrip('/')
+    # A user's files beside an array are no tree of a checkpoint.
+    is_bare = all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
+    if is_bare and is_zarr_tree(storage, where.rpartition('/')[2]):
+        raise CheckpointNotFoundError(
+            f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
+        )
+    holding = catalog_of(storage).incomplete()
+    if storage.orbax_commits:
+        holding += [entry.name for entry in entries if entry.is_dir and is_orbax(storage, entry.name)]
+    # The first step may have been committed meanwhile.
+    if holding and newest(storage) is None:
+        raise CheckpointNotFoundError(
+            f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint'
+            f'{_NOT_COMMITTED if storage.orbax_commits else ""}. Move them away to start a new run.'
         )
 
 

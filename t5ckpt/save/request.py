@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import newest, steps_in
-from t5ckpt.catalog.locate import refuse_other_contents
+from t5ckpt.catalog.locate import contents_beside_steps, refuse_path_of_step
 from t5ckpt.commit.removal import check_removable, is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
@@ -171,6 +172,13 @@ class LaterSteps:
         self._latest: int | None = None
         self._is_known = self._is_told = False
 
+    def _begin_run(self) -> None:
+        """Refuses the path of a step, and logs checkpoints and models there: the trainer itself may have saved its best steps."""
+        refuse_path_of_step(self._storage)
+        beside = [*itertools.chain(*contents_beside_steps(self._storage))]
+        if beside:
+            _log.warning('t5ckpt: a new run begins in %s, which contains %s', self._storage.url(), some_of(beside, 5))
+
     def note_save(self, step: int) -> None:
         """Called before each save, in process 0; logs the later steps once. Only the first call lists the steps."""
         if not self._is_known:
@@ -179,7 +187,7 @@ class LaterSteps:
             except StorageError:
                 return  # The save says what is wrong with the storage, if it needs it.
             if found is None:
-                refuse_other_contents(self._storage, marks=False, below=False)
+                self._begin_run()
             self._latest, self._is_known = None if found is None else found.step, True
         if self._latest is None or step > self._latest:
             self._latest = step

@@ -57,7 +57,7 @@ _CHANGES = (
 @click.option(
     '--trust-files',
     is_flag=True,
-    help='Where lists of checksums are lost: compare only that of the manifest; the copy has new ones.',
+    help='Copy also where a list of checksums is lost; the copy has new ones.',
 )
 @click.option(
     '--rename',

@@ -20,6 +20,7 @@ from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_patterns
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of, root_names
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
@@ -29,6 +30,7 @@ from t5ckpt.errors import (
     CorruptCheckpointError,
     LeafProblem,
     MissingLeaves,
+    NoEffectWarning,
     TreeMismatchError,
     UnmatchedPattern,
     mismatch_error,
@@ -63,8 +65,8 @@ class Changes:
         ``\1`` for groups.
       parameters: a pattern for the whole names of the leaves that are averaged, or replaced by their moving averages; None
         stands for the leaves under ``target`` and ``params``.
-      trust_files: compares no checksum but that of the manifest, for a checkpoint whose lists of checksums are lost. The values
-        may be wrong, and the copy has new checksums.
+      trust_files: copies also a checkpoint with a lost or damaged list of checksums. Then only the checksum of the manifest is
+        compared, the values may be wrong, and the copy has new checksums.
     """
 
     ema: str | None = None
@@ -133,12 +135,14 @@ def rewrite_checkpoint(
         raise ValueError('no checkpoint to copy: pass at least one.')
     contents = [read_contents(locate(source)) for source in several]
     located = contents[-1].located
-    sources_of_leaves = [SourceCheckpoint.open(each, compares=not changes.trust_files) for each in contents]
-    leaves = _averaged(contents, sources_of_leaves, changes.parameters)
+    checkpoints, are_trusted = zip(*(_opened(each, changes.trust_files) for each in contents), strict=True)
+    if changes.trust_files and not any(are_trusted):
+        warn_caller(NoEffectWarning('trust_files has no effect: no list of checksums is lost. Leave it out.'))
+    leaves = _averaged(contents, checkpoints, changes.parameters)
     if changes.ema is not None:
         leaves = _with_ema(leaves, changes.ema, changes.parameters)
     of_optimizer = set[Path]() if options.optimizer else optimizer_leaves([leaf.path for leaf in leaves.values()])
-    positions = _iterator_files(contents[-1], sources_of_leaves[-1])
+    positions = _iterator_files(contents[-1], checkpoints[-1])
     kept = _without_dropped(leaves, changes.drop, of_optimizer, positions)
     new_paths = _renamed(kept, changes.rename)
     identity = {
@@ -153,12 +157,22 @@ def rewrite_checkpoint(
         identity,
         {name: leaf_name(path) for name, path in new_paths.items()},
         dropped=tuple(name for name in leaves if name not in kept),
-        files=_read_positions(sources_of_leaves[-1], positions, changes.drop),
+        files=_read_positions(checkpoints[-1], positions, changes.drop),
         facts=_copied(contents[-1].facts),
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
     )
     return finish(found, directory, options)
+
+
+def _opened(contents: Contents, trust_files: bool) -> tuple[SourceCheckpoint, bool]:
+    """A source, and whether its files are trusted, since a list of checksums is lost."""
+    try:
+        return SourceCheckpoint.open(contents), False
+    except CorruptCheckpointError:
+        if not trust_files:
+            raise
+        return SourceCheckpoint.open(contents, trusts_files=True), True
 
 
 def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[str, Path]) -> set[Path]:

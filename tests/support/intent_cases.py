@@ -683,6 +683,13 @@ FUNCTIONS: list[Case] = [
         lambda s, _: changed(s, parameters='model/.*'),
     ),
     (
+        'Changes',
+        'trust_files',
+        NoEffectWarning,
+        '^trust_files has no effect',
+        lambda s, _: changed(s, trust_files=True),
+    ),
+    (
         'CheckpointTranslator.apply',
         'flatdict',
         errors.T5CkptError,
@@ -1375,6 +1382,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cp', '--follow-links', 2, '--follow-links', 'cp {run} {out} --drop step --follow-links'),
     ('cp', '--follow-links', 0, 'warning: --follow-links', 'cp {memory} {out} --follow-links'),
     ('cp', '--drop', 1, 'modell', 'cp {run} {out} --drop modell'),
+    ('cp', '--trust-files', 0, 'warning: --trust-files has no effect', 'cp {run} {out} --trust-files'),
     ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
     ('cp', '--ema', 1, 'its moving average', 'cp {run} {out} --ema ema'),
     ('cp', '--average', 1, 'nothing would be averaged', 'cp {run} {out} --average {run}'),

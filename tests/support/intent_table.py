@@ -44,7 +44,7 @@ PYTHON = {
 ema | error | no leaf is found under it
 drop rename | error | a pattern matches nothing
 parameters | error | nothing is averaged or replaced, or it matches nothing
-trust_files | hint | compares no checksums
+trust_files | warning | no list of checksums is lost
 """,
     'CheckpointTranslator.add': 'pattern | hint | a rule for names that may come',
     'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
@@ -362,7 +362,7 @@ leaf | error | no such leaf
 --workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system
 --drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
---trust-files | hint | compares no checksums
+--trust-files | warning | no list of checksums is lost
 """,
     'diff': """
 pattern | error | neither has such a leaf

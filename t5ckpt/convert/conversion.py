@@ -150,7 +150,7 @@ def warn_no_optimizer(roots: Sequence[str]) -> None:
     """Warns that ``optimizer=False`` found no optimizer state in a tree with these roots."""
     warn_caller(
         NoEffectWarning(
-            f"optimizer=False has no effect: no leaf is under 'opt_state' or 'param_states'; the tree has "
+            f"optimizer=False has no effect: no leaf is under 'opt_state', 'param_states' or 'opt'; the tree has "
             f'{", ".join(roots[:8])}. Name other leaves with Changes(drop=...).'
         )
     )

@@ -20,7 +20,7 @@ from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name, path_of, root_names
+from t5ckpt.core.leaf_path import Path, is_of_optimizer, leaf_name, path_of, root_names
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
@@ -44,16 +44,15 @@ from t5ckpt.tree.train_state import flatten_state
 _log = logging.getLogger('t5ckpt')
 
 TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax', 'zarr')
-_OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
 _JAX_ARRAYS = 'array_store'
 
 
 def optimizer_leaves(paths: Collection[Path]) -> set[Path]:
-    """The leaves of the optimizer's state: T5X's ``param_states``, Flax's ``opt_state``.
+    """The leaves of the optimizer's state, see ``leaf_path.is_of_optimizer``.
 
     Warns if there are none, since a program may store its optimizer's state under another name.
     """
-    optimizer_paths = {path for path in paths if not _OPTIMIZER_SCOPES.isdisjoint(path)}
+    optimizer_paths = set(filter(is_of_optimizer, paths))
     if not optimizer_paths:
         warn_no_optimizer(root_names(paths))
     return optimizer_paths

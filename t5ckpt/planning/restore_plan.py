@@ -96,15 +96,15 @@ class RestorePlan:
       resized: leaves that are padded or truncated, with both shapes, for the log.
     """
 
-    stored: Sequence[StoredRead]
-    inline: Sequence[InlineRead]
+    stored: tuple[StoredRead, ...]
+    inline: tuple[InlineRead, ...]
     kept: LeafTable
-    fallback: Sequence[InlineRead]
-    ignored: Sequence[Path]
-    skipped: Sequence[Path]
-    absent: Sequence[Path]
-    notes: Sequence[str]
-    resized: Sequence[str]
+    fallback: tuple[InlineRead, ...]
+    ignored: tuple[Path, ...]
+    skipped: tuple[Path, ...]
+    absent: tuple[Path, ...]
+    notes: tuple[str, ...]
+    resized: tuple[str, ...]
 
 
 def plan_restore(
@@ -136,15 +136,15 @@ def plan_restore(
         unmapped = _unmapped(matched, templates, leaves)
         raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
     return RestorePlan(
-        matcher.stored,
-        matcher.inline,
+        tuple(matcher.stored),
+        tuple(matcher.inline),
         matcher.kept,
-        matcher.from_fallback,
-        matcher.ignored,
-        matcher.skipped,
-        matcher.absent,
-        matcher.notes,
-        matcher.resized,
+        tuple(matcher.from_fallback),
+        tuple(matcher.ignored),
+        tuple(matcher.skipped),
+        tuple(matcher.absent),
+        tuple(matcher.notes),
+        tuple(matcher.resized),
     )
 
 

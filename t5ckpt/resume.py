@@ -34,7 +34,6 @@ from t5ckpt.errors import (
     TreeMismatchError,
     with_cures,
 )
-from t5ckpt.format.array_spec import is_spec
 from t5ckpt.planning.leaf_match import check_new_state
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.steps import find_checkpoint
@@ -53,7 +52,7 @@ MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
 Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
 """
 OPTIMIZER = r'((.*/)?(param_states|opt_state)|opt)/.*'
-"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``."""
+"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``, as ``is_of_optimizer``."""
 
 
 # Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
@@ -145,7 +144,7 @@ class WarmStart:
         if self.rename:
             may_lack = self.missing == 'init'
             state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
-        table = flatten_nested(state_dict, is_spec)
+        table = flatten_nested(state_dict, lambda _: False)
         return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
@@ -288,7 +287,7 @@ class _Share:
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """``WarmStart.transform`` without the leaves of the sources before this one."""
-        table = flatten_nested(self.warm.transform(state_dict, target_state_dict), is_spec)
+        table = flatten_nested(self.warm.transform(state_dict, target_state_dict), lambda _: False)
         return unflatten({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
 
 
@@ -386,7 +385,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.location)))
     found = warm.transform(_names(source), unflatten({path: _value(leaf) for path, leaf in template.items()}))
     _check_patterns(warm, [*map(leaf_name, template), *source])
-    have = set(flatten_nested(found, is_spec))
+    have = set(flatten_nested(found, lambda _: False))
     free = frozenset(path for path in template if path not in before)
     share = frozenset(path for path in free if path in have)
     lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]

@@ -302,7 +302,7 @@ def check_exists(storage: Storage) -> None:
         raise not_a_run(storage)
 
 
-def confirm(question: str, yes: bool, refused: str = 'nothing was deleted.') -> None:
+def confirm(question: str, yes: bool) -> None:
     """Asks for confirmation of a deletion, unless ``--yes`` was given.
 
     Raises:
@@ -315,4 +315,4 @@ def confirm(question: str, yes: bool, refused: str = 'nothing was deleted.') -> 
     if not sys.stdin.isatty():
         raise click.UsageError(f'{question} There is no terminal to ask: pass --yes.')
     if not click.confirm(question, err=True):
-        fail(refused, Exit.USAGE)
+        fail('nothing was deleted.', Exit.USAGE)

@@ -49,10 +49,6 @@ _KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filte
 _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
 
 
-class SpecDict(dict[str, Any]):
-    """A TensorStore spec in the manifest; a separate class, so that it is one leaf and not a nested dict."""
-
-
 class ArrayLayout(enum.Enum):
     """The layout of an array in a checkpoint: zarr chunks in files or in an OCDBT database, or bytes of a file."""
 
@@ -143,7 +139,7 @@ class StoredArray:
 
 def is_spec(value: Any) -> bool:
     """Whether a map is a TensorStore spec and not a subtree (T5X's own test, state_utils.tensorstore_leaf)."""
-    return isinstance(value, SpecDict) or (isinstance(value, Mapping) and value.keys() >= _SPEC_KEYS)
+    return isinstance(value, Mapping) and value.keys() >= _SPEC_KEYS
 
 
 def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
@@ -196,13 +192,13 @@ def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
     return StoredArray(location, shape, dtype, bits_of, kept)
 
 
-def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, SpecDict]]:
+def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The specs of a decoded manifest without a dtype, both at the top and in their metadata.
 
     For these, TensorStore takes the dtype from the array's ``.zarray``, and a reader has to do the same.
     """
     for key, value in state.items():
-        if isinstance(value, SpecDict):
+        if is_spec(value):
             metadata = value['metadata']
             if 'dtype' not in value and not (isinstance(metadata, Mapping) and 'dtype' in metadata):
                 yield (*path, key), value
@@ -210,7 +206,7 @@ def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[P
             yield from untyped_specs(value, (*path, key))
 
 
-def typed_by_zarray(spec: SpecDict, name: str, read: Callable[[str], bytes]) -> None:
+def typed_by_zarray(spec: dict[str, Any], name: str, read: Callable[[str], bytes]) -> None:
     """Adds the dtype in the array's ``.zarray`` to a spec without one; ``read`` takes the file's name.
 
     If the ``.zarray`` has none either, the spec is unchanged and ``parse_spec`` raises the error.

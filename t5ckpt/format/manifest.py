@@ -30,7 +30,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
-from t5ckpt.format.array_spec import SpecDict, is_spec
+from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import dtype_from_name, name_of
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, LeafTable, unflatten, unique
 
@@ -58,7 +58,7 @@ class Manifest:
 
     Attributes:
       version: 3, 2, 1, or 0 if the file has none.
-      state: nested dicts; leaves are arrays, numpy scalars, None, :class:`SpecDict`, :class:`StoredArray`, or an empty dict.
+      state: nested dicts; leaves are arrays, numpy scalars, None, specs, :class:`StoredArray`, or an empty dict.
     """
 
     version: int
@@ -76,7 +76,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
       where: its path, for messages.
 
     Returns:
-      The manifest, with every spec a :class:`SpecDict`.
+      The manifest.
 
     Raises:
       UnsupportedFormatError: a TensorFlow state file, a newer version, or msgpack of another structure.
@@ -313,7 +313,7 @@ def manifest_of(contents: Any, where: str) -> Manifest:
 
 
 def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
-    """Copies a tree with string keys, specs as SpecDict and chunked arrays joined."""
+    """Copies a tree with string keys, specs as they are and chunked arrays joined."""
     if len(path) > MAX_DEPTH:
         raise CorruptCheckpointError(f'{where}: nested more than {MAX_DEPTH} deep, deeper than any model.')
     result: dict[str, Any] = {}
@@ -329,7 +329,7 @@ def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any
             # First, because most leaves are arrays and the other tests are slow.
             result[key] = value
         elif is_spec(value):
-            result[key] = SpecDict(value)
+            result[key] = dict(value)
         elif isinstance(value, Mapping) and _CHUNKED in value:
             result[key] = _join_chunked(value, where, (*path, key))
         elif isinstance(value, Mapping):

@@ -23,7 +23,6 @@ from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
 from t5ckpt.reading.open_array import TensorStoreArrays
 from t5ckpt.reading.size_limits import check_chunk
-from t5ckpt.storage import Storage
 
 _MAX_NAMED = 100
 _DECODED_BYTES = 2**30
@@ -66,12 +65,10 @@ class ArrayFiles:
 class ImpliedFiles:
     """Lists and decodes the files of arrays of one checkpoint. Safe from any thread."""
 
-    def __init__(self, storage: Storage, directory: str, *, follow_links: bool = False):
-        """Takes the checkpoint's directory."""
-        self._storage = storage
-        self._directory = directory
-        self._files = CheckpointFiles.at(storage, directory, follow_links=follow_links)
-        self._arrays = TensorStoreArrays(self._files)
+    def __init__(self, files: CheckpointFiles):
+        """Takes the reader of the checkpoint's files."""
+        self._files = files
+        self._arrays = TensorStoreArrays(files)
         self._budget = ByteBudget(_DECODED_BYTES)
         self._databases: dict[str, dict[str, int]] = {}
 
@@ -138,7 +135,7 @@ class ImpliedFiles:
             check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.name} ({file})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            where = f'{array.name} ({self._storage.url(join(self._directory, file))})'
+            where = f'{array.name} ({self._files.storage.url(join(self._files.directory, file))})'
             with self._arrays.errors(array.stored.array, where):
                 array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
@@ -159,15 +156,15 @@ class ImpliedFiles:
         if array.stored.array.layout.is_in_database:
             with self._arrays.errors(array.stored.array, self._arrays.url(array.stored.array)):
                 return dict.fromkeys(key.decode() for key in array.store.kvstore.list().result())
-        base = join(self._directory, array.stored.array.location)
-        return {key.removeprefix(f'{base}/'): size for key, size in self._storage.walk(base)}
+        base = join(self._files.directory, array.stored.array.location)
+        return {key.removeprefix(f'{base}/'): size for key, size in self._files.storage.walk(base)}
 
     def _database(self, location: str) -> dict[str, int]:
         """The sizes of the files of the OCDBT database that contains an array; 0 where the listing has none."""
         base = location.partition('//')[0]
         if base not in self._databases:
-            whole = join(self._directory, base)
-            files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._storage.walk(whole))
+            whole = join(self._files.directory, base)
+            files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._files.storage.walk(whole))
             self._databases[base] = {join(base, name): size for name, size in files if is_database_file(name)}
         return dict(self._databases[base])
 

@@ -96,22 +96,20 @@ def verify(
       Any checkpoint that can be restored can be verified, including checkpoints of T5X and Orbax. With ``full``, the disk limits
       the speed. In the local directory of one of several processes, its part of the step is verified.
     """
-    located = with_links(locate_or_broken(path, step, storage_options), follow_links)
-    return verify_located(located, full=full, progress=progress, accepts_part=True)
+    located = with_links(_locate_or_broken(path, step, storage_options), follow_links)
+    return verify_located(located, full=full, progress=progress)
 
 
-def verify_located(
-    located: Located, *, full: bool, progress: Progress | None = None, accepts_part: bool = False
-) -> VerifyReport:
+def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
     """As :func:`verify`, for a directory that may not be a step yet.
 
-    With ``accepts_part``, the part of one process may lack the files of the others, see ``save/parts.py``.
+    The part of one process may lack the files of the others, see ``save/parts.py``.
     """
     started = time.monotonic()
     files = CheckpointFiles.of(located)
     findings = Findings(files)
-    implied = ImpliedFiles(located.storage, located.directory, follow_links=located.follow_links)
-    check = _Check(located, files, findings, implied, accepts_part)
+    implied = ImpliedFiles(files)
+    check = _Check(located, files, findings, implied)
     identity = Identity.now(located)
     check.file_checksums()
     check.arrays()
@@ -135,7 +133,7 @@ def verify_located(
     )
 
 
-def locate_or_broken(
+def _locate_or_broken(
     path: str | os.PathLike[str] | Storage, step: int | None, storage_options: Mapping[str, Any] | None = None
 ) -> Located:
     """Locates a checkpoint, or a directory of t5ckpt whose manifest is missing, which other readers do not list."""
@@ -161,7 +159,6 @@ class _Check:
     Attributes:
       findings: the damages and the stored leaves so far.
       implied: lists the files of arrays without file checksums.
-      accepts_part: see :func:`verify_located`.
       part: the process whose files they are, if they are a part.
       notes: so far.
       checksums: the file checksums of all processes.
@@ -177,7 +174,6 @@ class _Check:
     files: CheckpointFiles
     findings: Findings
     implied: ImpliedFiles
-    accepts_part: bool
     part: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
     checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
@@ -205,7 +201,7 @@ class _Check:
                 self.findings.add('undecodable', self.recorder, str(error))
             self._compare_step(facts)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
-        if self.accepts_part and COPIES in top and (part := part_of(recorded.lists, top)) is not None:
+        if COPIES in top and (part := part_of(recorded.lists, top)) is not None:
             self.part = part
             lists = {COPIES, *(lists & top.keys())}
         manifest = self.raw.manifest

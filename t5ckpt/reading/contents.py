@@ -276,7 +276,7 @@ def leaves_of(
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
             )
-    table = flatten_nested(state, is_spec)
+    table = flatten_nested(state, lambda _: False)
     origin = {id(leaf): path for path, leaf in before.items()}
     for path, leaf in table.items():
         if isinstance(leaf, StoredLeaf) and id(leaf) not in origin:
@@ -293,9 +293,8 @@ def leaves_of(
     moved = TreeFacts(
         python=_moved(tree_facts.python, came_from),
         keys=_moved(tree_facts.keys, came_from) | made_keys,
-        stored=tree_facts.stored,
     )
-    return checkpoint_leaves(table, manifest.version, moved), moved
+    return table, moved
 
 
 def _moved(by_path: Mapping[Path, str], came_from: Mapping[Path, Path]) -> dict[Path, str]:

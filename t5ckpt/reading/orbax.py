@@ -36,7 +36,7 @@ from t5ckpt.errors import (
     UnsafeSpecError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import ArrayLayout, SpecDict, StoredArray, is_spec, shape_of
+from t5ckpt.format.array_spec import ArrayLayout, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
@@ -258,7 +258,7 @@ def _has_placeholders(state: Mapping[str, Any]) -> bool:
     for value in state.values():
         if isinstance(value, dict):
             # A spec is a leaf, and most manifests have thousands.
-            if not isinstance(value, SpecDict) and _has_placeholders(value):
+            if not is_spec(value) and _has_placeholders(value):
                 return True
         elif isinstance(value, str) and value.startswith(PLACEHOLDER):
             return True

@@ -48,10 +48,14 @@ class SourceCheckpoint:
     identity: Identity
 
     @classmethod
-    def open(cls, contents: Contents, *, compares: bool = True) -> SourceCheckpoint:
-        """Opens a checkpoint with its file checksums, or without those if none are to be compared."""
+    def open(cls, contents: Contents, *, trusts_files: bool = False) -> SourceCheckpoint:
+        """Opens a checkpoint with its file checksums, or without them.
+
+        Raises:
+          CorruptCheckpointError: a list of checksums is lost or damaged, without ``trusts_files``.
+        """
         located, checksums = contents.located, contents.checksums
-        if checksums is None and compares:
+        if checksums is None and not trusts_files:
             checksums = file_checksums_of(located)
         # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)

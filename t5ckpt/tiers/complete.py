@@ -32,7 +32,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     if not has_step(run, step) or save_of(local, step) not in {save_in(run, step)} - {''}:
         return None
     located, source = locate_step(local, step), locate_step(run, step)
-    damaged = sorted({damage.file for damage in verify_located(located, full=True, accepts_part=True).damages})
+    damaged = sorted({damage.file for damage in verify_located(located, full=True).damages})
     if MANIFEST in damaged:
         # That of the run's storage may name another directory.
         return None
@@ -42,7 +42,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
     except FormatError:
         # The copy in the run's storage is damaged, too, which its restore reports.
         return None
-    if not has_written or not damaged or verify_located(located, full=True, accepts_part=True).damages:
+    if not has_written or not damaged or verify_located(located, full=True).damages:
         return None
     _log.warning(
         't5ckpt: %s: %d damaged or missing files were replaced by those of %s: %s',

@@ -1,6 +1,7 @@
 """Restore transformations that take the state apart and put it together again."""
 
 import copy
+import itertools
 
 import jax
 import numpy as np
@@ -35,8 +36,10 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize('layout', ['t5x', 'orbax', 'safetensors'])
-@pytest.mark.parametrize('how', REBUILT)
+OF_OTHERS = itertools.product(('a copy by hand', 'deepcopy'), ('orbax', 'safetensors'))
+
+
+@pytest.mark.parametrize(('how', 'layout'), [*((how, 't5x') for how in REBUILT), *OF_OTHERS])
 def test_a_transformation_may_rebuild_the_dicts(tmp_path, how, layout):
     """A stored array is one leaf to every function, and what is known of it (the kind of its keys) stays with it."""
     large = np.arange(20_000, dtype=np.float32)

@@ -19,7 +19,6 @@ from support.libraries import needs
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.format.array_spec import SpecDict
 from t5ckpt.format.facts import Facts, TreeFacts, encode_facts
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.storage import open_storage
@@ -103,7 +102,7 @@ GOOD = encode_manifest({'w': np.ones(2, np.float32)})
 
 def with_spec(path):
     metadata = {'shape': [2], 'chunks': [2], 'compressor': None}
-    spec = SpecDict(driver='zarr', dtype='uint8', kvstore={'driver': 'file', 'path': path}, metadata=metadata)
+    spec = {'driver': 'zarr', 'dtype': 'uint8', 'kvstore': {'driver': 'file', 'path': path}, 'metadata': metadata}
     return encode_manifest({'w': spec})
 
 

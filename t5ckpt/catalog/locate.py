@@ -260,25 +260,34 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
         if marks:
             raise not_a_run(storage)
         return  # The save itself fails.
-    entries = storage.entries()
-    if entries and newest(storage) is not None:
-        return
-    refuse_path_of_step(storage)
-    checkpoints, models = contents_beside_steps(storage)
-    if models:
-        raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
-    if checkpoints or (marks and _run_of_others(storage) is not None):
-        raise no_checkpoint(storage)
-    if marks and entries:
-        _refuse_incomplete(storage, entries)
+    if entries := storage.entries():
+        if newest(storage) is not None:
+            return
+        _refuse_checkpoint(storage)
+        checkpoints, models = contents_beside_steps(storage)
+        if models:
+            raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
+        if checkpoints or (marks and _run_of_others(storage) is not None):
+            raise no_checkpoint(storage)
+        if marks:
+            _refuse_incomplete(storage, entries)
+    _refuse_name(storage)
 
 
 def refuse_path_of_step(storage: Storage) -> None:
     """Raises CheckpointNotFoundError for a path without steps that is a checkpoint, or has the name of a step."""
+    _refuse_checkpoint(storage)
+    _refuse_name(storage)
+
+
+def _refuse_checkpoint(storage: Storage) -> None:
+    if is_checkpoint(storage, ''):
+        raise _not_run_but_checkpoint(storage, storage.url().rstrip('/'))
+
+
+def _refuse_name(storage: Storage) -> None:
     where = storage.url().rstrip('/')
     parent, _, name = where.rpartition('/')
-    if is_checkpoint(storage, ''):
-        raise _not_run_but_checkpoint(storage, where)
     if name != name.strip() and storage.root_kind() is None:
         raise CheckpointNotFoundError(
             f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'

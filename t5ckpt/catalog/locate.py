@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import re
@@ -264,7 +265,7 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
         if newest(storage) is not None:
             return
         _refuse_checkpoint(storage)
-        checkpoints, models = contents_beside_steps(storage)
+        checkpoints, models = _contents_beside_steps(storage)
         if models:
             raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
         if checkpoints or (marks and _run_of_others(storage) is not None):
@@ -274,10 +275,18 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
     _refuse_name(storage)
 
 
-def refuse_path_of_step(storage: Storage) -> None:
-    """Raises CheckpointNotFoundError for a path without steps that is a checkpoint, or has the name of a step."""
-    _refuse_checkpoint(storage)
+def contents_of_new_run(storage: Storage) -> list[str]:
+    """The checkpoints and the models at a path without steps, where a trainer begins a run.
+
+    Raises:
+      CheckpointNotFoundError: the path is a checkpoint, or has the name of a step.
+    """
+    contents: list[str] = []
+    if storage.entries():
+        _refuse_checkpoint(storage)
+        contents = [*itertools.chain(*_contents_beside_steps(storage))]
     _refuse_name(storage)
+    return contents
 
 
 def _refuse_checkpoint(storage: Storage) -> None:
@@ -299,7 +308,7 @@ def _refuse_name(storage: Storage) -> None:
         )
 
 
-def contents_beside_steps(storage: Storage) -> tuple[list[str], list[str]]:
+def _contents_beside_steps(storage: Storage) -> tuple[list[str], list[str]]:
     """The checkpoints below a path, and the models in it, that are not steps of its run."""
     # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
     checkpoints = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import newest, steps_in
-from t5ckpt.catalog.locate import contents_beside_steps, refuse_path_of_step
+from t5ckpt.catalog.locate import contents_of_new_run
 from t5ckpt.commit.removal import check_removable, is_pinned, kept_by, kept_error
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
@@ -174,10 +173,8 @@ class LaterSteps:
 
     def _begin_run(self) -> None:
         """Refuses the path of a step, and logs checkpoints and models there: the trainer itself may have saved its best steps."""
-        refuse_path_of_step(self._storage)
-        beside = [*itertools.chain(*contents_beside_steps(self._storage))]
-        if beside:
-            _log.warning('t5ckpt: a new run begins in %s, which contains %s', self._storage.url(), some_of(beside, 5))
+        if contents := contents_of_new_run(self._storage):
+            _log.warning('t5ckpt: a new run begins in %s, which contains %s', self._storage.url(), some_of(contents, 5))
 
     def note_save(self, step: int) -> None:
         """Called before each save, in process 0; logs the later steps once. Only the first call lists the steps."""

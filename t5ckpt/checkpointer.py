@@ -9,6 +9,7 @@ A blocking save starts an asynchronous one and waits for it.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import time
@@ -180,6 +181,7 @@ class Checkpointer:
         use_gda: bool | None = None,
     ):
         warn_of_gda(use_gda)
+        importlib.import_module('jax')  # A save at the end of the interpreter can no longer import it.
         check_no_directory(train_state=train_state, partitioner=partitioner)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
@@ -203,8 +205,7 @@ class Checkpointer:
         alike = {name: bool(value) for name, value in (flags | {'strict_save': strict_save}).items()}
         alike |= {'local_dir': None if local_dir is None else 'a directory', 'verify': verify}
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), alike)
-        self._clock = clock
-        self._is_read_only = read_only
+        self._clock, self._is_read_only = clock, read_only
         self._has_source = metric_source is not None
         self._notices = Notices()
         self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted))

@@ -609,6 +609,27 @@ def test_a_save_while_the_interpreter_ends(tmp_path, last):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
 
 
+def test_the_first_save_while_the_interpreter_ends_needs_no_import_of_jax(tmp_path):
+    """JAX 0.11 with filelock 3.32 cannot be imported by then, on Python 3.12."""
+    done = run_python(
+        """
+        import atexit, sys
+        import numpy as np, t5ckpt
+
+        class Refusing:
+            def find_spec(name, path, target=None):
+                if name == 'jax':
+                    raise RuntimeError("can't register atexit after shutdown")
+
+        ck = t5ckpt.Checkpointer({'x': np.arange(9)}, checkpoints_dir='run')
+        sys.meta_path.insert(0, Refusing)
+        atexit.register(lambda: print(ck.save({'x': np.arange(9)}, step=1).step))
+        """,
+        tmp_path,
+    )
+    assert done.stdout == '1\n', done.stderr
+
+
 @pytest.mark.parametrize('before', ['t5ckpt.Checkpointer(state, checkpoints_dir="other").save(state, step=1)', ''])
 def test_a_background_save_that_begins_while_the_interpreter_ends(tmp_path, before):
     """In a function that was registered before t5ckpt's own, or where t5ckpt has not registered any."""

@@ -61,7 +61,7 @@ def export_weights(
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
-        leaves = flatten_nested(state_dict, lambda _: False)
+        leaves = flatten_nested(state_dict)
         left = _rng_streams(leaves) if take == MODEL else ()
         kept = {
             path: leaf
@@ -78,7 +78,7 @@ def export_weights(
         )
         # Checked here, because the checkpointer's error would name its own options.
         check_cast(cast, kept)
-        infos = flatten_nested(parameter_infos, lambda _: False)
+        infos = flatten_nested(parameter_infos)
         return unflatten(kept), unflatten(
             {path: infos[path] for path in kept if path in infos and infos[path] is not None}
         )

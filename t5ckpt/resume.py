@@ -23,7 +23,7 @@ from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import stays_text, try_to_rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
-from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
@@ -51,8 +51,6 @@ MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
 
 Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
 """
-OPTIMIZER = r'((.*/)?(param_states|opt_state)|opt)/.*'
-"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``, as ``is_of_optimizer``."""
 
 
 # Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
@@ -144,7 +142,7 @@ class WarmStart:
         if self.rename:
             may_lack = self.missing == 'init'
             state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
-        table = flatten_nested(state_dict, lambda _: False)
+        table = flatten_nested(state_dict)
         return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
@@ -287,7 +285,7 @@ class _Share:
 
     def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
         """``WarmStart.transform`` without the leaves of the sources before this one."""
-        table = flatten_nested(self.warm.transform(state_dict, target_state_dict), lambda _: False)
+        table = flatten_nested(self.warm.transform(state_dict, target_state_dict))
         return unflatten({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
 
 
@@ -385,7 +383,7 @@ def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, bef
     source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.location)))
     found = warm.transform(_names(source), unflatten({path: _value(leaf) for path, leaf in template.items()}))
     _check_patterns(warm, [*map(leaf_name, template), *source])
-    have = set(flatten_nested(found, lambda _: False))
+    have = set(flatten_nested(found))
     free = frozenset(path for path in template if path not in before)
     share = frozenset(path for path in free if path in have)
     lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]

@@ -20,7 +20,8 @@ from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, is_of_optimizer, leaf_name, path_of, root_names
+from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of, root_names
+from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
@@ -48,11 +49,12 @@ _JAX_ARRAYS = 'array_store'
 
 
 def optimizer_leaves(paths: Collection[Path]) -> set[Path]:
-    """The leaves of the optimizer's state, see ``leaf_path.is_of_optimizer``.
+    """The leaves of the optimizer's state, see ``leaf_path.OPTIMIZER``.
 
     Warns if there are none, since a program may store its optimizer's state under another name.
     """
-    optimizer_paths = set(filter(is_of_optimizer, paths))
+    pattern = leaf_pattern(OPTIMIZER)
+    optimizer_paths = {path for path in paths if pattern.fullmatch(leaf_name(path))}
     if not optimizer_paths:
         warn_no_optimizer(root_names(paths))
     return optimizer_paths

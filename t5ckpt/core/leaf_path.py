@@ -9,15 +9,11 @@ from typing import TypeAlias
 Path: TypeAlias = tuple[str, ...]
 PARAMETER_ROOTS = ('target', 'params')
 """The first keys of the paths of parameters, in states of T5X and of Flax."""
-_OPTIMIZER_SCOPES = {'opt_state', 'param_states'}
+OPTIMIZER = r'((.*/)?(param_states|opt_state)|opt)(/.*)?'
+"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``."""
 _KEY_END = re.compile(r'\\([/\\])|/')
 # Roots that rarely hold weights.
 _STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)
-
-
-def is_of_optimizer(path: Path) -> bool:
-    """Whether a leaf is of the state of an optimizer: T5X's ``param_states``, Flax's ``opt_state``, or ``opt`` at the root."""
-    return path[:1] == ('opt',) or not _OPTIMIZER_SCOPES.isdisjoint(path)
 
 
 def leaf_name(path: Path) -> str:

@@ -168,7 +168,7 @@ def _renaming(
         for table in (leaves, {**templates, **dict.fromkeys(templates.keys() - arrays.keys())})
     )
     try:
-        renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True), lambda _: False)
+        renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True))
     except TreeMismatchError:
         return [], matcher
     # The rules are printed only if a restore with them finds no other problem.

@@ -276,7 +276,7 @@ def leaves_of(
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'
             )
-    table = flatten_nested(state, lambda _: False)
+    table = flatten_nested(state)
     origin = {id(leaf): path for path, leaf in before.items()}
     for path, leaf in table.items():
         if isinstance(leaf, StoredLeaf) and id(leaf) not in origin:

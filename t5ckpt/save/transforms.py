@@ -113,8 +113,8 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
                 f'parameter infos, got {made!r:.80}.'
             )
         state, tree = made
-    leaves = flatten_nested(state, lambda _: False)
-    moved = flatten_nested(tree, lambda _: False)
+    leaves = flatten_nested(state)
+    moved = flatten_nested(tree)
     infos = {path: info for path, info in moved.items() if isinstance(info, ParameterInfo)}
     stray = [path for path in infos if path not in leaves]
     if stray:

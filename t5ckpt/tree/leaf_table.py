@@ -67,10 +67,10 @@ def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
     return root
 
 
-def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path = ()) -> LeafTable:
+def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool] = lambda _: False) -> LeafTable:
     """Converts nested dicts to a table; empty containers become ``Empty``, and mappings with ``is_leaf`` are leaves."""
     table: LeafTable = {}
-    _flatten_into(table, tree, is_leaf, prefix)
+    _flatten_into(table, tree, is_leaf, ())
     return table
 
 

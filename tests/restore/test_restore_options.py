@@ -850,6 +850,23 @@ def test_the_rules_for_another_optimizer_do_not_guess(tmp_path):
     assert 'apply_assignment_map' not in str(raised.value)
 
 
+@pytest.mark.parametrize('scope', ['opt', 'optimizer', 'optim', 'state/opt', 'trainer/optimizer_state', 'tx'])
+def test_the_rules_for_another_optimizer_do_not_guess_below_any_scope(tmp_path, scope):
+    """The second moments would become the momentum, since the names are as near as the shapes are equal."""
+    *above, last = scope.split('/')
+
+    def state(name):
+        nested = {last: {name: {'a': {'w': jnp.ones((4, 3))}}}}
+        for key in reversed(above):
+            nested = {key: nested}
+        return {'params': {'a': {'w': jnp.ones((4, 3))}}, **nested}
+
+    save(tmp_path, state('nu'))
+    with pytest.raises(TreeMismatchError) as raised:
+        restore(tmp_path, state('trace'))
+    assert 'apply_assignment_map' not in str(raised.value)
+
+
 def _chain(*transforms):
     return optax.chain(*transforms, optax.scale_by_adam(), optax.scale_by_schedule(lambda _: 1.0))
 

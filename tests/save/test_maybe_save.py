@@ -236,7 +236,9 @@ def test_sigterm_ends_a_forked_worker():
 
         def work(ready):
             ready.set()
-            time.sleep(60)
+            # Python calls a handler after the sleep if the signal arrives just before it.
+            for _ in range(600):
+                time.sleep(0.1)
 
         context = multiprocessing.get_context('fork')
         heard = context.Event()

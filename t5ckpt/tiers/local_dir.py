@@ -92,7 +92,7 @@ class LocalDir:
     """The local directory of one checkpointer.
 
     Attributes:
-      guard: held while the directory is opened or gets its record.
+      guard: held while the directory is opened, gets its record, or the run's id is noted.
       lock: of the directory.
     """
 
@@ -171,9 +171,12 @@ class LocalDir:
           StorageError: the run's storage does not answer.
         """
         self._has_asked = True
-        if self._run_id is None:
-            self._run_id = read_run_id(self.run)
         record = self._record
+        if self._run_id is None:
+            found = read_run_id(self.run)
+            with self.guard:
+                # An upload may have written the id during the request.
+                self._run_id = self._run_id or found
         if record is None or record.id == self._run_id or not (self._run_id or record.is_shared):
             return
         if not self._run_id and self._has_save_of(self.saves()):
@@ -215,7 +218,9 @@ class LocalDir:
         """Writes the id to the run's storage, unless another process has written one."""
         self.run.make_dir(INDEX)
         is_written = self.run.replace(_RUN_ID, identity.encode(), None) is not None
-        self._run_id = identity if is_written else read_run_id(self.run)
+        found = identity if is_written else read_run_id(self.run)
+        with self.guard:
+            self._run_id = found
 
     def known_id(self) -> tuple[str, bool]:
         """The id in the record, and whether the run has it, too; ('', False) without a record."""
@@ -291,10 +296,11 @@ class LocalDir:
         record = self._record
         if record is None:
             return
-        is_known = self._run_id == record.id
-        self._run_id = read_run_id(self.run)
-        if not self._run_id and (is_known or not record.is_shared):
+        found = read_run_id(self.run)
+        if not found and (self._run_id == record.id or not record.is_shared):
             self._write_run_id(record.id)
+        else:
+            self._run_id = found
         self.check_id()
         self.note_shared()
 

@@ -865,6 +865,30 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
             local.open(create=True)
 
 
+def test_an_upload_that_writes_the_id_while_another_thread_reads_it(run_dir, local):
+    """A save asks for the id of the run once, and the upload of an older step may write it before the answer is looked at."""
+
+    class Slow(FaultyStorage):
+        def read(self, key, *args, **options):
+            try:
+                return super().read(key, *args, **options)
+            finally:
+                if key == '.t5ckpt/run_id' and at_read:
+                    at_read.pop()()
+
+    at_read = []
+    directory = LocalDir(open_storage(local), Slow(open_storage(run_dir)), 2, read_only=False)
+    directory.open(create=True)
+    directory.adopt('0123456789abcdef', is_shared=False)
+    t5ckpt.Checkpointer(state(1), None, run_dir.parent / 'made').save(state(1))
+    shutil.copytree(run_dir.parent / 'made' / 'checkpoint_1', local / 'checkpoint_1')
+    at_read.append(directory.share_id)
+    directory.check_id()
+    directory.check_id()
+    assert not at_read
+    assert directory.known_id() == ('0123456789abcdef', True)
+
+
 def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplog):
     """As by a cleaner of temporary files: the next save locks it again, and the next start accepts its steps."""
     run = gs.url()

@@ -48,7 +48,7 @@ from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import (
     MANIFEST,
@@ -168,10 +168,8 @@ class ManifestTransaction(Transaction):
     def _put_once(self, manifest: bytes, version: Any) -> Any:
         try:
             return self.storage.replace(self._key, manifest, version)
-        except AccessDeniedError:
-            raise
         except StorageError:
-            # The manifest may still arrive, and needs its arrays then.
+            # The manifest may have arrived before a retry that was denied, or may still arrive, and needs its arrays then.
             self._keeps_files = True
             raise
 

@@ -92,7 +92,7 @@ class LocalDir:
     """The local directory of one checkpointer.
 
     Attributes:
-      guard: held while the directory is opened, gets its record, or the run's id is noted.
+      guard: held while the directory is opened or gets its record, and while the run's id is noted.
       lock: of the directory.
     """
 
@@ -171,18 +171,15 @@ class LocalDir:
           StorageError: the run's storage does not answer.
         """
         self._has_asked = True
-        record = self._record
         if self._run_id is None:
-            found = read_run_id(self.run)
-            with self.guard:
-                # An upload may have written the id during the request.
-                self._run_id = self._run_id or found
+            self._note_run_id(read_run_id(self.run))
+        record = self._record
         if record is None or record.id == self._run_id or not (self._run_id or record.is_shared):
             return
         if not self._run_id and self._has_save_of(self.saves()):
             if self.read_only:
                 return
-            self._write_run_id(record.id)
+            self._note_run_id(self._written_run_id(record.id))
             if self._run_id == record.id:
                 return
         if self._run_id and not self.read_only and not listing(self.storage).steps:
@@ -214,13 +211,16 @@ class LocalDir:
         steps = {*steps_in(self.run)}
         return any(step in steps and save_in(self.run, step) == save for step, save in sorted(saves, reverse=True))
 
-    def _write_run_id(self, identity: str) -> None:
-        """Writes the id to the run's storage, unless another process has written one."""
+    def _note_run_id(self, found: str) -> None:
+        """Keeps the id that the run's storage has. That it has none counts only if no upload has written one since."""
+        with self.guard:
+            self._run_id = found or self._run_id or ''
+
+    def _written_run_id(self, identity: str) -> str:
+        """Writes the id to the run's storage, and returns it; or that of another process, which was faster."""
         self.run.make_dir(INDEX)
         is_written = self.run.replace(_RUN_ID, identity.encode(), None) is not None
-        found = identity if is_written else read_run_id(self.run)
-        with self.guard:
-            self._run_id = found
+        return identity if is_written else read_run_id(self.run)
 
     def known_id(self) -> tuple[str, bool]:
         """The id in the record, and whether the run has it, too; ('', False) without a record."""
@@ -239,8 +239,7 @@ class LocalDir:
         try:
             found = read_run_id(self.run)
             if found == '' and any(is_shared for _, is_shared in known) and self._has_save_of(saves):
-                self._write_run_id(ids[0])
-                found = self._run_id
+                found = self._written_run_id(ids[0])
         except StorageError:
             found = None
         if found == '' and any(is_shared for _, is_shared in known):
@@ -273,16 +272,13 @@ class LocalDir:
         with self.guard:
             if self._record is not None:
                 return
-            if self._run_id is None:
-                try:
-                    self._run_id = read_run_id(self.run)
-                except StorageError:
-                    # A run that cannot be reached gets the id later.
-                    self._run_id = ''
-            self._write(
-                TierRecord(self.run.url(), self._run_id or secrets.token_hex(8), bool(self._run_id), self._keep)
-            )
-            self._run_id = self._run_id or None
+            found = self._run_id
+            if found is None:
+                # A run that cannot be reached gets the id later.
+                with contextlib.suppress(StorageError):
+                    found = read_run_id(self.run)
+            self._write(TierRecord(self.run.url(), found or secrets.token_hex(8), bool(found), self._keep))
+            self._run_id = found or None
 
     def share_id(self) -> None:
         """Writes the id to the run's storage, if it has none; before each upload.
@@ -298,9 +294,8 @@ class LocalDir:
             return
         found = read_run_id(self.run)
         if not found and (self._run_id == record.id or not record.is_shared):
-            self._write_run_id(record.id)
-        else:
-            self._run_id = found
+            found = self._written_run_id(record.id)
+        self._note_run_id(found)
         self.check_id()
         self.note_shared()
 

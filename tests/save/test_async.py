@@ -648,30 +648,6 @@ def test_a_background_save_that_begins_while_the_interpreter_ends(tmp_path, befo
     assert t5ckpt.all_steps(tmp_path / 'run') == [2]
 
 
-def test_a_writer_of_metrics_while_another_thread_imports_jax(tmp_path):
-    """Until the import is done, ``sys.modules`` has a module that lacks most of its names. A Checkpointer imports it itself."""
-    pytest.importorskip('tensorboardX')
-    done = run_python(
-        """
-        import importlib, sys, threading, time
-        from t5ckpt.training import MetricWriter
-        has_begun = threading.Event()
-        class Slow:
-            def find_spec(name, path, target=None):
-                if name.startswith('jax.') and not has_begun.is_set():
-                    has_begun.set()
-                    time.sleep(2)
-        assert 'jax' not in sys.modules
-        sys.meta_path.insert(0, Slow)
-        threading.Thread(target=importlib.import_module, args=('jax',)).start()
-        has_begun.wait()
-        MetricWriter('logs')
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_save_where_no_thread_starts(tmp_path):
     """The caller saves, deletes and restores, as in ``atexit`` on Python 3.12."""
     state = {'x': np.arange(100_000), 'y': jnp.arange(100_000)}

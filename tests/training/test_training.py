@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import textwrap
 from typing import Any
 from xml.etree import ElementTree
 
@@ -30,12 +31,10 @@ from t5ckpt.training import (
     write_state_summary,
 )
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 
 def run(code: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """Runs a program; pytest's own time-out uses the timer that a watchdog does."""
-    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    env = {**os.environ, 'PYTHONPATH': str(pathlib.Path(t5ckpt.__file__).parents[1])}
     return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, check=False, **kwargs)
 
 
@@ -366,3 +365,26 @@ def test_the_first_device_by_default():
 def test_the_helpers_load_no_jax():
     done = run('import sys, json, t5ckpt.training; print(json.dumps(sorted(sys.modules)))')
     assert not {'jax', 'tensorboardX', 'tensorflow'} & set(json.loads(done.stdout))
+
+
+def test_a_writer_of_metrics_while_another_thread_imports_jax(tmp_path):
+    """Until the import is done, ``sys.modules`` has a module that lacks most of its names."""
+    done = run(
+        textwrap.dedent("""
+        import importlib, sys, threading, time
+        from t5ckpt.training import MetricWriter
+        has_begun = threading.Event()
+        class Slow:
+            def find_spec(name, path, target=None):
+                if name.startswith('jax.') and not has_begun.is_set():
+                    has_begun.set()
+                    time.sleep(2)
+        assert 'jax' not in sys.modules
+        sys.meta_path.insert(0, Slow)
+        threading.Thread(target=importlib.import_module, args=('jax',)).start()
+        has_begun.wait()
+        MetricWriter('logs')
+        """),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr

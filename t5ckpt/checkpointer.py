@@ -363,7 +363,7 @@ class Checkpointer:
 
         Raises:
           UnsupportedLeafError: a leaf cannot be written; nothing was written.
-          StepKeptError: the step to overwrite is pinned or has a read lease.
+          StepKeptError: the step to overwrite is pinned or held by a reader.
           CheckpointExistsError: the step to overwrite is on an object store and cannot be replaced by one write.
           UnsupportedFormatError: the step to overwrite is in the layout of Orbax or Flax.
           TreeMismatchError: with ``strict_save``, the state does not match the template; nothing was written.
@@ -793,7 +793,7 @@ class Checkpointer:
 
         Raises:
           CheckpointNotFoundError: the step does not exist.
-          StepKeptError: it is pinned or has a read lease.
+          StepKeptError: it is pinned or held by a reader.
           StorageError: it could not be made invisible, and is unchanged.
         """
         step_to_delete = integer('step', step)

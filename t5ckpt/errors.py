@@ -22,7 +22,7 @@
     │   ├── AccessDeniedError     PermissionError
     │   ├── NotADirectoryStorageError  NotADirectoryError
     │   └── NotDurableError                                       a step is listed, but a power cut may remove it
-    ├── StepKeptError             RuntimeError                    a step that is pinned, leased or waits is not deleted
+    ├── StepKeptError             RuntimeError                    a step that is pinned, held or waits is not deleted
     ├── OutputExistsError         FileExistsError                 the destination of an export exists
     ├── SaveFailedError           RuntimeError                    a save in the background failed; the cause is chained
     ├── ClosedError               ValueError                      a save with a checkpointer that was closed
@@ -205,7 +205,7 @@ class OutputExistsError(T5CkptError, FileExistsError):
 
 
 class StepKeptError(T5CkptError, RuntimeError):
-    """A step was not deleted, replaced or renamed: it is pinned, leased or waits for its upload, or the storage cannot rename."""
+    """A step was not deleted, replaced or renamed: it is pinned, held or waits for its upload, or the storage cannot rename."""
 
 
 class SaveFailedError(T5CkptError, RuntimeError):

@@ -49,14 +49,14 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class StepInfo:
     """The facts about a complete checkpoint that a policy gets.
 
     Attributes:
       step: its step.
       pinned: whether it is pinned, so that retention never deletes it.
-      has_read_lease: whether a reader has a lease on it.
+      held: whether a reader holds it.
       waits: whether it waits for its upload from a local directory.
       created_unix: when it was saved, in unix seconds; None if unknown.
       metrics: by name, as passed to ``save`` or found by the checkpointer's metric source.
@@ -64,34 +64,14 @@ class StepInfo:
 
     step: int
     pinned: bool = False
-    has_read_lease: bool = False
+    held: bool = False
     created_unix: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     waits: bool = False
 
-    def __init__(
-        self,
-        step: int,
-        pinned: bool = False,
-        has_read_lease: bool = False,
-        created_unix: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        waits: bool = False,
-        *,
-        held: bool = False,
-    ) -> None:
-        """Takes the values of the attributes; ``held`` is the former name of ``has_read_lease``."""
-        set_fields(self, step=step, pinned=pinned, has_read_lease=has_read_lease or held, created_unix=created_unix)
-        set_fields(self, metrics={} if metrics is None else metrics, waits=waits)
 
-    @property
-    def held(self) -> bool:
-        """The former name of ``has_read_lease``."""
-        return self.has_read_lease
-
-
-HELD = 'has a read lease'
-"""The reason for a step with a read lease."""
+HELD = 'held by a reader'
+"""The reason for a step that a reader holds."""
 WAITS = 'waits for its upload'
 """The reason for a step of a local directory that is not in the run's storage yet."""
 
@@ -100,7 +80,7 @@ WAITS = 'waits for its upload'
 class Decision:
     """Whether to keep a step, and the reason.
 
-    ``overruled``: it is kept for another reason than the policy, such as a pin, a read lease, an upload for which it waits, or
+    ``overruled``: it is kept for another reason than the policy, such as a pin, a hold, an upload for which it waits, or
     files of another or a newer program.
     """
 
@@ -387,8 +367,8 @@ def best_mode(option: str, mode: str, metric: str) -> str:
 def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: int | None = None) -> list[Decision]:
     """Applies a policy, and the rules that no policy can override; returns one decision per step.
 
-    Keeps steps that are pinned, have a read lease or wait for their upload, the latest step, and the step just saved, which may
-    be another one after a rollback. Steps without a decision of the policy are kept.
+    Keeps steps that are pinned, held by a reader or wait for their upload, the latest step, and the step just saved, which may be
+    another one after a rollback. Steps without a decision of the policy are kept.
 
     Args:
       policy: decides on the other steps.
@@ -403,13 +383,13 @@ def retention_plan(policy: KeepPolicy, infos: Sequence[StepInfo], just_saved: in
         decision = decisions.get(info.step, Decision(info.step, True, 'the policy returned no decision'))
         rules = {
             'pinned': info.pinned,
-            HELD: info.has_read_lease,
+            HELD: info.held,
             WAITS: info.waits,
             'latest': info.step == latest,
             'just saved': info.step == just_saved,
         }
         rule = next((reason for reason, holds in rules.items() if holds), None)
         is_ruled = rule is not None and (info.pinned or not decision.keep)
-        overruled = is_ruled and (info.pinned or info.has_read_lease or info.waits)
+        overruled = is_ruled and (info.pinned or info.held or info.waits)
         plan.append(Decision(info.step, True, str(rule), overruled) if is_ruled else decision)
     return plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import open_run_storage, refuse_other_contents
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.storage import Storage
@@ -40,12 +40,12 @@ def checkpoints_iterator(
       timeout: ends the iteration after this many seconds without a new step; None waits forever.
       poll_seconds: the seconds between two listings.
       every: yields every new step, ascending; by default only the latest, so that a slow evaluation skips steps.
-      hold_seconds: the duration of a read lease, which keeps the step from being deleted until the next one is requested or the
+      hold_seconds: the duration of a hold, which keeps the step from being deleted until the next one is requested or the
         iterator is closed. Needs write permission in the directory, and a trainer that uses t5ckpt.
       storage_options: see docs/storage.md.
 
     Raises:
-      StorageError: the directory cannot be listed, or the read lease cannot be written.
+      StorageError: the directory cannot be listed, or the hold cannot be written.
     """
     if hold_seconds is not None and not hold_seconds > 0:
         raise ValueError(f'hold_seconds must be above 0, got {hold_seconds}.')
@@ -73,9 +73,7 @@ def _steps(
                 refuse_other_contents(storage)
             continue
         step = new[0] if every else new[-1]
-        holding = (
-            contextlib.nullcontext(True) if hold_seconds is None else read_lease(storage, step, hold_seconds, time.time)
-        )
+        holding = contextlib.nullcontext(True) if hold_seconds is None else hold(storage, step, hold_seconds, time.time)
         with holding as is_there:
             if is_there:
                 seen.update([step] if every else steps)

@@ -42,7 +42,7 @@ _LONGEST = (
         'test_hostile',
     ),
     *('test_dataset_libraries', 'test_notebooks', 'test_hf_logits', 'test_tf_peer', 'test_async'),
-    *('test_faults', 'test_leases', 'test_copy', 'test_hf', 'test_report', 'test_golden', 'test_roundtrip'),
+    *('test_faults', 'test_holds', 'test_copy', 'test_hf', 'test_report', 'test_golden', 'test_roundtrip'),
     *('test_layouts', 'test_t5x_rules', 'test_faults_by_operation', 'test_object_stores'),
     *(
         'test_mmap_reader',

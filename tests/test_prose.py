@@ -50,7 +50,7 @@ RETIRED = {
     r'besides': 'in addition, also',
     r'(?<!there\s)is no (?!longer|more|such)[a-z-]+': 'is not a, is not',
     r'(nobody|somebody)(?!\w)': 'no process, another process, a user',
-    r'held by a reader': 'has a read lease',
+    r'(read|write) leases?': 'a hold, a marker',
     r'told to end': 'is preempted',
     r'(swept|sweep\w*)': 'removed, garbage collection',
     r'vouch\w*': 'verified by',
@@ -141,7 +141,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
     ('text', 'lines'),
     [
         ('"""A step, and\n\nwhat\nis left of it."""', [3]),
-        ('x = 1  # held by a reader', [1]),
+        ('x = 1  # a read lease', [1]),
         ('raise ValueError(\n    f"{x} is no dtype"\n)', [2]),
         ('"""Nobody reads it, and somebody sweeps."""', [1, 1, 1]),
         ('"""There is no step. It is no longer listed."""', []),

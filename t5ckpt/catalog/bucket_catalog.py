@@ -3,10 +3,10 @@
 One listing with a delimiter has the names, whatever the number of chunks below them. A step of T5X exists if its manifest does.
 A manifest of T5X or t5ckpt begins with its version. ``catalog/layouts.py`` inspects all other steps.
 
-``.t5ckpt/`` has the leases, see ``commit/write_lease.py``:
+``.t5ckpt/`` has markers and holds, see ``commit/markers.py``:
 
-    busy/<step>.<writer>   a write lease of a step that is being written or deleted
-    held_...               read leases, see ``commit/read_lease.py``
+    busy/<step>.<unix s>.<nonce>   the marker of unfinished work on a step
+    held_...                       the holds of readers
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
+from t5ckpt.catalog.run_catalog import Announcements, BucketListing, RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.manifest import is_tensorflow_state, version_of
@@ -22,11 +22,10 @@ from t5ckpt.format.names import (
     INDEX,
     MANIFEST,
     PINNED,
-    busy_key,
+    parse_hold,
+    parse_marker,
     parse_prefixed_step,
-    parse_read_lease,
     parse_step_dir,
-    parse_write_lease,
 )
 from t5ckpt.storage import Entry, Storage
 
@@ -35,19 +34,19 @@ _HEAD_BYTES = 32
 
 
 def list_bucket(storage: Storage) -> BucketListing:
-    """Lists the names that may be steps, and the leases."""
-    return BucketListing(tuple(_names(storage)), _leases(storage))
+    """Lists the names that may be steps, and the holds and markers."""
+    return BucketListing(tuple(_names(storage)), _announcements(storage))
 
 
 def _names(storage: Storage) -> list[str]:
     return [name for name in storage.names('', '') if parse_prefixed_step(name) is not None]
 
 
-def _leases(storage: Storage) -> Leases:
+def _announcements(storage: Storage) -> Announcements:
     keys = [key for key, _ in storage.walk(INDEX)]
-    return Leases(
-        tuple(owned for key in keys if (owned := parse_write_lease(key)) is not None),
-        tuple(lease for key in keys if (lease := parse_read_lease(key.removeprefix(f'{INDEX}/'))) is not None),
+    return Announcements(
+        tuple(marker for key in keys if (marker := parse_marker(key)) is not None),
+        tuple(hold for key in keys if (hold := parse_hold(key.removeprefix(f'{INDEX}/'))) is not None),
     )
 
 
@@ -70,8 +69,7 @@ class BucketCatalog(RunCatalog):
 
     absence = 'no object has this prefix'
     incomplete_state = 'unfinished'
-    lease_directory = INDEX
-    may_arrive_late = True
+    announcement_directory = INDEX
     # The files are removed one by one, and another writer may write some of the same names before its manifest.
     is_deleted_whole = False
 
@@ -94,11 +92,8 @@ class BucketCatalog(RunCatalog):
     def directories(self) -> list[str]:
         return [listed_step.directory for listed_step in self.listing().steps if listed_step.directory]
 
-    def leases(self) -> Leases:
-        return _leases(self._storage)
-
-    def write_lease_key(self, step: int, nonce: str) -> str:
-        return busy_key(step, nonce)
+    def announcements(self) -> Announcements:
+        return _announcements(self._storage)
 
     def waiting(self) -> set[int]:
         return set()

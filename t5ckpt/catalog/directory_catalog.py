@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, one_a_step
-from t5ckpt.catalog.run_catalog import BucketListing, Leases, RunCatalog
+from t5ckpt.catalog.run_catalog import Announcements, BucketListing, RunCatalog
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.names import (
     DELETING_PREFIX,
+    HOLD_PREFIX,
     PARTIAL_SUFFIX,
-    READ_LEASE_PREFIX,
     TO_PERSIST,
-    deleting_file,
+    parse_hold,
+    parse_marker,
     parse_prefixed_step,
-    parse_read_lease,
     parse_step_dir,
-    parse_write_lease,
 )
 from t5ckpt.storage import Entry
 
@@ -26,7 +25,7 @@ class DirectoryCatalog(RunCatalog):
 
     absence = 'there is no such directory'
     incomplete_state = 'broken'
-    lease_directory = ''
+    announcement_directory = ''
     may_arrive_late = False
     is_deleted_whole = True
 
@@ -65,16 +64,13 @@ class DirectoryCatalog(RunCatalog):
     def directories(self) -> list[str]:
         return [entry.name for entry in self._storage.entries() if entry.is_dir]
 
-    def leases(self) -> Leases:
-        names = self._storage.names('', (READ_LEASE_PREFIX, DELETING_PREFIX))
-        return Leases(
-            tuple(lease for name in names if (lease := parse_write_lease(name)) is not None),
-            tuple(lease for name in names if (lease := parse_read_lease(name)) is not None),
+    def announcements(self) -> Announcements:
+        names = self._storage.names('', (HOLD_PREFIX, DELETING_PREFIX))
+        return Announcements(
+            tuple(marker for name in names if (marker := parse_marker(name)) is not None),
+            tuple(hold for name in names if (hold := parse_hold(name)) is not None),
             tuple(name for name in names if name.endswith(PARTIAL_SUFFIX)),
         )
-
-    def write_lease_key(self, step: int, nonce: str) -> str:
-        return deleting_file(step, nonce)
 
     def waiting(self) -> set[int]:
         return {int(entry.name) for entry in self._storage.entries(TO_PERSIST) if entry.name.isdecimal()}

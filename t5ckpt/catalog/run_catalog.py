@@ -1,4 +1,4 @@
-"""The interface through which the steps and leases of a run are found, in its directory or on an object store."""
+"""The interface through which the steps, holds and markers of a run are found, in its directory or on an object store."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections.abc import Iterable, Mapping
 
 from t5ckpt.catalog.layouts import ListedStep, Listing
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import ReadLease, WriteLeaseName, parse_prefixed_step, step_dir
+from t5ckpt.format.names import Hold, MarkerName, parse_prefixed_step, step_dir
 from t5ckpt.storage import Entry, Storage
 
 
 @dataclasses.dataclass(frozen=True)
-class Leases:
-    """The leases in one listing, including expired ones.
+class Announcements:
+    """The holds and markers in one listing, including expired ones.
 
-    ``partial`` has the names of leases that a process is writing, or was writing when it was killed.
+    ``partial`` has the names of those that a process is writing, or was writing when it was killed.
     """
 
-    of_writers: tuple[WriteLeaseName, ...]
-    of_readers: tuple[ReadLease, ...]
+    markers: tuple[MarkerName, ...]
+    holds: tuple[Hold, ...]
     partial: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketListing:
-    """The names in a run on an object store that may be steps, complete or not, and the leases; from two listings."""
+    """The names in a run on an object store that may be steps, complete or not, and the holds and markers; from two listings."""
 
     names: tuple[str, ...]
-    leases: Leases
+    announcements: Announcements
 
     @property
     def busy(self) -> set[int]:
-        """The steps that have a write lease."""
-        return {lease.step for lease in self.leases.of_writers}
+        """The steps that have a marker."""
+        return {marker.step for marker in self.announcements.markers}
 
 
 class RunCatalog(ABC):
@@ -46,10 +46,8 @@ class RunCatalog(ABC):
     incomplete_state: str
     """The state of a step without a manifest, see :class:`~t5ckpt.catalog.step_summaries.StepSummary`."""
 
-    lease_directory: str
-    """The directory of the leases."""
-    may_arrive_late: bool
-    """Whether a request may be applied after its process has given it up or ended."""
+    announcement_directory: str
+    """The directory of the holds and, on file systems, the markers."""
     is_deleted_whole: bool
     """Whether a step disappears at once, so that values that were read before its deletion are of one checkpoint."""
 
@@ -63,7 +61,7 @@ class RunCatalog(ABC):
 
     @abstractmethod
     def bucket_listing(self) -> BucketListing | None:
-        """The names and leases on an object store; None on a file system."""
+        """The names, holds and markers on an object store; None on a file system."""
 
     @abstractmethod
     def names(self) -> Mapping[str, T5CkptError | None]:
@@ -101,12 +99,8 @@ class RunCatalog(ABC):
         """The directories in which states of data iterators are looked for."""
 
     @abstractmethod
-    def leases(self) -> Leases:
-        """All leases of the run, from one listing."""
-
-    @abstractmethod
-    def write_lease_key(self, step: int, nonce: str) -> str:
-        """The key of a write lease of a step."""
+    def announcements(self) -> Announcements:
+        """The holds and markers of the run, from one listing."""
 
     @abstractmethod
     def waiting(self) -> set[int]:

@@ -1,9 +1,9 @@
 """Ctrl-C ends the program at once, also while threads wait for a slow bucket.
 
 Before a verb runs there is nothing to undo. Then Ctrl-C raises KeyboardInterrupt, and the verb undoes what it has begun: it
-releases locks and leases and removes temporary files. TensorStore cannot cancel a request, so this may take as long as the
+releases locks and removes markers and temporary files. TensorStore cannot cancel a request, so this may take as long as the
 server takes. Half a second after the signal, the process ends in any case. It then leaves the same files as a killed process: no
-visible step, and leases, which expire with the process. The next save removes them.
+visible step, and markers. A later save removes them.
 """
 
 from __future__ import annotations

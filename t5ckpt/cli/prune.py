@@ -76,13 +76,13 @@ _SHOWN = 20  # deleted steps that are named
 def command(path: str, tier: str | None, dry_run: bool, yes: bool, as_json: bool, **rules: Any) -> None:
     """Deletes the steps of the run at PATH that no rule keeps, and prints the reason for each step.
 
-    A step is kept if any of the options keeps it. The latest step, pinned steps and steps with a read lease are always kept.
+    A step is kept if any of the options keeps it. The latest step, pinned and held steps are always kept.
     Steps in the layouts of Orbax and Flax are kept and not counted. A trainer with the same policy deletes the same steps.
     Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the tag loss in
     PATH/train). --mode defaults to the mode of the keep policy of the latest save. With --tier all, the rules apply to each
     tier on its own.
 
-    Exit codes: 0 done, or nothing to do; 1 a step got a pin or a read lease in the meantime; 2 wrong usage, such as a metric
+    Exit codes: 0 done, or nothing to do; 1 a step was pinned or held in the meantime; 2 wrong usage, such as a metric
     or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.
 
     \b

@@ -51,7 +51,7 @@ _NUMBER = re.compile(r'-?[0-9]+')
 def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: str | None, **how: Any) -> int:
     """Deletes the step at PATH, or steps of the run at PATH. Each STEP is a number, or a path of a step.
 
-    A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, has a read lease, or waits for
+    A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, held by a reader, or waits for
     its upload, nothing is deleted. A step of Orbax or Flax is deleted with all of its files. To delete steps by a rule, use
     t5ckpt prune.
 

@@ -1,1 +1,1 @@
-"""From a temporary directory to a visible checkpoint and back: transaction, leases, garbage collection, retention."""
+"""From a temporary directory to a visible checkpoint and back: transaction, holds, markers, garbage collection, retention."""

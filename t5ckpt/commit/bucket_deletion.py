@@ -1,155 +1,171 @@
-"""Deletion and garbage collection on object stores, which cannot rename.
-
-``commit/write_lease.py`` documents the order of the requests. A write lease without an owner lists a step for garbage collection.
-It also removes files that arrive after their save has failed, whether the step has no manifest or that of another save. If
-their own manifest arrives as well, the step is complete.
-"""
+"""Deletion and garbage collection on object stores, which cannot rename; ``commit/markers.py`` has the order of the requests."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from t5ckpt.catalog.layouts import ORBAX, has_placeholder, other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.completion import complete_step
-from t5ckpt.commit.lease_owner import COLLECT
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.holds import held_steps
+from t5ckpt.commit.markers import HIDE, Marker, read_marker
+from t5ckpt.commit.occupancy import generations_in
 from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
-from t5ckpt.commit.step_lease import BeingWrittenError, acquire_lease, acquire_to_hide, has_live_lease
-from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
-from t5ckpt.format.names import MANIFEST, is_file_checksums, step_dir
+from t5ckpt.core.thread_pool import Pool
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.format.checksum import digest
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    MANIFEST,
+    PINNED,
+    facts_file_of,
+    generation_of,
+    positions_for_t5x,
+    step_dir,
+)
 from t5ckpt.storage import Storage
 
+_WORKERS = 16
 _log = logging.getLogger('t5ckpt')
 
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """A step that no listing shows and whose files still exist; on object stores, with the lease for their removal.
+    """A step that no listing shows and whose files still exist.
 
-    On object stores, ``keys`` are these files, relative to ``directory``, as listed after the step was hidden. The directory is
-    '' if nothing is left to remove.
+    Attributes:
+      directory: of the files; '' if nothing is left to remove.
+      step: its number.
+      directories: on object stores, those below ``directory`` that belong to what was hidden.
     """
 
     directory: str
     step: int
-    lease: WriteLease | None = None
-    keys: Sequence[str] = ()
+    directories: frozenset[str] = frozenset()
 
 
-def remove_step(storage: Storage, step: int, lease: WriteLease) -> None:
-    """Removes the files of a step without a manifest that T5X or t5ckpt wrote.
+def directories_of(manifest: bytes) -> set[str]:
+    """The directories below the step with the files of a manifest: that of its save, and '' for files in none."""
+    return {'', *generations_in(manifest)}
 
-    Lists the files before it checks the lease, so those of a process that takes the step over later are not among them.
 
-    Raises:
-      StorageError: the lease has expired and another process has taken the step over, or the step now has a manifest.
+def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) -> bool:
+    """Removes the files in some directories below a step that its manifest does not name.
+
+    Copies the positions of data iterators to T5X's names, which a crash may have left out.
+
+    Args:
+      storage: the run.
+      step: its number.
+      directories: those below the step; '' stands for the files in none.
+
+    Returns:
+      Whether the step has no manifest.
     """
     directory = step_dir(step)
+    try:
+        manifest, version = storage.read_with_version(join(directory, MANIFEST))
+    except CheckpointNotFoundError:
+        manifest, version = None, None
     keys = keys_below(storage, directory)
-    if MANIFEST in keys or not lease.is_ours():
-        raise StorageError(errno.EBUSY, f'{storage.url(directory)} was written by another process in the meantime')
-    # First, since a writer that goes on looks for its list after its manifest (``by_manifest``).
-    lists = set(filter(is_file_checksums, keys))
-    storage.delete_files([join(directory, key) for key in sorted(lists)])
-    remove_own_keys(storage, directory, [key for key in keys if key not in lists])
+    named = generations_in(manifest) if manifest is not None else set[str]()
+    if manifest is not None and named and named.isdisjoint(map(generation_of, keys)):
+        # It arrived after its files were removed, or was replaced meanwhile.
+        if not storage.delete_unchanged(join(directory, MANIFEST), version):
+            return False
+        manifest = None
+    # A manifest is only deleted in the version that was read, and a pin only where it can be announced.
+    doomed = [key for key in keys if generation_of(key) in {*directories} - named and key not in (MANIFEST, PINNED)]
+    if manifest is None:
+        remove_own_keys(storage, directory, doomed)
+        # A save that has committed since the first request may have written positions under the same names.
+        return not storage.is_file(join(directory, MANIFEST)) or remove_unnamed(storage, step, ())
+    current = [key for key in keys if generation_of(key) in named]
+    kept = {DATASET_REMOVED, facts_file_of(digest(manifest)), *positions_for_t5x(current)}
+    # The names of the files of T5X's own steps are in none of our directories.
+    remove_own_keys(storage, directory, [key for key in doomed if named and key not in kept])
+    copy_positions(storage, directory, current)
+    return False
+
+
+def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> None:
+    """Copies the positions of data iterators among some files of a step to T5X's names."""
+    names = positions_for_t5x(keys)
+
+    def copy(item: tuple[str, str]) -> None:
+        storage.write(join(directory, item[0]), storage.read(join(directory, item[1])))
+
+    with Pool(_WORKERS) as pool:
+        for future in [pool.submit(copy, item) for item in names.items()]:
+            future.result()
 
 
 def hide_in_bucket(
     storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> Hidden | None:
-    """Like ``by_rename.hide_by_rename``, but deletes the manifest.
-
-    Without a manifest, it removes nothing: garbage collection finds the files of a killed deleter by its lease.
-    """
+    """Like ``by_rename.hide_by_rename``, but deletes the manifest."""
     # Only steps of a local directory wait.
     del even_waiting
-    key = join(step_dir(step), MANIFEST)
-    lease = acquire_to_hide(storage, step, clock)
-    # Until the step is hidden, an error changes nothing.
-    end = lease.leave
-    try:
-        if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
-            end()
-            return None
-        manifest, version = storage.read_with_version(key)
-        _check_deletable(storage, step, manifest)
-        end = lease.linger
-        is_hidden = storage.delete_unchanged(key, version)
-        keys = keys_below(storage, step_dir(step)) if is_hidden else []
-    except BaseException:
-        end()
-        raise
-    if not is_hidden:
-        lease.leave()
-        raise StorageError(
-            errno.EBUSY, f'{storage.url(step_dir(step))} was replaced by another process in the meantime.'
-        )
-    # The lease stays until all files are removed.
-    return Hidden(step_dir(step), step, lease, keys)
-
-
-def _check_deletable(storage: Storage, step: int, manifest: bytes) -> None:
+    directory = step_dir(step)
+    key = join(directory, MANIFEST)
+    manifest, version = storage.read_with_version(key)
     if has_placeholder(manifest):
-        raise other_layout(storage.url(step_dir(step)), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
-    check_known(storage, step_dir(step), manifest=manifest)
-
-
-def remove_in_bucket(storage: Storage, hidden: Hidden, lease: WriteLease) -> None:
-    """Removes the files of a hidden step, unless another process has taken the step over."""
+        raise other_layout(storage.url(directory), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
+    check_known(storage, directory, manifest=manifest)
+    directories = directories_of(manifest)
+    marker = Marker(storage, step, clock, HIDE, directories)
+    with contextlib.ExitStack() as undecided:
+        undecided.callback(marker.remove)
+        if step in held_steps(storage, clock) or (not even_pinned and is_pinned(storage, directory)):
+            return None
+        marker.check()
+        undecided.pop_all()
     try:
-        if not lease.is_ours():
-            lease.close()
-            return
-        remove_own_keys(storage, hidden.directory, hidden.keys)
-    except BaseException:
-        lease.close()
+        is_deleted = storage.delete_unchanged(key, version)
+    except AccessDeniedError:
+        # Readers would wait for this deletion.
+        marker.end()
         raise
-    lease.release()
+    if not is_deleted:
+        marker.remove()
+        raise StorageError(errno.EBUSY, f'{storage.url(directory)} was replaced by another process in the meantime.')
+    if even_pinned:
+        storage.delete_file(join(directory, PINNED))
+    marker.end()
+    return Hidden(directory, step, frozenset(directories))
 
 
-def collect_in_bucket(storage: Storage, listed: BucketListing, clock: Clock, stale_after: float) -> list[str]:
-    """Removes the leftovers of dead writers and deleters; returns the directories that were removed."""
+def _remove_pin(storage: Storage, step: int, clock: Clock) -> None:
+    """Removes the pin of a step without a manifest, which was written after the deletion."""
+    directory = step_dir(step)
+    if is_pinned(storage, directory):
+        # A program that pins a later save of the step sees this, and looks for its pin again.
+        with announced(storage, step, clock):
+            if not storage.is_file(join(directory, MANIFEST)):
+                storage.delete_file(join(directory, PINNED))
+
+
+def collect_in_bucket(storage: Storage, listed: BucketListing, clock: Clock) -> list[str]:
+    """Removes what work has left whose marker is due; returns the directories of the steps without a manifest."""
     removed: list[str] = []
-    for step in sorted(listed.busy):
+    for marker in sorted(listed.announcements.markers, key=lambda each: each.step):
+        if clock() <= marker.due:
+            continue
+        where = step_dir(marker.step)
         try:
-            if _collect_one(storage, listed, step, clock, stale_after):
-                removed.append(step_dir(step))
+            record = read_marker(storage, marker.key)
+            if record is not None and remove_unnamed(storage, marker.step, record.directories):
+                _remove_pin(storage, marker.step, clock)
+                removed.append(where)
+            storage.delete_file(marker.key)
         except T5CkptError as error:
-            _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
+            _log.warning('t5ckpt: could not collect %s: %s', storage.url(where), error)
             if isinstance(error, AccessDeniedError):
-                # The lease for each of the other steps would be one more record that may not be deleted.
                 break
     return removed
-
-
-def _collect_one(storage: Storage, listed: BucketListing, step: int, clock: Clock, stale_after: float) -> bool:
-    """Removes the files that a dead writer left, under a new lease."""
-    leases = [lease for lease in listed.leases.of_writers if lease.step == step]
-    if has_live_lease(storage, leases, clock, stale_after):
-        return False
-    try:
-        lease = acquire_lease(storage, step, clock, COLLECT, stale_after=stale_after)
-    except BeingWrittenError:
-        return False
-    try:
-        is_committed = storage.is_file(join(step_dir(step), MANIFEST))
-        # A reader may need the files of the checkpoint that was replaced.
-        is_read = is_committed and step in lease.read_steps
-        if not is_committed:
-            remove_step(storage, step, lease)
-        elif not is_read:
-            complete_step(storage, step, lease)
-    except BaseException:
-        lease.close()
-        raise
-    if is_read:
-        lease.linger()
-    else:
-        lease.release()
-    return not is_committed

@@ -1,27 +1,16 @@
 """The commit on storage that cannot rename: one write of the manifest, which fails if the step has another one by then.
 
-    [lease], arrays, [is the lease still ours?], manifest if there is none, -lease
-    overwrite: ... lease with REPLACE, [no pin? no read lease?], [is the lease still ours?], manifest if it is still
-    the old one, lease with SAVE, -other files, -lease
+All files of a save or a copy but the manifest are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, which
+the manifest names, so T5X reads them as well. So no request of another writer, however late, writes or deletes a file of this
+one but the manifest. Several writers may save a step at once: the first manifest to arrive commits, with all of its
+files, and the other writers find that the step exists.
 
-All files of a save or a copy but the manifest are in a directory of their own, ``checkpoint_<step>/t5ckpt-<nonce>/``, and the
-manifest has these locations, so T5X reads them as well. So no request of another writer, however late, writes or deletes a file
-of this one but the manifest.
-T5X reads positions of data iterators under names of its own. They are copied there after the commit, by the writer or, if it was
-killed, by garbage collection; t5ckpt does not read these copies.
+An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it; nothing is
+put back. The old files are removed afterwards. T5X reads positions of data iterators under names of its own. They are copied
+there after the commit, by the writer or, if it was killed, by garbage collection; t5ckpt does not read these copies.
 
-Several writers may save a step at once. The first manifest to arrive commits, with all of its files, and the other writers find
-that the step exists. A writer removes files of others only after its own commit, and not those of a writer that has a record.
-Only deletion and garbage collection remove a writer's files without a manifest. A writer that finds its lease expired and its
-files gone after the write of its manifest removes the manifest again; it waits for the processes that may remove them. Another
-writer that finds such a manifest replaces it.
-
-An overwrite replaces the manifest in one write. The step is the old checkpoint before it, and the new one after it. A reader that
-leases or pins the step between the check of the leases and the write waits, as for a deleter. Nothing is put back. A writer that
-was stopped in between leaves the old files to garbage collection, which looks for readers again.
-
-A crash leaves files that the manifest does not name. Garbage collection removes them when the step has no read lease.
-``commit/write_lease.py`` documents the leases, and ``storage/conditional_writes.py`` which stores check the condition.
+``commit/markers.py`` has the order of the requests, and what happens to the files of a writer that was killed or stopped.
+``storage/conditional_writes.py`` documents which stores check the condition.
 """
 
 from __future__ import annotations
@@ -33,106 +22,98 @@ from typing import Any, Self
 
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.completion import complete_step, copy_positions
-from t5ckpt.commit.lease_owner import REPLACE, SAVE
+from t5ckpt.commit.bucket_deletion import copy_positions, directories_of, remove_unnamed
+from t5ckpt.commit.holds import held_steps
+from t5ckpt.commit.markers import HIDE, SAVE, Marker
 from t5ckpt.commit.occupancy import is_remnant, listed_elsewhere, occupant_in_bucket
-from t5ckpt.commit.removal import is_pinned, kept_by, kept_error, keys_below
-from t5ckpt.commit.step_lease import (
-    AlreadyCommittedError,
-    BeingWrittenError,
-    acquire_lease,
-    actions_of_others,
-    attempts,
-)
+from t5ckpt.commit.removal import check_not_kept
+from t5ckpt.commit.taken_steps import AlreadyCommittedError, attempts
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS, WriteLease
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.manifest import file_with_facts
-from t5ckpt.format.names import (
-    MANIFEST,
-    PINNED,
-    file_checksums_name,
-    generation_dir,
-    step_dir,
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    StorageError,
+    T5CkptError,
+    UnsupportedFormatError,
 )
+from t5ckpt.format.manifest import file_with_facts
+from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.storage import Storage
 
-# How long a writer whose lease has expired waits for garbage collection or a deleter.
-_COLLECTOR_SECONDS = 3.0
 _REFUSED_SECONDS = 3.0
-# The actions of processes that remove no files of a writer without a manifest.
-_WRITERS = {SAVE, REPLACE}
 _log = logging.getLogger('t5ckpt')
 
 
 class ManifestTransaction(Transaction):
-    """Writes a checkpoint in the directory of its step, under the write lease of the step."""
+    """Writes a checkpoint in the directory of its step."""
 
-    def __init__(self, storage: Storage, step: int, clock: Clock, lease: WriteLease, options: TransactionOptions):
-        """Takes the lease."""
+    def __init__(self, storage: Storage, step: int, clock: Clock, options: TransactionOptions):
+        """Writes the marker."""
         super().__init__(storage, step, step_dir(step), clock, options)
-        self._lease = lease
+        self._marker = Marker(storage, step, clock, seconds=options.seconds)
+        self.generation = self._marker.directory
         self._key = join(self.directory, MANIFEST)
         # Of the manifest to replace, if there is one, and whether it is that of a complete checkpoint.
         self._version: Any = None
         self._overwrites = False
-        # Whether the directory has files that do not belong to this write.
-        self._has_others = False
+        # Those below the step with the files that it replaces: of that checkpoint, or of one that T5X did not finish.
+        self._old = set[str]()
 
     @classmethod
     def open(
         cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
     ) -> Self:
-        """Acquires the lease; calls ``may_replace`` if the step is complete."""
+        """Calls ``may_replace`` if the step is complete."""
         _check_layout(storage, step, listed)
-        work = cls(storage, step, clock, acquire_lease(storage, step, clock), options)
-        # The record names the directory, so that other writers leave its files.
-        work.generation = generation_dir(work._lease.nonce)
+        work = cls(storage, step, clock, options)
         try:
             # Files that have arrived since then have names of their own, and a manifest is not replaced.
             if listed is None or work.directory in listed.names:
-                work._find_others(options.may_replace)
+                work._find_old(options.may_replace)
         except BaseException:
-            work._lease.leave()
+            work._marker.remove()
             raise
         return work
 
-    def _find_others(self, may_replace: Callable[[], bool]) -> None:
-        """Records whether the directory has a complete checkpoint or leftovers. Removes the leftovers with fixed names."""
+    def _find_old(self, may_replace: Callable[[], bool]) -> None:
+        """Notes what the save replaces: a complete checkpoint, or a broken one."""
         storage = self.storage
-        # Before the contents are checked, so a manifest that arrives later is not replaced.
-        self._version = storage.version(self._key)
+        try:
+            # Before the contents are checked, so a manifest that arrives later is not replaced.
+            manifest, self._version = storage.read_with_version(self._key)
+        except CheckpointNotFoundError:
+            manifest = b''
         occupant = occupant_in_bucket(storage, self.step)
         if occupant is not None and not (occupant.is_t5x and may_replace()):
             raise _already_committed(storage, occupant.name, 'saved')
-        self._has_others, self._overwrites = True, occupant is not None
-        if occupant is None:
-            self._remove_keys(lambda key: key == PINNED)
+        self._overwrites = occupant is not None
+        self._check_compared()
+        self._old = directories_of(manifest)
 
-    def _remove_keys(self, is_doomed: Callable[[str], bool]) -> None:
-        keys = [key for key in keys_below(self.storage, self.directory) if is_doomed(key)]
-        self.storage.delete_files([join(self.directory, key) for key in keys])
+    def _check_compared(self) -> None:
+        url = self.storage.url()
+        if self._overwrites and not self.storage.compares_versions:
+            raise UnsupportedFormatError(
+                f'{url}/{self.directory} is not replaced: this server does not compare versions, so a reader could find parts of '
+                f'both. Delete the step first: t5ckpt rm {url}@{self.step}'
+            )
 
     def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         del directories
-        manifest = file_with_facts(manifest, facts)
-        last_beat = self._lease.last_beat
+        if self._old:
+            # A reader that holds the step from now on waits until the manifest is replaced.
+            self._marker.update(HIDE, self._old)
+            self._check_compared()
         if self._overwrites:
-            # A reader that leases the step from now on waits until the manifest is replaced.
-            self._lease.update(REPLACE)
-            pinned = is_pinned(self.storage, self.directory)
-            reason = kept_by(self.storage, self.step, self._clock, pinned=pinned)
-            if reason is not None:
-                raise kept_error(self.storage, self.step, reason, 'replaced')
-        if not self._lease.is_ours():
-            raise self._taken_over()
-        version = self._put(manifest)
-        was_stopped = self._clock() - last_beat > TAKE_OVER_SECONDS
-        if was_stopped:
-            self._check_not_collected(version)
-        self._finish(was_stopped=was_stopped)
+            check_not_kept(self.storage, self.step, held_steps(self.storage, self._clock), 'replaced')
+        self._marker.check()
+        version = self._put(file_with_facts(manifest, facts))
+        if self._marker.may_be_collected:
+            self.storage.delete_unchanged(self._key, version)
+            self._keeps_files = False
+            self._marker.check()
+        self._finish()
 
     def _put(self, manifest: bytes) -> Any:
         """Writes the manifest, unless the step has that of another writer; returns its version.
@@ -166,71 +147,39 @@ class ManifestTransaction(Transaction):
         )
 
     def _put_once(self, manifest: bytes, version: Any) -> Any:
+        # The manifest may have arrived, or arrive after an error or an interrupt, and needs its arrays then.
+        self._keeps_files = True
+        written = self.storage.replace(self._key, manifest, version)
+        self._keeps_files = written is not None
+        return written
+
+    def _finish(self) -> None:
+        """Removes what was replaced. A failure leaves that to garbage collection."""
         try:
-            return self.storage.replace(self._key, manifest, version)
-        except StorageError:
-            # The manifest may have arrived before a retry that was denied, or may still arrive, and needs its arrays then.
-            self._keeps_files = True
-            raise
-
-    def _check_not_collected(self, version: Any) -> None:
-        """Checks that the files are there, although the lease had expired before the manifest was written.
-
-        Another writer leaves them. Garbage collection leaves them if it finds the manifest; else it removes the list of file
-        checksums first.
-
-        Raises:
-          BeingWrittenError: they are gone, or may be removed yet. The manifest was removed.
-        """
-        if self._lease.is_ours():
-            return
-        name = join(self.directory, self.generation, file_checksums_name(0))
-        for _ in attempts(_COLLECTOR_SECONDS):
-            removers = actions_of_others(self.storage, self.step, self._lease) - _WRITERS
-            if not self.storage.is_file(name):
-                break
-            if not removers:
-                return
-        self.storage.delete_unchanged(self._key, version)
-        raise self._taken_over()
-
-    def _taken_over(self) -> BeingWrittenError:
-        return BeingWrittenError(
-            f'{self.storage.url(self.directory)} was taken over by another writer, since the write lease of this one expired'
-        )
-
-    def _finish(self, *, was_stopped: bool) -> None:
-        """Removes the files of others. A failure leaves that to garbage collection."""
-        # A reader did not wait for a writer that seemed to have ended.
-        is_done = not (was_stopped and self._overwrites)
-        try:
-            if self._overwrites:
-                self._lease.update(SAVE)
-            if self._has_others and is_done:
-                complete_step(self.storage, self.step, self._lease)
-            elif self.positions and is_done:
+            if self._old:
+                if not self._overwrites:
+                    # It was written for a step that is gone. A program that pins this one waits for the end of the announcement.
+                    self.storage.delete_file(join(self.directory, PINNED))
+                self._marker.end()
+                remove_unnamed(self.storage, self.step, self._old)
+            else:
                 copy_positions(self.storage, self.directory, [join(self.generation, name) for name in self.positions])
+                self._marker.remove()
         except T5CkptError as error:
-            is_done = False
             where = self.storage.url(self.directory)
             _log.warning(
                 't5ckpt: %s is saved, but not completed, which is left to garbage collection: %s', where, error
             )
-        if is_done:
-            self._lease.release()
-        else:
-            self._lease.linger()
 
     def keep(self) -> None:
-        """Leaves a record that lingers, see ``commit/write_lease.py``: files of this writer may remain, or arrive later."""
-        self._lease.linger()
+        """Does nothing: the marker stays."""
 
     def _remove(self) -> None:
         self.storage.delete_tree(join(self.directory, self.generation))
-        if self._may_arrive or not self._lease.is_ours() or (not self._overwrites and self.storage.is_file(self._key)):
-            self.keep()
+        if self._may_arrive:
+            self._marker.update(SAVE)
         else:
-            self._lease.leave()
+            self._marker.remove()
 
 
 def _already_committed(storage: Storage, key: str, change: str) -> AlreadyCommittedError:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.run_catalog import BucketListing
+from t5ckpt.commit.announcement import announced
 from t5ckpt.commit.bucket_deletion import Hidden
 from t5ckpt.commit.occupancy import occupant_on_disk
 from t5ckpt.commit.removal import (
@@ -27,12 +28,13 @@ from t5ckpt.commit.removal import (
     rename_aside,
 )
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
-from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_to_hide
-from t5ckpt.commit.transaction import Transaction, TransactionOptions, writer_facts
-from t5ckpt.commit.write_lease import WriteLease, writer_record
+from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.transaction import Transaction, TransactionOptions
+from t5ckpt.commit.writers import writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
+from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import FACTS_FILE, MANIFEST, aside_dir, parse_leftover, step_dir
 from t5ckpt.storage import Storage
@@ -46,10 +48,9 @@ class RenameTransaction(Transaction):
     def __init__(
         self, storage: Storage, step: int, directory: str, clock: Clock, options: TransactionOptions, lock: Any
     ):
-        """Takes the directory and its lock; :meth:`_take_lease` must follow."""
+        """Takes the directory and its lock."""
         super().__init__(storage, step, directory, clock, options)
         self._lock = lock
-        self._lease: WriteLease | None = None
         self._may_replace = False
 
     @classmethod
@@ -65,13 +66,13 @@ class RenameTransaction(Transaction):
                 lock = storage.try_lock(directory)
                 if lock is not None:
                     work = cls(storage, step, directory, clock, options, lock)
-                    if work._try_take_lease():
+                    if work._try_to_sign():
                         work._note_whether_it_replaces()
                         return work
             unix += 1
 
-    def _try_take_lease(self) -> bool:
-        """Takes the write lease of a new directory; returns False if it is not that of this writer.
+    def _try_to_sign(self) -> bool:
+        """Records the writer of a new directory; returns False if it is not that of this writer.
 
         Until it is locked, garbage collection may remove it, because it is empty, and another writer may use the name and be
         killed. Another host, which does not see the lock, may still remove it after that.
@@ -80,7 +81,9 @@ class RenameTransaction(Transaction):
             if self.storage.entries(self.directory):
                 self.keep()
                 return False
-            self._take_lease()
+            # Garbage collection of another machine, which does not see the lock, waits for twice this time.
+            writer = writer_facts() | {'seconds': self._options.seconds}
+            self.storage.write(join(self.directory, FACTS_FILE), encode_facts(Facts(writer=writer, step=self.step)))
         except CheckpointNotFoundError:
             self.keep()
             return False
@@ -96,12 +99,6 @@ class RenameTransaction(Transaction):
             self.rollback()
             raise
 
-    def _take_lease(self) -> None:
-        """Writes the write lease into the directory and renews it until it is closed."""
-        record = writer_record(writer_facts(), self.step)
-        self._lease = WriteLease(self.storage, join(self.directory, FACTS_FILE), self._clock, self._lock, record)
-        self._lease.start()
-
     def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
         storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, facts))
@@ -114,7 +111,7 @@ class RenameTransaction(Transaction):
             self.replaced = old
         elif old is not None:
             remove_replaced(self.storage, self.step, old, self._clock)
-        self._close()
+        self._lock.close()
 
     def _publish(self, final: str) -> str | None:
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
@@ -146,12 +143,8 @@ class RenameTransaction(Transaction):
         return None
 
     def keep(self) -> None:
-        """Ends the lease as a crash does, releases the lock and keeps the files."""
-        self._close()
-
-    def _close(self) -> None:
-        """Ends the lease, which then releases the lock, or the lock alone before there is a lease."""
-        (self._lock if self._lease is None else self._lease).close()
+        """Releases the lock and keeps the files."""
+        self._lock.close()
 
     def _remove(self) -> None:
         remove_checkpoint(self.storage, self._hide(), self.step, self._clock())
@@ -169,64 +162,61 @@ class RenameTransaction(Transaction):
 
 
 def hide_by_rename(
-    storage: Storage,
-    step: int,
-    clock: Clock,
-    *,
-    even_pinned: bool = False,
-    even_waiting: bool = False,
-    lease: WriteLease | None = None,
-    has_replacements: bool = True,
+    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
 ) -> Hidden | None:
-    """Makes a step invisible, in one atomic operation, under the write lease of the step.
+    """Makes a step invisible, in one atomic operation, after it was announced.
 
-    A reader that leases the step in the meantime finds the write lease and waits, see ``commit/read_lease.py``. A pin that is
+    A reader that holds the step in the meantime finds the announcement and waits, see ``commit/holds.py``. A pin that is
     set in the meantime is found afterwards, and the step is made visible again, except with ``even_pinned``. A step that waits
     for its upload is kept, except with ``even_waiting``.
 
-    Args:
-      storage: the run.
-      step: to hide.
-      clock: returns unix seconds.
-      even_pinned: hide a pinned step.
-      even_waiting: hide a step that waits for its upload.
-      lease: the write lease of the step, if the caller has acquired it; this function releases it.
-      has_replacements: whether killed replacements of the step may exist.
-
     Returns:
-      The argument of ``remove_hidden``; None if the step has a read lease, is pinned, or waits for its upload.
+      The argument of ``remove_hidden``; None if the step is held by a reader, is pinned, or waits for its upload.
 
     Raises:
       CheckpointNotFoundError: another process has deleted it.
       UnsupportedFormatError: a newer program wrote it, see ``check_known``; it is unchanged.
       AccessDeniedError: it belongs to another user; it is unchanged.
-      StorageError: another process is writing it, or it could not be made invisible; it is unchanged.
+      StorageError: another process replaces it, or it could not be made invisible; it is unchanged.
     """
-    try:
-        check_known(storage, step_dir(step))
-        check_removable(storage, step_dir(step))
-        lease = lease or acquire_to_hide(storage, step, clock)
-        if step in lease.read_steps or (not even_pinned and is_pinned(storage, step_dir(step))):
-            return None
-        if not even_waiting and step in waiting_steps(storage):
-            return None
-        if has_replacements:
-            _drop_replacements(storage, step, clock)
-        doomed = hide_directory(storage, step, clock)
-        if doomed is None:
-            return Hidden('', step)
-        if even_pinned or not is_pinned(storage, doomed):
-            return Hidden(doomed, step)
-        try:
-            storage.publish(doomed, step_dir(step))
-        except StorageError:
-            # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
-            rename_aside(storage, doomed, step, 'replaced', clock())
-            raise
+    with announced(storage, step, clock) as held:
+        return hide_announced(storage, step, clock, held, even_pinned=even_pinned, even_waiting=even_waiting)
+
+
+def hide_announced(
+    storage: Storage,
+    step: int,
+    clock: Clock,
+    held: Collection[int],
+    *,
+    even_pinned: bool = False,
+    even_waiting: bool = False,
+    has_replacements: bool = True,
+) -> Hidden | None:
+    """As :func:`hide_by_rename`, for a step that was announced, with the steps that readers hold.
+
+    ``has_replacements`` tells whether killed replacements of the step may exist.
+    """
+    check_known(storage, step_dir(step))
+    check_removable(storage, step_dir(step))
+    if step in held or (not even_pinned and is_pinned(storage, step_dir(step))):
         return None
-    finally:
-        if lease is not None:
-            lease.release()
+    if not even_waiting and step in waiting_steps(storage):
+        return None
+    if has_replacements:
+        _drop_replacements(storage, step, clock)
+    doomed = hide_directory(storage, step, clock)
+    if doomed is None:
+        return Hidden('', step)
+    if even_pinned or not is_pinned(storage, doomed):
+        return Hidden(doomed, step)
+    try:
+        storage.publish(doomed, step_dir(step))
+    except StorageError:
+        # A writer has written the step. Garbage collection brings back a pinned checkpoint with this name.
+        rename_aside(storage, doomed, step, 'replaced', clock())
+        raise
+    return None
 
 
 def _drop_replacements(storage: Storage, step: int, clock: Clock) -> None:

@@ -1,7 +1,6 @@
 """Removes the data-iterator files of older steps (T5X's ``keep_dataset_checkpoints``); their arrays stay.
 
-This runs under the write lease of the step, as a deletion does, so a step with a read lease keeps its files. A deleter of the
-step waits, no file is written while it removes the files, and the leftovers of a crash have a lease.
+It is announced as a deletion is, so a held step keeps its files.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ import logging
 from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
-from t5ckpt.commit.lease_owner import REPLACE
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.bucket_deletion import directories_of
 from t5ckpt.commit.removal import check_not_kept, is_pinned
-from t5ckpt.commit.step_lease import StepTakenError, acquire_lease
+from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError, T5CkptError
 from t5ckpt.format.names import (
     DATASET_REMOVED,
-    GENERATION_PREFIX,
     MANIFEST,
     TRAIN_DS_PREFIX,
-    generation_of,
     step_dir,
 )
 from t5ckpt.storage import Storage
@@ -62,29 +60,20 @@ def remove_old_datasets(
 
 
 def _remove(storage: Storage, step: int, clock: Clock) -> None:
-    """Removes the files, under the write lease of the step.
+    """Removes the files.
 
     Raises:
-      StepKeptError: the step has a read lease, or it was pinned in the meantime.
-      StepTakenError: another process is writing or deleting the step.
+      StepKeptError: a reader holds the step, or it was pinned in the meantime.
+      StepTakenError: another process replaces or deletes the step.
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
-    lease = acquire_lease(storage, step, clock, REPLACE)
-    try:
-        check_not_kept(storage, step, lease.read_steps, 'stripped of its iterator state')
-        if not storage.is_file(join(directory, MANIFEST)):
-            return
+    with announced(storage, step, clock) as held:
+        check_not_kept(storage, step, held, 'stripped of its iterator state')
         # Those of the save first: T5X's names find the rest after a crash.
-        generations = [name for name in storage.names(directory, GENERATION_PREFIX) if generation_of(name)]
-        for parent in (*(join(directory, name) for name in generations), directory):
+        for name in sorted(directories_of(storage.read(join(directory, MANIFEST))), reverse=True):
+            parent = join(directory, name)
             _remove_positions(storage, parent, storage.names(parent, TRAIN_DS_PREFIX))
-    except StorageError:
-        # The request may arrive after the step is deleted, and leave a file in it.
-        lease.linger()
-        raise
-    finally:
-        lease.leave()
 
 
 def _remove_positions(storage: Storage, directory: str, names: Collection[str]) -> None:

@@ -8,9 +8,10 @@ import logging
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.commit.bucket_deletion import Hidden, remove_in_bucket
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.bucket_deletion import Hidden, remove_unnamed
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.other_layouts import step_in_other_layout
-from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import (
     check_known,
     check_not_kept,
@@ -20,8 +21,8 @@ from t5ckpt.commit.removal import (
     rename_aside,
     unless_renameless,
 )
-from t5ckpt.commit.step_lease import acquire_to_hide, attempts
 from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.taken_steps import attempts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StepKeptError, T5CkptError
@@ -38,8 +39,8 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     """Removes the files of a hidden step, unless garbage collection is removing them."""
     if not hidden.directory:
         return
-    if hidden.lease is not None:
-        remove_in_bucket(storage, hidden, hidden.lease)
+    if not storage.commits_by_rename:
+        remove_unnamed(storage, hidden.step, hidden.directories)
         return
     lock = _locked(storage, hidden.directory)
     if lock is None:
@@ -77,7 +78,7 @@ def decide_deletion(
     check_known(storage, directory)
     if not even_pinned and is_pinned(storage, directory):
         return Decision(step, True, pin_reason(storage, directory))
-    if step in leased_steps(storage, clock):
+    if step in held_steps(storage, clock):
         return Decision(step, True, HELD)
     if not even_waiting and step in waiting_steps(storage):
         return Decision(step, True, WAITS)
@@ -103,14 +104,14 @@ def delete_step(
 
     Raises:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
-      StepKeptError: it is pinned, has a read lease, or waits for its upload; nothing was changed.
+      StepKeptError: it is pinned, held by a reader, or waits for its upload; nothing was changed.
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
     flags = {'even_pinned': even_pinned, 'even_waiting': even_waiting}
     decided = decide_deletion(storage, step, clock, **flags)
     hidden = None if decided.keep else strategy_of(storage).hide(storage, step, clock, **flags)
     if hidden is None:
-        # It may have been pinned or leased since the decision.
+        # It may have been pinned or held since the decision.
         decided = decide_deletion(storage, step, clock, **flags)
         raise kept_error(storage, step, decided.reason if decided.keep else HELD, 'deleted')
     try:
@@ -123,29 +124,26 @@ def delete_step(
 
 
 def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
-    """Renames a damaged step, so that no listing shows it, under its write lease.
+    """Renames a damaged step, so that no listing shows it, after it was announced.
 
     Returns:
       The new name, under which its files stay.
 
     Raises:
-      StepKeptError: it is pinned or has a read lease, or the storage cannot rename.
+      StepKeptError: it is pinned or held by a reader, or the storage cannot rename.
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be renamed.
     """
     if not storage.commits_by_rename:
         raise StepKeptError(f'{storage.url(step_dir(step))} cannot be renamed on this storage.')
-    lease = acquire_to_hide(storage, step, clock)
-    try:
-        check_not_kept(storage, step, lease.read_steps, 'renamed')
+    with announced(storage, step, clock) as held:
+        check_not_kept(storage, step, held, 'renamed')
         with unless_renameless():
             return rename_aside(storage, step_dir(step), step, 'damaged', clock())
         # Such a layer renames files.
         aside = join(step_dir(step), DAMAGED_MANIFEST)
         storage.publish(join(step_dir(step), MANIFEST), aside)
         return aside
-    finally:
-        lease.release()
 
 
 def stays_text(storage: Storage, name: str) -> str:

@@ -14,10 +14,10 @@ from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import no_step
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.removal import kept_error, rename_aside
 from t5ckpt.commit.step_facts import known_facts
-from t5ckpt.commit.step_lease import acquire_to_hide
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
@@ -30,14 +30,14 @@ _log = logging.getLogger('t5ckpt')
 
 
 def infos_of_others(
-    storage: Storage, steps: Sequence[ListedStep], leased: Collection[int], given: Mapping[str, Mapping[int, float]]
+    storage: Storage, steps: Sequence[ListedStep], held: Collection[int], given: Mapping[str, Mapping[int, float]]
 ) -> list[StepInfo]:
     """The facts about steps in other layouts.
 
     Args:
       storage: the run.
       steps: in other layouts than T5X's.
-      leased: those with a read lease.
+      held: those that a reader holds.
       given: the metrics from the metric source, by name and step. Those that were saved with a step take precedence.
 
     Returns:
@@ -55,9 +55,7 @@ def infos_of_others(
         created = times.get(listed.name) if saved.created_unix is None else saved.created_unix
         metrics = {name: values[listed.step] for name, values in given.items() if listed.step in values}
         pinned = _has_pin(storage, listed)
-        infos.append(
-            StepInfo(listed.step, pinned, listed.step in leased, created or None, {**metrics, **saved.metrics})
-        )
+        infos.append(StepInfo(listed.step, pinned, listed.step in held, created or None, {**metrics, **saved.metrics}))
     return infos
 
 
@@ -92,25 +90,24 @@ def decide_other(storage: Storage, other: ListedStep, clock: Clock, *, even_pinn
     """Decides whether a step in another layout may be deleted, with the reason; changes nothing."""
     if not even_pinned and _has_pin(storage, other):
         return Decision(other.step, True, pin_reason(storage, other.name))
-    if other.step in leased_steps(storage, clock):
+    if other.step in held_steps(storage, clock):
         return Decision(other.step, True, HELD)
     return Decision(other.step, False, f'requested; in the layout of {other.layout}, and deleted with all files')
 
 
 def delete_other(storage: Storage, other: ListedStep, clock: Clock) -> None:
-    """Hides a step in another layout, under its write lease, and removes all of its files.
+    """Hides a step in another layout, and removes all of its files.
 
     Where no directory can be renamed, a crash may leave files that no listing shows.
 
     Raises:
-      StepKeptError: it has a read lease; nothing was changed.
+      StepKeptError: a reader holds it; nothing was changed.
       CheckpointNotFoundError: another process has deleted it.
-      StorageError: another process is writing it, or the storage failed.
+      StorageError: another process replaces or deletes it, or the storage failed.
     """
     name = other.name
-    lease = acquire_to_hide(storage, other.step, clock)
-    try:
-        if other.step in lease.read_steps:
+    with announced(storage, other.step, clock) as held:
+        if other.step in held:
             raise kept_error(storage, other.step, HELD, 'deleted')
         if storage.kind(name) == 'file':
             storage.delete_file(name)
@@ -122,5 +119,3 @@ def delete_other(storage: Storage, other: ListedStep, clock: Clock) -> None:
         else:
             storage.delete_files([join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
             storage.delete_tree(name)
-    finally:
-        lease.release()

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Generator
 
 from t5ckpt.catalog.listing import checkpoint_around
-from t5ckpt.commit.write_lease import TAKE_OVER_SECONDS
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
 from t5ckpt.storage.durable import sync_dir
+
+_STALE_SECONDS = 600.0
 
 
 def local_output(path: str | os.PathLike[str]) -> str:
@@ -103,7 +104,7 @@ def _remove_dead(path: str) -> None:
             continue
         leftover = os.path.join(os.path.dirname(path), name)
         with contextlib.suppress(OSError):
-            if time.time() - _last_written(leftover) > TAKE_OVER_SECONDS:
+            if time.time() - _last_written(leftover) > _STALE_SECONDS:
                 _remove(leftover)
 
 

@@ -2,12 +2,12 @@
 
     pin      [is the manifest there?], +PINNED, [no deleter?], [is the manifest there?], [is the pin there?]
 
-A deleter writes its lease and then looks for the file before it hides the step; where it renames a directory, also after. One
+A deleter writes its marker and then looks for the file before it hides the step; where it renames a directory, also after. One
 that was stopped in between may still hide the step, so a pin does not count until that deleter has ended.
 
 On object stores a pin killed after its write may leave the file behind, in a step that was deleted meanwhile. A save of the step
 removes the file then, because nothing is pinned where no manifest is, and the pin looks for its file last. Garbage collection
-removes it an hour later, because the pin first writes the record of a write lease that lingers, and removes it last.
+removes it, too, under the marker of the deletion.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import contextlib
 import errno
 
 from t5ckpt.catalog.pin_file import NO_REASON, pin_text
-from t5ckpt.commit.read_lease import outlives_deleters
-from t5ckpt.commit.write_lease import write_lingering
+from t5ckpt.commit.holds import outlives_deleters
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError
@@ -46,15 +45,7 @@ def pin_in(storage: Storage, directory: str, text: str, clock: Clock) -> None:
         )
     if text == NO_REASON:
         text = pin_text(storage, directory) or text
-    # The step may be deleted meanwhile. Garbage collection then removes the file of a pin that was killed or arrived late.
-    record = None if step is None else write_lingering(storage, step, clock)
-    _pin(storage, directory, text, clock)
-    if record is not None:
-        storage.delete_file(record)
-
-
-def _pin(storage: Storage, directory: str, text: str, clock: Clock) -> None:
-    manifest, pin, step = join(directory, MANIFEST), join(directory, PINNED), parse_step_dir(directory)
+    pin = join(directory, PINNED)
     while True:
         is_new = not storage.is_file(pin)
         try:

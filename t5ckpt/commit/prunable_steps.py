@@ -1,4 +1,4 @@
-"""Lists the steps that retention may delete, with their facts and read leases, and logs once why a step stays."""
+"""Lists the steps that retention may delete, with their facts and holds, and logs once why a step stays."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from t5ckpt.catalog.bucket_catalog import complete_steps, list_bucket
 from t5ckpt.catalog.layouts import ListedStep, one_a_step
 from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.lease_files import live_steps
-from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.step_facts import StepFacts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -80,11 +79,11 @@ class PrunableSteps(ABC):
 
     def infos(self, names: Collection[str], just_saved: int | None) -> list[StepInfo]:
         """The facts of the steps, ascending, with the metrics of these names."""
-        return self._facts.infos(*self._with_leased(), names, just_saved)
+        return self._facts.infos(*self._with_held(), names, just_saved)
 
     @abstractmethod
-    def _with_leased(self) -> tuple[list[int], set[int]]:
-        """The steps, and those that have a read lease."""
+    def _with_held(self) -> tuple[list[int], set[int]]:
+        """The steps, and those that a reader holds."""
 
     @abstractmethod
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
@@ -109,11 +108,11 @@ def _linked_by(storage: Storage, steps: Sequence[ListedStep]) -> dict[int, int]:
 class StepsOnDisk(PrunableSteps):
     """The steps in a listing of the run's directory."""
 
-    def _with_leased(self) -> tuple[list[int], set[int]]:
+    def _with_held(self) -> tuple[list[int], set[int]]:
         run_listing = listing(self._storage)
         for name, error in run_listing.unreadable.items():
             self._stay_log.warn(parse_prefixed_step(name) or 0, name, str(error), 'stays, because it cannot be read')
-        return self.prunable(run_listing.steps), leased_steps(self._storage, self._clock)
+        return self.prunable(run_listing.steps), held_steps(self._storage, self._clock)
 
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
         return self.infos(names, just_saved), set()
@@ -132,16 +131,16 @@ class StepsInBucket(PrunableSteps):
         self._inspected: dict[str, ListedStep] = {}
         self._no_steps = set[str]()
 
-    def _with_leased(self) -> tuple[list[int], set[int]]:
+    def _with_held(self) -> tuple[list[int], set[int]]:
         listed = list_bucket(self._storage)
         steps = self.prunable(complete_steps(self._storage, listed.names))
-        return steps, live_steps(self._storage, listed.leases.of_readers, self._clock)
+        return steps, held_steps(self._storage, self._clock, listed.announcements.holds)
 
     def listed_infos(self, names: Collection[str], just_saved: int | None) -> tuple[list[StepInfo], set[int]]:
         """Reads only the manifests of steps that are new to this process, and of those that the policy keeps.
 
         The listing may be the one of the save, when it began. The next save then finds a step that another process has
-        committed since. The leases are listed again before a step is hidden, and hiding a step reads its manifest.
+        committed since. The holds are listed again before a step is hidden, and hiding a step reads its manifest.
         """
         listed, self.listed = self.listed or list_bucket(self._storage), None
         own = {} if just_saved is None else {step_dir(just_saved): ListedStep(just_saved, step_dir(just_saved))}
@@ -156,5 +155,5 @@ class StepsInBucket(PrunableSteps):
         self._no_steps |= {name for name in unseen if name not in new and parse_step_dir(name) is None}
         self._inspected = seen | new | own
         steps = self.prunable(one_a_step([*self._inspected.values()]))
-        leased = live_steps(self._storage, listed.leases.of_readers, self._clock)
-        return self._facts.infos(steps, leased, names, just_saved), {step.step for step in seen.values()}
+        held = held_steps(self._storage, self._clock, listed.announcements.holds)
+        return self._facts.infos(steps, held, names, just_saved), {step.step for step in seen.values()}

@@ -7,27 +7,27 @@ and does not stop the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
+from t5ckpt.commit.announcement import announced_steps
 from t5ckpt.commit.bucket_deletion import Hidden
-from t5ckpt.commit.by_rename import hide_by_rename
+from t5ckpt.commit.by_rename import hide_announced
 from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.prunable_steps import PrunableSteps, StayLog
-from t5ckpt.commit.removal import is_pinned, kept_by
-from t5ckpt.commit.step_lease import leases_to_hide
+from t5ckpt.commit.removal import kept_by
 from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.write_lease import WriteLease
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.names import parse_leftover, step_dir
+from t5ckpt.format.names import parse_leftover
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
 
-# The leases of a batch are not renewed.
-_BATCH = 1000
+# A batch is hidden within minutes of its announcement, also where a rename takes seconds.
+_BATCH = 100
 _log = logging.getLogger('t5ckpt')
 
 
@@ -47,8 +47,6 @@ class Pruning:
         self._stay_log = stay_log
         self._strategy = strategy_of(storage)
         self._hidden: list[Hidden] = []
-        self._leases: dict[int, WriteLease] = {}
-        self._replaced = set[int]()
 
     def hide_steps(self, plan: Sequence[Decision], confirmed: Collection[int] | None) -> None:
         """Hides the steps that do not stay, and logs why the others do.
@@ -67,25 +65,29 @@ class Pruning:
                 break
 
     def _hide_batch(self, doomed: Sequence[Decision]) -> bool:
-        """Hides some steps; on a file system with one listing of the leases, not one for each. See :meth:`_hide_logged`."""
-        try:
-            if self._storage.commits_by_rename and doomed[1:]:
-                self._leases = leases_to_hide(self._storage, [each.step for each in doomed], self._clock)
-                names = map(parse_leftover, (entry.name for entry in self._storage.entries()))
-                self._replaced = {each.step for each in names if each is not None and each.state == 'replaced'}
-            return all(self._hide_logged(decision) for decision in doomed)
-        finally:
-            for lease in self._leases.values():
-                lease.leave()
-            self._leases = {}
+        """Hides some steps; on a file system with one listing of the holds, not one for each. See :meth:`_hide_logged`."""
+        storage, clock = self._storage, self._clock
+        if not storage.commits_by_rename or not doomed[1:]:
+            return all(
+                self._hide_logged(each, lambda step: self._strategy.hide(storage, step, clock)) for each in doomed
+            )
+        names = map(parse_leftover, (entry.name for entry in storage.entries()))
+        replaced = {each.step for each in names if each is not None and each.state == 'replaced'}
+        with announced_steps(storage, [each.step for each in doomed], clock) as held:
+            return all(
+                self._hide_logged(
+                    each, lambda step: hide_announced(storage, step, clock, held, has_replacements=step in replaced)
+                )
+                for each in doomed
+            )
 
-    def _hide_logged(self, decision: Decision) -> bool:
+    def _hide_logged(self, decision: Decision, hide: Callable[[int], Hidden | None]) -> bool:
         """Hides a step, unless it is kept. A failure is logged.
 
-        Returns False if the storage may refuse all deletions: each attempt would leave a lease that may not be deleted.
+        Returns False if the storage may refuse all deletions: each attempt would leave a marker that may not be deleted.
         """
         try:
-            found = self._hide(decision.step)
+            found = hide(decision.step)
             if found is None:
                 self._log_kept(decision.step)
             else:
@@ -101,18 +103,9 @@ class Pruning:
         return True
 
     def _log_kept(self, step: int) -> None:
-        pinned = is_pinned(self._storage, step_dir(step))
         waits = WAITS if step in waiting_steps(self._storage) else HELD
-        held = kept_by(self._storage, step, self._clock, pinned=pinned) or waits
-        self._stay_log.log(Decision(step, True, held, overruled=True))
-
-    def _hide(self, step: int) -> Hidden | None:
-        """Hides a step; returns None if it is kept."""
-        lease = self._leases.pop(step, None)
-        if lease is not None:
-            is_replaced = step in self._replaced
-            return hide_by_rename(self._storage, step, self._clock, lease=lease, has_replacements=is_replaced)
-        return self._strategy.hide(self._storage, step, self._clock)
+        reason = kept_by(self._storage, step, held_steps(self._storage, self._clock)) or waits
+        self._stay_log.log(Decision(step, True, reason, overruled=True))
 
     def _log_failure(self, step: int, error: T5CkptError) -> None:
         """Logs that a step could not be deleted; once for a step that a newer program wrote."""
@@ -122,11 +115,7 @@ class Pruning:
             _log.warning('t5ckpt: could not delete step %d: %s', step, error)
 
     def start_removal(self) -> InterruptSafeEvent | None:
-        """Starts a thread that removes the files of the hidden steps. Without a thread, returns None after their removal.
-
-        To be called after each :meth:`hide_steps`: on an object store, each hidden step has a write lease, which would be renewed
-        until this process ends.
-        """
+        """Starts a thread that removes the files of the hidden steps. Without a thread, returns None after their removal."""
         if not self._hidden:
             return None
         remover = start_thread(self._remove, 't5ckpt-delete', daemon=False)

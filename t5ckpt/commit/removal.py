@@ -19,7 +19,6 @@ import shlex
 from collections.abc import Collection, Generator, Sequence
 
 from t5ckpt.catalog.listing import read_facts, read_head
-from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import some_of
@@ -215,26 +214,18 @@ def is_pinned(storage: Storage, directory: str) -> bool:
     return storage.is_file(join(directory, PINNED))
 
 
-def kept_by(storage: Storage, step: int, clock: Clock, *, pinned: bool) -> str | None:
-    """The reason not to remove a checkpoint: it is pinned, or the step has a read lease. None if it may be removed.
+def kept_by(storage: Storage, step: int, held: Collection[int]) -> str | None:
+    """The reason not to remove a checkpoint: it is pinned, or it is among the ``held`` steps. None if it may be removed.
 
-    Another process may pin or lease the step afterwards. So a process that removes or replaces it checks both again, under the
-    write lease of the step.
-
-    Args:
-      storage: the run.
-      step: of the checkpoint.
-      clock: returns unix seconds.
-      pinned: whether it is pinned, see :func:`is_pinned`.
+    Another process may pin or hold the step afterwards. So a process that removes or replaces it checks both again, after it has
+    announced this.
     """
-    if pinned:
-        return 'pinned'
-    return HELD if step in leased_steps(storage, clock) else None
+    return 'pinned' if is_pinned(storage, step_dir(step)) else HELD if step in held else None
 
 
-def check_not_kept(storage: Storage, step: int, read_steps: Collection[int], action: str) -> None:
-    """Raises StepKeptError where a step is pinned or is among the leased ``read_steps`` of its write lease."""
-    reason = 'pinned' if is_pinned(storage, step_dir(step)) else HELD if step in read_steps else None
+def check_not_kept(storage: Storage, step: int, held: Collection[int], action: str) -> None:
+    """Raises StepKeptError for a step that is kept, see :func:`kept_by`; ``action`` is a participle."""
+    reason = kept_by(storage, step, held)
     if reason is not None:
         raise kept_error(storage, step, reason, action)
 
@@ -245,7 +236,7 @@ def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKep
         HELD: 'Try again when the reader is done.',
         WAITS: 'The next start of its run with this local_dir uploads it; t5ckpt rm --force deletes it without.',
     }
-    verb = '' if reason in cures else 'is '
+    verb = '' if reason == WAITS else 'is '
     cure = cures.get(reason, 'Unpin it first.')
     return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
 

@@ -7,15 +7,13 @@ garbage collection restores the first complete one if the step is missing, and r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 
-from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.commit.lease_files import live_steps
-from t5ckpt.commit.lease_owner import REPLACE
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.removal import check_known, hide_directory, is_pinned, kept_error, remove_checkpoint, rename_aside
-from t5ckpt.commit.step_lease import AlreadyCommittedError, acquire_lease
+from t5ckpt.commit.taken_steps import AlreadyCommittedError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError
@@ -34,9 +32,9 @@ class NotPutBackError(StorageError):
 def put_in_place(
     storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool, keeps_old: bool = False
 ) -> str | None:
-    """Replaces the directory of a step by a new one, under the write lease of the step.
+    """Replaces the directory of a step by a new one, after it was announced.
 
-    A reader that leases the old one in the meantime waits for the write lease. A pin that is set in the meantime is found
+    A reader that holds the old one in the meantime waits for that. A pin that is set in the meantime is found
     afterwards.
 
     Args:
@@ -44,17 +42,17 @@ def put_in_place(
       step: of both.
       directory: the new directory, under its name in the state ``'replaced'``.
       clock: returns unix seconds.
-      is_whole: whether the old one is a complete checkpoint. Then it stays if it has a read lease, or is pinned and the new one
-        is not, even if the lease or the pin was set after the save began.
+      is_whole: whether the old one is a complete checkpoint. Then it stays if a reader holds it, or is pinned and the new one
+        is not, even if the hold or the pin was set after the save began.
       keeps_old: whether the old one keeps a name in the state ``'replaced'``, under which :func:`take_back` finds it.
 
     Returns:
       The new name of the old directory, to be removed; None if another process has deleted it.
 
     Raises:
-      StepKeptError: the old one is pinned or has a read lease.
+      StepKeptError: the old one is pinned or held by a reader.
       UnsupportedFormatError: a newer program wrote the old one.
-      BeingWrittenError: another process replaces or deletes it.
+      BeingHiddenError: another process replaces or deletes it.
       AlreadyCommittedError: another process has deleted it, and another writer has saved the step since then.
       StorageError: nothing has changed.
     """
@@ -65,14 +63,12 @@ def put_in_place(
         if is_whole and not is_new_pinned and is_pinned(storage, old):
             raise kept_error(storage, step, 'pinned', 'replaced')
 
-    with contextlib.ExitStack() as stack:
-        # The lease includes the lock of the old directory, so garbage collection ignores it.
-        lease = acquire_lease(storage, step, clock, REPLACE)
-        stack.callback(lease.release)
+    # The lock of the old directory lasts until it has its new name, so garbage collection ignores it.
+    with announced(storage, step, clock) as held:
         if storage.kind(final) is None:
             publish_step(storage, directory, step)
             return None
-        if is_whole and step in lease.read_steps:
+        if is_whole and step in held:
             raise kept_error(storage, step, HELD, 'replaced')
         check_pin(final)
         if is_whole:
@@ -165,7 +161,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
     """Returns whether a replaced checkpoint must not be removed; the caller holds the lock of its directory.
 
     A pinned one has this name if a writer failed to undo its exchange. It is exchanged with the new one now. Nothing changes
-    while the step has a read lease.
+    while a reader holds the step.
     """
     final = step_dir(leftover.step)
     if is_pinned(storage, leftover.name) and not is_pinned(storage, final):
@@ -174,7 +170,7 @@ def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
         else:
             _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
         return True
-    return leftover.step in live_steps(storage, catalog_of(storage).leases().of_readers, clock)
+    return leftover.step in held_steps(storage, clock)
 
 
 def put_back(storage: Storage, leftover: Leftover) -> bool:

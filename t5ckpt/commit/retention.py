@@ -16,10 +16,10 @@ from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import listing, steps_in
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.other_layouts import infos_of_others
 from t5ckpt.commit.prunable_steps import StayLog
 from t5ckpt.commit.pruning import Pruning
-from t5ckpt.commit.read_lease import leased_steps
 from t5ckpt.commit.removal import check_known
 from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_facts
 from t5ckpt.commit.strategy import strategy_of
@@ -178,7 +178,7 @@ class Retention:
         names = self.policy.metric_names if names is None else names
         steps = [listed_step.step for listed_step in other_steps]
         given = {} if self._source is None else {name: self._source.by_step(name, steps) for name in names}
-        return infos_of_others(self._storage, other_steps, leased_steps(self._storage, self._clock), given)
+        return infos_of_others(self._storage, other_steps, held_steps(self._storage, self._clock), given)
 
     def _known_or_kept(self, decision: Decision) -> Decision:
         try:

@@ -29,13 +29,13 @@ class StepFacts:
         self._facts[step] = facts.created_unix, facts.metrics
 
     def infos(
-        self, steps: Sequence[int], leased: Collection[int], names: Collection[str], just_saved: int | None
+        self, steps: Sequence[int], held: Collection[int], names: Collection[str], just_saved: int | None
     ) -> list[StepInfo]:
         """The facts of the steps.
 
         Args:
           steps: ascending.
-          leased: those with a read lease.
+          held: those that a reader holds.
           names: the metrics to find.
           just_saved: the step that was just saved, which has no pin.
         """
@@ -49,7 +49,7 @@ class StepFacts:
             StepInfo(
                 step,
                 step in pinned,
-                step in leased,
+                step in held,
                 self._facts[step][0],
                 {
                     **{name: values[step] for name, values in values_by_metric.items() if step in values},

@@ -66,12 +66,12 @@ _NO_OPTIONS = TransactionOptions()
 def open_transaction(
     storage: Storage, step: int, clock: Clock, options: TransactionOptions = _NO_OPTIONS
 ) -> Transaction:
-    """Creates and locks the directory that a checkpoint is written to.
+    """Creates and locks the directory that a checkpoint is written to; on an object store, writes the marker.
 
     Garbage collection runs before, here or in the caller.
 
     Raises:
-      StepTakenError: the step is complete and may not be replaced, or another process is writing it.
+      StepTakenError: the step is complete and may not be replaced, or another process replaces or deletes it.
     """
     listed = collect(storage, clock)[1] if options.collects else options.listed
     storage.make_dir('')

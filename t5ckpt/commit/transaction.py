@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from t5ckpt._version import __version__
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.lease_owner import process_facts
-from t5ckpt.commit.step_lease import StepTakenError
+from t5ckpt.commit.markers import HORIZON_SECONDS
+from t5ckpt.commit.taken_steps import StepTakenError
+from t5ckpt.commit.writers import writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, FormatError, SaveFailedError, StepKeptError, T5CkptError
@@ -59,8 +57,9 @@ class TransactionOptions:
     """The options of a transaction: what it replaces and keeps.
 
     Attributes:
-      may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or the write lease.
+      may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or with the marker.
       collects: whether garbage collection runs before.
+      seconds: the horizon of the write, see ``commit/markers.py``.
       listed: what the garbage collection of the caller has listed, where ``collects`` is not set.
       keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
         file systems.
@@ -68,14 +67,9 @@ class TransactionOptions:
 
     may_replace: Callable[[], bool] = lambda: False
     collects: bool = False
+    seconds: float = HORIZON_SECONDS
     listed: BucketListing | None = None
     keeps_replaced: bool = False
-
-
-def writer_facts() -> dict[str, Any]:
-    """Returns what identifies this writer, for the facts of a checkpoint and for the garbage collection of other processes."""
-    host, pid = socket.gethostname(), os.getpid()
-    return {'name': 't5ckpt', 'version': __version__, 'host': host, 'pid': pid, **process_facts()}
 
 
 def write_checksums(storage: Storage, directory: str, process: int, files: Mapping[str, FileEntry]) -> FileEntry:
@@ -86,7 +80,7 @@ def write_checksums(storage: Storage, directory: str, process: int, files: Mappi
 
 
 class Transaction(ABC):
-    """One checkpoint that is being written, under a lock or a write lease.
+    """One checkpoint that is being written, under a lock or with a marker.
 
     Leaving its ``with`` block without a commit removes what was written.
 
@@ -190,7 +184,7 @@ class Transaction(ABC):
 
         Raises:
           SaveFailedError: a reader would reject the manifest or the facts; nothing became visible.
-          StepTakenError: another process has written the step, or is writing it; nothing became visible.
+          StepTakenError: another process has written, replaced or deleted the step; nothing became visible.
           StorageError: nothing became visible.
         """
         try:
@@ -212,7 +206,7 @@ class Transaction(ABC):
             where = self.storage.url(self.directory)
             _log.warning('t5ckpt: could not remove %s after a failed save: %s', where, error)
         finally:
-            # Does nothing if the lease has ended.
+            # Does nothing if it has ended.
             self.keep()
 
     @abstractmethod

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
 from t5ckpt.catalog.layouts import has_placeholder
+from t5ckpt.commit.markers import SLOWEST_RATE, seconds_for
 from t5ckpt.commit.occupancy import generations_in
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -149,6 +150,7 @@ class Transfer:
         options: CopyOptions,
         progress: Progress | None = None,
         pace: Callable[[int], None] = lambda _: None,
+        rate: float = SLOWEST_RATE,
     ):
         """Takes the checkpoint, the run and the step to write, and what is called as by :func:`in_flight`."""
         located = source.located
@@ -158,7 +160,7 @@ class Transfer:
         self._manifest_name = located.manifest
         self._to = storage
         self._step = step
-        self._progress, self._pace = progress, pace
+        self._progress, self._pace, self._rate = progress, pace, rate
         self._entries: dict[str, FileEntry] = {}
         self._options = options
         self._files = CheckpointFiles.of(located)
@@ -170,7 +172,7 @@ class Transfer:
         Raises:
           CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
           UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          StepTakenError: another process has written the step, or is writing it.
+          StepTakenError: another process has written, replaced or deleted the step.
           StorageError: one of the storages failed. Nothing became visible.
         """
         started = time.monotonic()
@@ -205,9 +207,11 @@ class Transfer:
             raise UnsupportedFormatError(
                 f'{self._source.located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.'
             )
+        total = sum(self._size(name, sizes, checksums) or 0 for name in sizes)
         if self._options.dry_run:
-            return report(sum(self._size(name, sizes, checksums) or 0 for name in sizes), 0)
-        options = TransactionOptions(may_replace=lambda: self._options.overwrite, collects=True)
+            return report(total, 0)
+        lasts = seconds_for(total, self._rate)
+        options = TransactionOptions(lambda: self._options.overwrite, collects=True, seconds=lasts)
         with open_transaction(self._to, self._step, clock, options) as work:
             renamed = {name: relocated(name, work.generation) for name in names}
             with self._source.reading('copied'):
@@ -220,8 +224,7 @@ class Transfer:
             manifest, facts = work.relocated(manifest, facts, self._source.located.url)
             self._commit(work, manifest, facts, renamed)
         checked = sum(name in checksums for name in [*names, self._manifest_name])
-        nbytes = moved + len(file_with_facts(manifest, facts))
-        return report(nbytes, checked)
+        return report(moved + len(file_with_facts(manifest, facts)), checked)
 
     def _commit(self, work: Transaction, manifest: bytes, facts: bytes | None, renamed: Mapping[str, str]) -> None:
         """Commits. In a bucket, a copy of a step of T5X gets facts, which name its files and those of its iterators."""

@@ -7,7 +7,7 @@ import os
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import locate, open_target, with_links
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.step_lease import taken_step_exists
+from t5ckpt.commit.taken_steps import taken_step_exists
 from t5ckpt.commit.transfer import CopyOptions, CopyReport, Transfer
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.protocols import Progress
@@ -36,7 +36,7 @@ def copy_checkpoint(
 
     Raises:
       CheckpointNotFoundError: the checkpoint does not exist.
-      CheckpointExistsError: the target has this step already, or another process is writing it.
+      CheckpointExistsError: the target has this step already, or another process replaces or deletes it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       UnsafeSpecError: a symbolic link leads out of the checkpoint.
       StorageError: one of the storages failed. Nothing became visible.

@@ -108,7 +108,7 @@ class Facts:
       tree: facts of the tree, which the manifest does not have.
       format: ``FORMAT``; more in facts of a newer program, 0 in ``NO_FACTS``.
       writer: the process that wrote them: name and version of the program, host, pid, and what identifies a process on its
-        machine. In an unfinished directory also the write lease (``commit/lease_owner.py``).
+        machine. In an unfinished directory also the seconds of its horizon (``commit/markers.py``).
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.

@@ -19,9 +19,9 @@ t5ckpt's names:
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     checkpoint_<step>/t5ckpt-<hex>/        on object stores, all files of one save but the manifest
     checkpoint_<step>/t5ckpt.<hex>.json    on object stores, in the earlier layout, the facts of one save
-    held_<step>.<unix>.<who>s<seconds>     a read lease of <seconds>, until <unix>, during which the step is not deleted
-    deleting_<step>.<who>                  a write lease: the step is about to be hidden or replaced
-    .t5ckpt/                               on object stores, the leases, see ``catalog/bucket_catalog.py``
+    held_<step>.<unix>.<who>s<seconds>     a hold of a reader, for <seconds>, until <unix>: the step is not deleted
+    deleting_<step>.<who>                  a marker: the step is about to be hidden or replaced
+    .t5ckpt/                               on object stores, markers and holds, see ``catalog/bucket_catalog.py``
 
 :func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
 """
@@ -49,7 +49,7 @@ GENERATION_PREFIX = 't5ckpt-'
 INDEX = '.t5ckpt'
 TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
-READ_LEASE_PREFIX = 'held_'
+HOLD_PREFIX = 'held_'
 DELETING_PREFIX = 'deleting_'
 
 _GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
@@ -60,10 +60,10 @@ _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
 _LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
 _DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
 _FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
-_READ_LEASE = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.(?:[0-9a-f]{16}s([0-9]{1,12})|[0-9a-z]{1,32})')
+_HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.[0-9a-f]{16}s([0-9]{1,12})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
 _PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*[_\-]([0-9]{1,18})')
-_WRITE_LEASE = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9a-z]{1,32}))?')
+_MARKER = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9]{1,12}))?\.[0-9a-z]{1,32}')
 # A chunk in its array's directory; '/' may be the separator.
 _CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
 _NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
@@ -90,35 +90,35 @@ class Leftover:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadLease:
+class Hold:
     """A file with which a reader keeps a step from being deleted.
 
     Attributes:
       name: of the file.
       step: the number of the step.
-      until: the expiry of the lease, in unix seconds of the reader's clock.
-      seconds: the duration of the lease; None in the names of older versions.
+      until: the expiry, in unix seconds of the reader's clock.
+      seconds: the duration.
     """
 
     name: str
     step: int
     until: int
-    seconds: int | None = None
+    seconds: int
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteLeaseName:
-    """The record of a process that writes or deletes a step.
+class MarkerName:
+    """The name of a marker of a process that writes or deletes a step.
 
     Attributes:
       key: the file's.
       step: the step.
-      nonce: distinguishes the leases of a step; '' in the records of earlier versions, which had one lease per step.
+      due: on an object store, when other processes may remove what the work has left, in unix seconds.
     """
 
     key: str
     step: int
-    nonce: str
+    due: int = 0
 
 
 def step_dir(step: int, digits: int = 0) -> str:
@@ -163,18 +163,18 @@ def parse_foreign(name: str) -> int | None:
     return _number_in(_FOREIGN, name)
 
 
-def read_lease_file(step: int, until: int, seconds: int, nonce: str) -> str:
-    """The file of a read lease, in the run's directory or, on object stores, in ``.t5ckpt/``.
+def hold_file(step: int, until: int, seconds: int, nonce: str) -> str:
+    """The file of a hold, in the run's directory or, on object stores, in ``.t5ckpt/``.
 
-    It lasts ``seconds``, ``until`` a time of the reader's clock; ``nonce`` is 16 hexadecimal digits that no other lease has.
+    It lasts ``seconds``, ``until`` a time of the reader's clock; ``nonce`` is 16 hexadecimal digits that no other hold has.
     """
     return f'held_{step}.{until}.{nonce}s{seconds}'
 
 
-def parse_read_lease(name: str) -> ReadLease | None:
-    """Parses the name of a read lease; None for any other name."""
-    match = _READ_LEASE.fullmatch(name)
-    return None if match is None else ReadLease(name, int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+def parse_hold(name: str) -> Hold | None:
+    """Parses :func:`hold_file`; None for any other name."""
+    match = _HOLD.fullmatch(name)
+    return None if match is None else Hold(name, int(match[1]), int(match[2]), int(match[3]))
 
 
 def to_persist_file(step: int) -> str:
@@ -182,20 +182,20 @@ def to_persist_file(step: int) -> str:
     return f'{TO_PERSIST}/{step}'
 
 
-def busy_key(step: int, nonce: str) -> str:
-    """The key of a write lease on an object store: the step is being written or deleted."""
-    return f'{INDEX}/busy/{step}.{nonce}'
+def busy_key(step: int, due: int, nonce: str) -> str:
+    """The key of a marker on an object store: the step is being written or deleted."""
+    return f'{INDEX}/busy/{step}.{due}.{nonce}'
 
 
 def deleting_file(step: int, nonce: str) -> str:
-    """The file of a write lease on storage that can rename: the step is about to be hidden or replaced."""
+    """The file of a marker on storage that can rename: the step is about to be hidden or replaced."""
     return f'{DELETING_PREFIX}{step}.{nonce}'
 
 
-def parse_write_lease(key: str) -> WriteLeaseName | None:
+def parse_marker(key: str) -> MarkerName | None:
     """Parses :func:`busy_key` or :func:`deleting_file`; None for any other key."""
-    match = _WRITE_LEASE.fullmatch(key)
-    return None if match is None else WriteLeaseName(key, int(match.group(1)), match.group(2) or '')
+    match = _MARKER.fullmatch(key)
+    return None if match is None else MarkerName(key, int(match[1]), int(match[2] or 0))
 
 
 def parse_step_dir(name: str) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.step_summaries import StepSummary
-from t5ckpt.commit.read_lease import leased_steps
+from t5ckpt.commit.holds import held_steps
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, best_of, compared_metrics, retention_plan
@@ -37,12 +37,12 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
     steps = [entry.step for entry in complete]
     seen = TensorBoardMetrics(storage)
     given = {name: seen.by_step(name, steps) for name in policy.metric_names}
-    leased = leased_steps(storage, time.time)
+    held = held_steps(storage, time.time)
     infos = [
         StepInfo(
             entry.step,
             entry.pinned,
-            entry.step in leased,
+            entry.step in held,
             entry.created,
             {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
             entry.step in waiting,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.markers import Marker, seconds_for
 from t5ckpt.commit.occupancy import listed_elsewhere
-from t5ckpt.commit.step_lease import StepTakenError
 from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
-from t5ckpt.commit.write_lease import write_lingering
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
@@ -55,7 +55,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
             if started.get('skip'):
                 return None
             if not request.round.is_leader:
-                stack.enter_context(_listing_files_of_failure(request))
+                stack.enter_context(_marking_files_of_failure(request, started))
             with request.round.failing_together(Phase.WRITE):
                 written, report, entry = _write(prepared, started)
                 manifest = manifest_bytes(prepared, report) if request.round.is_leader else b''
@@ -105,12 +105,13 @@ class _Leader:
             elsewhere = None if listed is None else listed_elsewhere(context.storage, request.step, listed.names)
             if elsewhere is not None and not request.decide_to_replace(elsewhere):
                 return {'skip': True}
-            options = TransactionOptions(may_replace=request.may_replace, listed=listed)
+            nbytes = prepared.staging.total_bytes
+            options = TransactionOptions(may_replace=request.may_replace, listed=listed, seconds=seconds_for(nbytes))
             work = open_transaction(context.storage, request.step, context.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)
-        location = {'directory': work.directory, 'generation': work.generation}
+        location = {'directory': work.directory, 'generation': work.generation, 'seconds': options.seconds}
         return {**location, 'reuse': reuse, 'codecs': codecs}
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
@@ -199,18 +200,20 @@ def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[s
 
 
 @contextlib.contextmanager
-def _listing_files_of_failure(request: SaveRequest) -> Generator[None]:
-    """After an error, lists the files of this process for garbage collection, on an object store.
+def _marking_files_of_failure(request: SaveRequest, started: Mapping[str, Any]) -> Generator[None]:
+    """After an error, writes a marker of the files of this process, on an object store.
 
-    The leader's transaction lists the files of the processes that it waited for. If this process was stopped for an hour, garbage
-    collection may have finished with the step before this process wrote its last file.
+    If it was stopped for hours, the files that the marker of process 0 names were collected before it wrote its last one.
     """
-    context = request.context
+    context, generation = request.context, started['generation']
     try:
         yield
     except BaseException:
         try:
-            write_lingering(context.storage, request.step, context.clock)
+            if generation:
+                Marker(
+                    context.storage, request.step, context.clock, directories=[generation], seconds=started['seconds']
+                )
         except T5CkptError as error:
             where = context.storage.url(step_dir(request.step))
             _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)

@@ -12,7 +12,8 @@ from typing import Any
 from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import newest, steps_in
 from t5ckpt.catalog.locate import contents_of_new_run
-from t5ckpt.commit.removal import check_removable, is_pinned, kept_by, kept_error
+from t5ckpt.commit.holds import held_steps
+from t5ckpt.commit.removal import check_not_kept, check_removable
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.call_site import CallSite, Notices
@@ -151,14 +152,12 @@ class SaveRequest:
         """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.
 
         Raises:
-          StepKeptError: it is pinned, or has a read lease.
+          StepKeptError: it is pinned, or held by a reader.
         """
         storage, directory = self.context.storage, step_dir(self.step)
         if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
             return False
-        kept = kept_by(storage, self.step, self.context.clock, pinned=is_pinned(storage, directory))
-        if kept is not None:
-            raise kept_error(storage, self.step, kept, 'replaced')
+        check_not_kept(storage, self.step, held_steps(storage, self.context.clock), 'replaced')
         return True
 
 

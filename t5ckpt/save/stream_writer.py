@@ -18,9 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.step_lease import taken_step_exists
 from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.taken_steps import taken_step_exists
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
@@ -98,7 +99,8 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     check_room(request.storage, request.step, overwrite=request.overwrite)
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
     with taken_step_exists('Write to another directory, or try again.'):
-        options = TransactionOptions(may_replace=lambda: request.overwrite, collects=True)
+        planned = sum(write.array.nbytes for write in plan.writes)
+        options = TransactionOptions(may_replace=lambda: request.overwrite, collects=True, seconds=seconds_for(planned))
         work = open_transaction(request.storage, request.step, request.clock, options)
     with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)

@@ -83,7 +83,7 @@ class ConditionalWrites:
         self._is_known, self._is_ignored = True, is_ignored
         if is_ignored:
             _log.warning(
-                't5ckpt: the server of %s does not check the conditions of writes (If-None-Match, ifGenerationMatch), so a '
-                'writer that is stopped for ten minutes in the middle of a save is not excluded; see docs/storage.md',
+                't5ckpt: the server of %s does not check the conditions of writes (If-None-Match, ifGenerationMatch), so '
+                'only one program may write to this run, and no step can be replaced; see docs/storage.md',
                 self._connection.url,
             )

@@ -257,7 +257,7 @@ class TierCatalog(StepCatalog):
 
         Raises:
           CheckpointNotFoundError: neither has it.
-          StepKeptError: it is pinned or has a read lease in one of them; nothing was deleted.
+          StepKeptError: it is pinned or held by a reader in one of them; nothing was deleted.
           StorageError: the run's storage does not answer; nothing was deleted.
         """
         tiers = self._tiers_with(step)

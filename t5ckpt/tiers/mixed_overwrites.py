@@ -67,7 +67,7 @@ def put_back_saves(storage: Storage, saves: Mapping[int, str], current: Mapping[
     """Puts the replaced checkpoints of some saves back in the place of the current ones, which are removed.
 
     Raises:
-      StepKeptError: the current one is pinned or has a read lease.
+      StepKeptError: the current one is pinned or held by a reader.
       StorageError: the disk failed.
     """
     replaced = replaced_in(storage)

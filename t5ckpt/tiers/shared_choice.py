@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.commit.lease_time import time_text
+from t5ckpt.commit.run_clock import time_text
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import TransactionOptions
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
@@ -26,6 +27,7 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.distributed.processes import ServiceError
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StorageError
+from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import MANIFEST, file_checksums_name
 from t5ckpt.storage import Storage
@@ -48,7 +50,7 @@ class Leader:
         self.orders = orders
         self._local, self._run, self._clock = local, run, clock
 
-    def copy(self, step: int, pace: Callable[[int], None], replaces: bool) -> int:
+    def copy(self, step: int, pace: Callable[[int], None], rate: float, replaces: bool) -> int:
         """Copies a step of all local directories, and commits it; returns its bytes.
 
         Raises:
@@ -58,7 +60,9 @@ class Leader:
           UploadStopped: ``pace`` has raised it.
         """
         run, part = self._run, read_part(self._local, step)
-        options = TransactionOptions(may_replace=lambda: replaces)
+        # Of all processes, since an upload waits for saves.
+        nbytes = decode_facts(part.facts, run.url()).bytes or 0
+        options = TransactionOptions(may_replace=lambda: replaces, seconds=seconds_for(nbytes, rate))
         with open_transaction(run, step, self._clock, options) as work:
             directory = join(work.directory, work.generation)
             number = self.orders.send(Upload(step, part.save, directory))

@@ -49,12 +49,12 @@ class UnreadableStepError(StorageError):
     """A file of the local step cannot be read. A later attempt may succeed, if the disk has failed for a moment."""
 
 
-def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], clock: Clock) -> Copy:
-    """Copies a step of a job of one process, for :func:`upload`; ``pace`` as in ``Transfer``."""
+def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], rate: float, clock: Clock) -> Copy:
+    """Copies a step of a job of one process, for :func:`upload`; ``pace`` and ``rate`` as in ``Transfer``."""
 
     def copy(replaces: bool) -> int:
         source = Identity.now(locate_step(local, step))
-        transfer = Transfer(source, run, step, CopyOptions(workers=_WORKERS, overwrite=replaces), pace=pace)
+        transfer = Transfer(source, run, step, CopyOptions(workers=_WORKERS, overwrite=replaces), pace=pace, rate=rate)
         try:
             with source.checked_on_failure('uploaded'):
                 return transfer.run(clock).nbytes
@@ -82,7 +82,7 @@ def upload(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bo
     Raises:
       NotUploadableError: the local step is damaged or gone, or the run has this step of another save.
       UnreadableStepError: a local file cannot be read.
-      StepTakenError: another process is writing the step.
+      StepTakenError: another process has written, replaced or deleted the step.
       StorageError: the run's storage failed.
     """
     while True:

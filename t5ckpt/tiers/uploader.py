@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from t5ckpt.catalog.listing import has_step
+from t5ckpt.commit.markers import SLOWEST_RATE
 from t5ckpt.commit.retention import Retention
 from t5ckpt.distributed.processes import ServiceError
 from t5ckpt.errors import LocalDirError
@@ -54,6 +55,8 @@ class Uploader:
         self._schedule = schedule
         self._limit, self._saves_first = RateLimit(options.gbps), SavesFirst()
         self.note_save = self._saves_first.note_save
+        # Saves may take half of the time.
+        self._rate = SLOWEST_RATE if options.gbps is None else min(SLOWEST_RATE, options.gbps * 1e9 / 8 / 2)
         self.retention = Retention(self._local, KeepLatest(options.keep), self._clock)
         self.leader: Leader | None = None
         self.last_saved: int | None = None
@@ -117,9 +120,9 @@ class Uploader:
         self._dir.share_id()
         overwrite = self._intents.overwrites(step)
         if self.leader is None:
-            copy = copy_alone(self._local, self._run, step, pace, self._clock)
+            copy = copy_alone(self._local, self._run, step, pace, self._rate, self._clock)
         else:
-            copy = functools.partial(self.leader.copy, step, pace)
+            copy = functools.partial(self.leader.copy, step, pace, self._rate)
         (unreadable, since), self._unreadable = self._unreadable, (-1, 0.0)
         try:
             return upload(self._local, self._run, step, copy, overwrite=overwrite)

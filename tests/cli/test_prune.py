@@ -17,18 +17,16 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
 from t5ckpt.commit.dataset_files import remove_old_datasets
-from t5ckpt.commit.deletion import remove_hidden
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.read_lease import leased_directory, read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_lease import acquire_lease
 from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.format.names import busy_key
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -227,14 +225,14 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
-def test_a_step_with_a_read_lease_is_not_deleted(tmp_path, kind):
+def test_a_held_step_is_not_deleted(tmp_path, kind):
     place = str(tmp_path) if kind == 'file' else 'memory://t5ckpt-holds/run'
     storage, clock = open_storage(place), FakeClock()
     save(storage, range(4))
     retention = Retention(storage, KeepLatest(1), clock)
-    with read_lease(storage, 1, 60, clock) as is_there:
+    with hold(storage, 1, 60, clock) as is_there:
         assert is_there
-        assert {d.step: d.reason for d in retention.plan()}[1] == 'has a read lease'
+        assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
         assert [decision.step for decision in retention.carry_out()] == [0, 2]
         # Also for who has made a plan before.
         assert strategy_of(storage).hide(storage, 1, clock) is None
@@ -248,32 +246,9 @@ def test_a_step_with_a_read_lease_is_not_deleted(tmp_path, kind):
     assert [decision.step for decision in retention.carry_out()] == [1]
     retention.wait()
     assert t5ckpt.all_steps(place) == [3]
-    with read_lease(storage, 1, 60, clock) as is_there:
+    with hold(storage, 1, 60, clock) as is_there:
         assert not is_there
-    assert not storage.names(leased_directory(storage), 'held_')
-
-
-def rival_of(storage, step):
-    """The write lease of a live process elsewhere."""
-    owner = {'nonce': 'rival', 'host': 'elsewhere', 'place': 'boot', 'pid': 1, 'born': '1', 'beat': time.time()}
-    storage.write(busy_key(step, 'rival'), json.dumps(owner).encode())
-
-
-@pytest.mark.parametrize('is_taken_over', [False, True])
-def test_what_is_hidden_is_removed_by_whose_lease_it_is(tmp_path, is_taken_over):
-    storage = open_storage(f'memory://{tmp_path.name}/run')
-    save(storage.url(), [0, 1])
-    hidden = strategy_of(storage).hide(storage, 0, time.time)
-    assert hidden is not None
-    assert t5ckpt.all_steps(storage.url()) == [1]
-    if is_taken_over:
-        storage.delete_file(hidden.lease.key)
-        rival_of(storage, 0)
-    before = storage.names('.t5ckpt/busy', '')
-    assert len(before) == 1
-    remove_hidden(storage, hidden, time.time)
-    assert bool(storage.names('checkpoint_0', '')) == is_taken_over
-    assert storage.names('.t5ckpt/busy', '') == (before if is_taken_over else [])
+    assert not storage.names(catalog_of(storage).announcement_directory, 'held_')
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
@@ -289,7 +264,8 @@ def test_the_next_step_of_another_process_is_skipped(tmp_path, kind):
     assert t5ckpt.all_steps(place) == [1, 2]
     assert t5ckpt.load_t5x_checkpoint(place, 1)['params']['w'].sum() == 8
     if kind == 'memory':
-        assert not open_storage(place).names('.t5ckpt', 'busy')
+        # That of the step that was deleted.
+        assert [name.partition('.')[0] for name in open_storage(place).names('.t5ckpt/busy', '')] == ['0']
 
 
 # --- two deleters ---------------------------------------------------------------------------------------------------
@@ -469,24 +445,17 @@ def test_weights_are_exported_beside_the_run(tmp_path):
         t5ckpt.find_checkpoint(tmp_path / 'other')
 
 
-@pytest.mark.parametrize('state', ['being deleted', 'deleted'])
-def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path, state):
+def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path):
     """Nothing is written into what another process removes."""
-    storage = open_storage(f'memory://{tmp_path.name}-{state[:2]}/run')
+    storage = open_storage(f'memory://{tmp_path.name}/run')
     save(storage.url(), [0, 1])
     for step in (0, 1):
         storage.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
+    storage.delete_file('checkpoint_0/checkpoint')
     before = set(storage.walk('checkpoint_0'))
-    lease = acquire_lease(storage, 0, time.time) if state == 'being deleted' else None
-    if lease is None:
-        storage.delete_file('checkpoint_0/checkpoint')
-        before = set(storage.walk('checkpoint_0'))
     remove_old_datasets(storage, [0, 1], 1, None, time.time)
     assert set(storage.walk('checkpoint_0')) == before
-    if lease is not None:
-        lease.release()
-        remove_old_datasets(storage, [0, 1], 1, None, time.time)
-        assert storage.names('checkpoint_0', 'train_ds') == []
+    collect(storage, lambda: time.time() + 8000)
     assert storage.names('.t5ckpt/busy', '') == []
 
 
@@ -505,7 +474,7 @@ def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keepe
         assert run.read('checkpoint_1/checkpoint') == old
         assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
     else:
-        with read_lease(run, 1, 60, time.time):
+        with hold(run, 1, 60, time.time):
             assert collect(run, time.time)[0] == []
             assert run.read('checkpoint_1.replaced-1000/checkpoint') == old
     assert collect(run, time.time)[0] == ['checkpoint_1.replaced-1000']

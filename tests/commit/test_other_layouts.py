@@ -15,8 +15,8 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.commit.holds import hold
 from t5ckpt.commit.other_layouts import delete_other, step_in_other_layout
-from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.storage import open_storage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float32)}, 'count': np.int32(0)}
@@ -121,7 +121,7 @@ def test_rm_deletes_one_by_hand(run_dir, make):
 
 
 def test_rm_keeps_one_that_is_read(mixed):
-    with read_lease(open_storage(mixed), 2, 60.0, time.time) as is_there:
+    with hold(open_storage(mixed), 2, 60.0, time.time) as is_there:
         assert is_there
         assert 'nothing was deleted: 2 must stay' in t5ckpt_cli('rm', f'{mixed}@2', '--yes', code=1)
         storage = open_storage(mixed)

@@ -1,6 +1,5 @@
 """What to keep and when to save: tables, and plans that hold for any run."""
 
-import dataclasses
 import json
 import math
 
@@ -206,7 +205,7 @@ def test_any_plan_spares_what_must_stay_and_is_idempotent(policy, facts, just_sa
     assert [decision.step for decision in plan] == sorted(info.step for info in facts)
     assert all(decision.reason for decision in plan)
     stays = {decision.step for decision in plan if decision.keep}
-    must = {info.step for info in facts if info.pinned or info.has_read_lease or info.step == just_saved}
+    must = {info.step for info in facts if info.pinned or info.held or info.step == just_saved}
     must |= {max((info.step for info in facts), default=just_saved)} & {info.step for info in facts}
     assert must & {info.step for info in facts} <= stays
     assert kept(policy, [info for info in facts if info.step in stays], just_saved) == sorted(stays)
@@ -355,11 +354,3 @@ def test_a_policy_that_is_joined_too_deep():
     for _ in range(500):
         told = {'keep': 'KeepAny', 'policies': [told]}
     assert policy_of(told) is None
-
-
-def test_a_step_info_takes_its_read_lease_under_both_names():
-    infos = [StepInfo(3, False, True), StepInfo(3, has_read_lease=True), StepInfo(3, held=True)]
-    assert [(info.has_read_lease, info.held) for info in infos] == [(True, True)] * 3
-    assert len({repr(info) for info in infos}) == 1
-    assert not StepInfo(3).has_read_lease
-    assert dataclasses.replace(infos[2], step=4) == StepInfo(4, has_read_lease=True)

@@ -1,4 +1,4 @@
-"""Two trainers save the same steps at once, and one of them is stopped at random, often for longer than its lease."""
+"""Two trainers save the same steps at once, and one of them is stopped at random, often for hours of its clock."""
 
 import concurrent.futures
 import contextlib
@@ -19,7 +19,7 @@ _TRAINER = """
 import json, sys, time
 import numpy as np
 import t5ckpt
-from t5ckpt.commit.lease_owner import process_facts
+from t5ckpt.commit.writers import writer_facts
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.base import Lock
 from t5ckpt.testing import FaultyStorage
@@ -34,9 +34,9 @@ def scaled(unix):
     return start + (unix - start) * speed
 
 class Machine(FaultyStorage):
-    # Nobody else sees whether the process has ended, or its locks, so its leases expire.
+    # Nobody else sees whether the process has ended, or its locks, so only the clock tells that it may act no more.
     def _named(self, data):
-        own = process_facts()['place'].encode()
+        own = writer_facts()['place'].encode()
         return data if b'"digests"' in data else data.replace(own, b'machine %d' % name)
     def write(self, key, data):
         super().write(key, self._named(data))
@@ -64,20 +64,19 @@ with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=
             answer = f'failed: {type(error).__name__}'
         print(answer, flush=True)
 """
-# Seconds of the trainers in one of ours: the lease, of ten minutes in a bucket and an hour for a directory, lasts two seconds and
-# one. If a clock runs much faster, the waits of a second for another writer are over before a busy machine has run it, and now
-# and then both give the step up.
-_SPEED = {'files': 3600.0, 'az': 300.0, 'gs': 300.0, 's3': 300.0}
-_LEASE = {'files': 3600.0, 'az': 600.0, 'gs': 600.0, 's3': 600.0}
+# Seconds of the trainers in one of ours. A horizon lasts one second and four: a
+# save on a busy machine has to end within its horizon.
+_SPEED = {'files': 3600.0, 'az': 900.0, 'gs': 900.0, 's3': 900.0}
+_HORIZON_SECONDS = 3600.0
 _STEPS, _SEED = (int(os.environ.get(f'T5CKPT_RACE_{name}', value)) for name, value in (('STEPS', 8), ('SEED', 18)))
-# Of these leases. Up to an hour, after which garbage collection, too, takes what a writer in a bucket has left.
-_STOPS = dict.fromkeys(_SPEED, (0, 1.3, 1.3, 1.3, 7)) | {'files': (0, 1.3, 1.3, 1.3, 1.6)}
+# In hours. After two, garbage collection takes what a writer in a bucket has left.
+_STOPS = dict.fromkeys(_SPEED, (0, 0.6, 1.3, 2.3, 2.6)) | {'files': (0, 1.3, 1.3, 1.3, 1.6)}
 
 
 def race(url, kind, rounds, seed):
     """Both save each step, and one of them is stopped somewhere; the answers of both, by step."""
     rng, start = random.Random(seed), time.time()
-    stops = [stop * _LEASE[kind] / _SPEED[kind] for stop in _STOPS[kind]]
+    stops = [stop * _HORIZON_SECONDS / _SPEED[kind] for stop in _STOPS[kind]]
     with contextlib.ExitStack() as stack:
         trainers = []
         for name in (0, 1):
@@ -96,7 +95,7 @@ def race(url, kind, rounds, seed):
 
 def _step(trainers, step, stops, rng):
     order, stopped = rng.sample(trainers, 2), rng.choice(trainers)
-    # The other one begins at once, or finds the lease that has expired.
+    # The other one begins at once, or when the horizon is over.
     begins_late = rng.random() < 0.5
     for trainer in order:
         trainer.stdin.write(f'{step}\n')

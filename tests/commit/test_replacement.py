@@ -18,7 +18,7 @@ import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -101,8 +101,14 @@ def keys(storage, below='checkpoint_1'):
     return {key.removeprefix(f'{below}/') for key, _ in storage.walk(below)}
 
 
-def leases(storage):
+def markers(storage):
     return [key for key, _ in storage.walk('.t5ckpt/busy')]
+
+
+def kept_markers(storage):
+    """Those that garbage collection leaves when all are due."""
+    collect(storage, FakeClock(2**31))
+    return markers(storage)
 
 
 # --- what it gives ---------------------------------------------------------------------------------------------------
@@ -123,7 +129,7 @@ def test_overwrite(run, capsys):
         assert t5ckpt.all_steps(run) == [1]
         assert len(keys(storage)) == len(first)
         assert not keys(storage).intersection(first) - {'checkpoint'}
-        assert not leases(storage)
+        assert not kept_markers(storage)
     with checkpointer(run) as ck:
         assert ck.metrics(1) == {'loss': 3.0}
         # Where nothing is there it is a save.
@@ -191,7 +197,7 @@ def test_a_step_without_facts_is_overwritten_too(url):
     storage.write('checkpoint_1/checkpoint', split_facts(storage.read('checkpoint_1/checkpoint'))[0])
     storage.write('checkpoint_1/target.x/.zarray', b'{}')
     save(url, 2, overwrite=True)
-    assert not leases(storage)
+    assert not kept_markers(storage)
     assert len({generation_of(key.removeprefix('checkpoint_1/')) for key, _ in storage.walk('checkpoint_1')}) == 2
     assert not storage.is_file('checkpoint_1/target.x/.zarray')
 
@@ -254,7 +260,7 @@ def test_a_reader_waits_while_the_manifest_is_replaced(url, when):
     storage, read = open_storage(url), []
 
     def evaluate():
-        with read_lease(storage, 1, 60, time.time) as is_there:
+        with hold(storage, 1, 60, time.time) as is_there:
             read.append(is_there and value_of(url))
 
     reader = threading.Thread(target=evaluate)
@@ -409,12 +415,12 @@ def test_a_failure_at_each_operation(kind, sticky, iterates, caplog):
         report = t5ckpt.verify(url, full=True)
         assert report.ok
         assert not report.notes
-        assert not leases(open_storage(url))
+        assert not kept_markers(open_storage(url))
     assert set(found) == {1, 2}
 
 
 def _killed(url, at):
-    """An overwrite that ended at its n-th operation, and its lease with it."""
+    """An overwrite that ended at its n-th operation."""
     save(url, 1)
     with contextlib.suppress(StorageError):
         save(FaultyStorage(open_storage(url), at, sticky=True), 2, overwrite=True)
@@ -429,12 +435,12 @@ def _manifest_put(url):
 
 
 @pytest.mark.parametrize('then', ['skip', 'overwrite', 'delete', 'keep_dataset_checkpoints'])
-def test_the_lease_of_a_killed_overwrite_is_taken_over(url, then):
-    """Whatever takes it over, its leftovers go."""
+def test_the_files_of_a_killed_overwrite_are_collected(url, then):
+    """Whatever is done with the step meanwhile, its leftovers go."""
     at = _manifest_put(f'memory://{uuid.uuid4().hex}/run')
     storage = _killed(url, at)
     assert any(key.startswith('t5ckpt-') for key in keys(storage))
-    assert leases(storage)
+    assert markers(storage)
     if then == 'delete':
         with checkpointer(url) as ck:
             ck.delete(1)
@@ -443,48 +449,28 @@ def test_the_lease_of_a_killed_overwrite_is_taken_over(url, then):
             ck.save(state(4), step=4)
     else:
         save(url, 3, overwrite=then == 'overwrite')
-    # Requests of the dead owner may arrive, so the record of a writer that has found its own stays for an hour.
-    assert then in ('delete', 'keep_dataset_checkpoints') or leases(storage)
     save(url, 5, step=5, clock=FakeClock(2**31))
     if then == 'delete':
         assert not keys(storage)
     else:
         assert value_of(url) == (3 if then == 'overwrite' else 1)
         assert t5ckpt.verify(url, 1, full=True).notes == ()
-    assert not leases(storage)
-
-
-def test_leftovers_stay_while_a_reader_holds_the_step(url):
-    storage = _killed(url, _manifest_put(f'memory://{uuid.uuid4().hex}/run') + 1)
-    before = keys(storage)
-    steps = t5ckpt.checkpoints_iterator(url, timeout=0, hold_seconds=60)
-    assert next(steps) == 1
-    save(url, 5, step=5)
-    assert keys(storage) == before
-    steps.close()
-    save(url, 6, step=6, clock=FakeClock(2**31))
-    assert keys(storage) < before
-    assert t5ckpt.verify(url, 1, full=True).notes == ()
+    assert not kept_markers(storage)
 
 
 # --- two writers ------------------------------------------------------------------------------------------------------
 
 
 def test_two_overwriters(run, caplog):
-    """One stalls until its lease expires and another has overwritten the step: the manifest is no longer the one it read."""
+    """One stalls until another has overwritten the step: the manifest is no longer the one it read."""
     save(run, 1)
 
     class Stalled(FaultyStorage):
         def replace(self, key, data, version):
             if key != 'checkpoint_1/checkpoint':
                 return super().replace(key, data, version)
-            # After the last look at the lease.
-            (name,) = leases(self)
-            lease = self.read(name)
-            self.delete_file(name)
             with other:
                 assert other.save(state(2), step=1, overwrite=True).step == 1
-            self.write(name, lease)
             return super().replace(key, data, version)
 
     other = Checkpointer(state(0), checkpoints_dir=Unlocked(open_storage(run)), **OPTIONS)
@@ -512,7 +498,7 @@ def test_a_store_that_refuses(url):
     with pytest.raises(AccessDeniedError):
         save(Refusing(open_storage(url)), 2, overwrite=True)
     assert keys(open_storage(url)) == before
-    assert not leases(open_storage(url))
+    assert not kept_markers(open_storage(url))
 
 
 @pytest.mark.parametrize('when', ['replace', 'after replace'])

@@ -160,7 +160,7 @@ def test_a_copy_that_failed_leaves_no_files(bucket, tmp_path):
     assert t5ckpt.all_steps(target) == []
     assert [*open_storage(target).walk('checkpoint_3')] == []
     t5ckpt.copy_checkpoint(source, target)
-    # A request of the first call may arrive, so its lease is removed an hour later.
+    # A request of the first call may arrive, so its marker is removed two hours later.
     collect(open_storage(target), lambda: time.time() + 7200)
     assert open_storage(target).names('.t5ckpt/busy', '') == []
     assert t5ckpt.verify(target, full=True).ok

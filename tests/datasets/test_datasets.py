@@ -19,7 +19,7 @@ from support.bits import assert_same
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.datasets import as_dataset_iterator, decode_state, encode_state
 from t5ckpt.storage import open_storage
 
@@ -445,16 +445,16 @@ def test_positions_are_kept_for_the_latest_steps_only(run_dir):
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
-def test_a_step_with_a_read_lease_keeps_its_position(kind, run_dir, caplog):
+def test_a_held_step_keeps_its_position(kind, run_dir, caplog):
     caplog.set_level('INFO', 't5ckpt')
     place = run_dir if kind == 'file' else f'memory://{uuid.uuid4().hex}/run'
     with checkpointer(place, GetSet(), keep_dataset_checkpoints=1) as ck:
         ck.save(STATE, step=0)
-        with read_lease(open_storage(place), 0, 60, time.time) as is_there:
+        with hold(open_storage(place), 0, 60, time.time) as is_there:
             assert is_there
             ck.save(STATE, step=1)
             assert ck.all_dataset_checkpoint_steps() == [0, 1]
-        assert 'has a read lease, so it was not stripped of its iterator state' in caplog.text
+        assert 'is held by a reader, so it was not stripped of its iterator state' in caplog.text
         ck.save(STATE, step=2)
         assert ck.all_dataset_checkpoint_steps() == [2]
 

@@ -52,8 +52,9 @@ def test_retention_and_a_step_that_is_there(job_and_bucket):
     url = bucket.url()
     assert job.run('many_saves', url, 2) == [[2, 3]] * 4
     assert job.run('save', url, 3, 5) == [[1, None]] * 4
+    # The marker of the deletion stays for two horizons.
     names = {key.partition('/')[0] for key, _ in open_storage(url).walk('')}
-    assert names == {'checkpoint_2', 'checkpoint_3'}
+    assert names == {'.t5ckpt', 'checkpoint_2', 'checkpoint_3'}
 
 
 def test_replace_and_delete(job_and_bucket):
@@ -64,7 +65,9 @@ def test_replace_and_delete(job_and_bucket):
     assert [answer[-2:] for answer in answers] == [[[1, 4], {'by': 0}]] * 4
     report = t5ckpt.verify(url, 1, full=True)
     assert (report.ok, report.notes) == (True, ())
-    assert not list(open_storage(url).walk('.t5ckpt/busy'))
+    storage = open_storage(url)
+    assert [len(storage.names(f'checkpoint_{step}', 't5ckpt-')) for step in (1, 4)] == [1, 1]
+    assert storage.names('', 'checkpoint_') == ['checkpoint_1', 'checkpoint_4']
 
 
 def test_local_directories_of_four_and_their_bucket(job_and_bucket, tmp_path):

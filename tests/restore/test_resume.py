@@ -20,7 +20,7 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import MODEL, OPTIMIZER, Checkpointer, SaveEvery, WarmStart, restore_or_init
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -175,15 +175,15 @@ def test_a_pinned_one_is_not_put_aside(tmp_path, caplog):
     assert 'cannot be saved there again' in caplog.text
 
 
-def test_one_with_a_read_lease_is_not_put_aside(tmp_path, caplog):
+def test_one_that_is_held_is_not_put_aside(tmp_path, caplog):
     run_with(tmp_path, [1, 2])
     lose_a_chunk(tmp_path / 'checkpoint_2')
     with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
-        with read_lease(open_storage(tmp_path), 2, 60, time.time):
+        with hold(open_storage(tmp_path), 2, 60, time.time):
             assert value_of(restore_or_init(ck, must_not_run)) == 1
             assert ck.all_steps() == [1, 2]
         assert 'cannot be saved there again' in caplog.text
-        assert 'has a read lease, so it was not renamed' in caplog.text
+        assert 'is held by a reader, so it was not renamed' in caplog.text
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1]
     assert not [name for name in os.listdir(tmp_path) if name.startswith('deleting_')]

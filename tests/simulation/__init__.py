@@ -10,7 +10,7 @@ each change of the storage the *observer* (``world.py``) checks that
 
 - each listed step is complete, until a process that may delete it does so;
 - a step has one writer, and a save returns a checkpoint only if it is listed;
-- a reader with a read lease finds its step, and all of its chunks;
+- a reader that a reader holds finds its step, and all of its chunks;
 - a pinned step stays;
 - a save that has returned survives every crash;
 - the next save leaves no leftovers;

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from simulation.scheduler import Decision, Scheduler
 from simulation.tasks import Task
 
-# The durations for which a process or a request is stopped: for a moment, and beyond a rival's patience, a heartbeat, a write
-# lease, and the hour of garbage collection.
-_PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0)
-# A late request arrives while its record lingers (``commit/write_lease.py``).
+# The durations for which a process or a request is stopped: for a moment, and beyond the patience of a rival, a minute in which a
+# deleter decides, the wait of a reader, one horizon of a marker, and two.
+_PAUSES = (2.0, 8.0, 90.0, 700.0, 4000.0, 9000.0)
+# A late request arrives within the second horizon (``commit/markers.py``).
 _LATE = (2.0, 8.0, 90.0, 700.0, 2000.0)
 
 

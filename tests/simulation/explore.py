@@ -14,10 +14,12 @@ from simulation.tasks import Task
 from simulation.world import World
 from t5ckpt.errors import T5CkptError, UnsupportedFormatError
 
-_LEFTOVER_SECONDS = 7200.0
+# Two horizons of a marker, and as much for processes that were stopped.
+_LEFTOVER_SECONDS = 20_000.0
 # The files that may remain after a save without faults.
 _RANDOM = re.compile('[0-9a-f]{16}')
 _OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(run_id|tier\.json|taken\.json)$|checkpoint_[0-9]+\.damaged-')
+_MARKER = re.compile(r'\.t5ckpt/busy/[0-9]+\.([0-9]+)\.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,10 @@ class Explorer:
     def _leftover(world: World) -> str | None:
         for observer, keys in ((world.observer, world.keys()), (world.local, world.local_keys())):
             for key in sorted(keys):
+                # The last save may have replaced a broken step, whose files may still arrive.
+                marker = _MARKER.match(key)
+                if marker is not None and int(marker.group(1)) > world.scheduler.now:
+                    continue
                 match = _OWN.match(key)
                 step = None if match is None else match.group(1)
                 if match is None or (step is not None and int(step) not in observer.visible):

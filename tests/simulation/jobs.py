@@ -205,7 +205,7 @@ def _in_both(*programs: Callable[[int], Callable[[], None]]) -> Callable[[int], 
 
 
 def jobs(world: World) -> Sequence[Task]:
-    """Three processes save a step, and a job of two, begun when the lease of the first has expired, the same and the next."""
+    """Three processes save a step, and a job of two, begun when the horizon of the first is over, the same and the next."""
     first, second = Job(world, 3, 1, timeout=60.0), Job(world, 2, 2, timeout=60.0)
     later = second.saver([3, 4])
     return [
@@ -217,14 +217,14 @@ def jobs(world: World) -> Sequence[Task]:
 def stopped_job(world: World) -> Sequence[Task]:
     """Two processes save a step; a trainer collects their leftovers while process 1 may still be stopped.
 
-    Process 0 is not stopped: its manifest would be there for a moment after the collection, until it removes it again.
+    Process 0 is not stopped: its manifest would be there for a moment after the collection.
     """
     made = Job(world, 2, 1, timeout=60.0)
     tasks = made.start('job', made.saver([3]))
     tasks[0].process.has_faults = False
     return [
         *tasks,
-        world.start('trainer', after(3900.0, saver(world, 3, [8])), machine='c'),
+        world.start('trainer', after(7500.0, saver(world, 3, [8])), machine='c'),
     ]
 
 

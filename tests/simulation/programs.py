@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
+from t5ckpt.commit.holds import hold
 from t5ckpt.commit.pins import pin_in
-from t5ckpt.commit.read_lease import read_lease
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -49,8 +50,8 @@ def saver(
       world: the run.
       value: of the state.
       steps: the steps.
-      how: 'save', 'async', 'overwrite', 'slow', where a chunk takes longer than the time between two heartbeats, or 'late', where
-        the process is stopped for longer than an hour before its manifest.
+      how: 'save', 'async', 'overwrite', or 'late', where
+        the process is stopped for longer than two hours before its manifest.
       run: the name of the run.
       options: of ``Checkpointer``.
     """
@@ -65,19 +66,17 @@ def saver(
     def train() -> None:
         given = {**OPTIONS, **options}
         storage = world.storage(run)
-        if how == 'slow':
-            write = storage.write_direct
-            storage.write_direct = lambda key, data: (wait_until(lambda: False, 65.0), write(key, data))[1]
         if how == 'late':
-            replace, stops = storage.replace, [4000.0]
+            replace, stops = storage.replace, [8000.0]
             storage.replace = lambda key, data, version: (
                 _stop(stops.pop() if stops and key.endswith(f'/{MANIFEST}') else 0.0),
                 replace(key, data, version),
             )[1]
         with Checkpointer(state_of(value), checkpoints_dir=storage, **given) as ck:
             for step in steps:
-                # A step that is pinned or has a read lease is not replaced.
-                with contextlib.suppress(StepKeptError):
+                # A step that is pinned or is held by a reader is not replaced.
+                # One that was stopped for hours gives up.
+                with contextlib.suppress(StepKeptError, *([StorageError] if how == 'late' else [])):
                     save(ck, step)
 
     return train
@@ -93,20 +92,20 @@ def _stop(seconds: float) -> None:
 
 
 def reader(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:
-    """An evaluator that reads a step under a read lease."""
+    """An evaluator that reads a step under a hold."""
 
     def run() -> None:
         storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
-        with read_lease(storage, step, seconds, clock) as is_there:
+        with hold(storage, step, seconds, clock) as is_there:
             if not is_there:
                 return
             until = began + seconds
-            world.observer.is_leased(process, step, until)
+            world.observer.is_held(process, step, until)
             try:
                 _read(world, step)
             except (CheckpointNotFoundError, CorruptCheckpointError, ChangedMeanwhileError) as error:
                 if world.scheduler.now < until:
-                    world.scheduler.fail(f'a reader with a lease of step {step}: {type(error).__name__}: {error}')
+                    world.scheduler.fail(f'a reader with a hold of step {step}: {type(error).__name__}: {error}')
             finally:
                 world.observer.is_returned(process, step)
 
@@ -127,7 +126,7 @@ def _read(world: World, step: int) -> None:
 
 
 def viewer(world: World, step: int) -> Callable[[], None]:
-    """A program that reads a step without a lease. The step may be deleted or replaced meanwhile, and is not damaged then."""
+    """A program that reads a step without a hold. The step may be deleted or replaced meanwhile, and is not damaged then."""
 
     def run() -> None:
         try:
@@ -161,7 +160,9 @@ def remover(world: World, step: int, *, has_rivals: bool = True) -> Callable[[],
                 world.observer.may_disappear.add(step)
                 raise
             world.observer.ended.add((current_task().process.name, step))
-            raise
+            # The step that was read was replaced meanwhile.
+            if error.errno != errno.EBUSY:
+                raise
         world.observer.ended.add((current_task().process.name, step))
 
     return run

@@ -57,7 +57,7 @@ def main():
         if wanted and not any(each in bug['name'] for each in wanted):
             continue
         with tempfile.TemporaryDirectory() as root:
-            failure, schedules = find(bug, Path(root), bug.get('first', 0))
+            failure, schedules = find(bug, Path(root), 0)
         where = 'NOT FOUND' if failure is None else failure.scenario
         sys.stdout.write(f'| {bug["name"]} | {where} | {schedules:,} |\n')
         sys.stdout.flush()

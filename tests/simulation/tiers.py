@@ -16,6 +16,7 @@ from simulation.virtual import clock
 from simulation.world import World, state_of
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
+from t5ckpt.commit.taken_steps import BeingHiddenError
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StepKeptError
 from t5ckpt.format.names import to_persist_file
 
@@ -58,7 +59,8 @@ def tier_remover(step: int) -> Callable[[], None]:
     """``t5ckpt rm`` of a local step."""
 
     def run() -> None:
-        with contextlib.suppress(CheckpointNotFoundError, StepKeptError):
+        # The trainer deletes it, too, and may have been stopped.
+        with contextlib.suppress(CheckpointNotFoundError, StepKeptError, BeingHiddenError):
             delete_step(SimulatedDirectory('local'), step, clock)
 
     return run

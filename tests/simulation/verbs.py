@@ -16,7 +16,7 @@ from t5ckpt.catalog.listing import steps_in
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.commit.retention import Retention
 from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
 from t5ckpt.errors import (
@@ -80,21 +80,21 @@ def stripper(world: World) -> Callable[[], None]:
 
 
 def holder(world: World, step: int, seconds: float = 600.0) -> Callable[[], None]:
-    """A program that leases a step, and reads all of its files twice."""
+    """A program that holds a step, and reads all of its files twice."""
 
     def run() -> None:
         storage, process, began = world.storage(), current_task().process.name, world.scheduler.now
-        with read_lease(storage, step, seconds, clock) as is_there:
+        with hold(storage, step, seconds, clock) as is_there:
             if not is_there:
                 return
-            world.observer.is_leased(process, step, began + seconds)
+            world.observer.is_held(process, step, began + seconds)
             try:
                 keys = [key for key, _ in storage.walk(step_dir(step)) if not key.endswith(PINNED)]
                 for key in [*keys, *keys]:
                     storage.read(key)
             except CheckpointNotFoundError as error:
                 if world.scheduler.now < began + seconds:
-                    world.scheduler.fail(f'a file of step {step}, which has a read lease, is gone: {error}')
+                    world.scheduler.fail(f'a file of step {step}, which is held by a reader, is gone: {error}')
             finally:
                 world.observer.is_returned(process, step)
 

@@ -22,8 +22,8 @@ from simulation.tasks import Process, Task
 from t5ckpt.format.names import MANIFEST, to_persist_file
 from t5ckpt.storage import Storage
 
-# After this time without a heartbeat, garbage collection takes the files of a writer.
-_COLLECTED_SECONDS = 3600.0
+# The age of a marker, less the difference of clocks, at which garbage collection takes the files of a writer.
+_COLLECTED_SECONDS = 6600.0
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]*)')
 
 
@@ -85,7 +85,7 @@ class Observer:
         self.replacers: set[str] = set()
         self.ended: set[tuple[str, int]] = set()
         self.may_disappear: set[int] = set()
-        self.leases: dict[tuple[str, int], float] = {}
+        self.holds: dict[tuple[str, int], float] = {}
         self.pins: set[int] = set()
         self.least = 0
         self.damaged: dict[int, float] = {}
@@ -114,15 +114,15 @@ class Observer:
         if self.visible.get(step) == value:
             self.saved[step] = value
 
-    def is_leased(self, process: str, step: int, until: float) -> None:
+    def is_held(self, process: str, step: int, until: float) -> None:
         """A reader may read a step until some time."""
-        self.leases[process, step] = until
+        self.holds[process, step] = until
         if step not in self.visible:
-            self._scheduler.fail(f'{process} has a read lease of step {step}, which does not exist')
+            self._scheduler.fail(f'{process} is held by a reader of step {step}, which does not exist')
 
     def is_returned(self, process: str, step: int) -> None:
-        """The reader has ended its lease."""
-        self.leases.pop((process, step), None)
+        """The reader has ended its hold."""
+        self.holds.pop((process, step), None)
 
     def is_deletable(self, step: int) -> bool:
         """Whether a process is meant to delete or replace a step."""
@@ -211,9 +211,9 @@ class Observer:
         if not (takes_back or self._may(step, hides=True)):
             self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')
         now = self._scheduler.now
-        for (process, leased), until in self.leases.items():
-            if leased == step and until > now and not self._scheduler.processes[process].is_dead:
-                self._scheduler.fail(f'step {step} is gone while {process} has a read lease of it')
+        for (process, held), until in self.holds.items():
+            if held == step and until > now and not self._scheduler.processes[process].is_dead:
+                self._scheduler.fail(f'step {step} is gone while {process} is held by a reader of it')
         if len(self.visible) <= self.least:
             self._scheduler.fail(f'step {step} is gone, of the {self.least} that the policy keeps')
         if step in self.pins:

@@ -17,6 +17,8 @@ from t5ckpt.testing import FakeClock
 
 OPTIONS = {'retry_seconds': 5.0}
 STEP = 5
+# Longer than two of the horizons of commit/markers.py.
+AFTER_TWO_HORIZONS = 7300
 
 
 def state(seed):
@@ -79,13 +81,14 @@ def keys(url):
 @pytest.mark.parametrize('ending', ['w/0.0', 'w/.zarray', '.json', 'integrity.0.json', 'checkpoint_5/checkpoint'])
 @pytest.mark.parametrize('kind', ['write', 'delete'])
 def test_a_late_request_of_an_earlier_save(bucket, kind, ending):
-    """What it leaves is in no one's way, and goes with the step."""
+    """What it leaves is in no one's way, and is removed two horizons after its step was deleted."""
     url, clock = saved_twice(bucket, kind, ending)
     assert is_whole(url)
     with checkpointer(url, clock) as ck:
         ck.delete(STEP)
-        assert not keys(url)
+        clock.advance(AFTER_TWO_HORIZONS)
         ck.save(state(3), step=STEP)
+        assert len({key.split('/')[1] for key in keys(url) if '/t5ckpt-' in key}) == 1
     assert is_whole(url, 3)
 
 
@@ -165,7 +168,7 @@ def heal(bucket):
 
 @pytest.mark.parametrize('ending', ['w/0.0', 'w/.zarray', 'integrity.0.json', '.json', 'checkpoint_5/checkpoint'])
 def test_a_late_write_of_a_save_that_failed(bucket, ending):
-    """What it leaves is removed an hour later. A late manifest finds its files, so the step is whole."""
+    """What it leaves is removed two horizons later. A late manifest finds its files, so the step is whole."""
     url, clock = bucket.url(), FakeClock()
     with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
         fail(bucket, 'write', ending)
@@ -176,7 +179,7 @@ def test_a_late_write_of_a_save_that_failed(bucket, ending):
         ck.save(state(2), step=6)
         release(bucket)
         assert keys(url)
-        clock.advance(7200)
+        clock.advance(AFTER_TWO_HORIZONS)
         ck.save(state(3), step=7)
     if ending == 'checkpoint_5/checkpoint':
         assert t5ckpt.all_steps(url) == [STEP, 6, 7]
@@ -185,10 +188,10 @@ def test_a_late_write_of_a_save_that_failed(bucket, ending):
     else:
         assert t5ckpt.all_steps(url) == [6, 7]
         assert not keys(url)
-    assert not leases(url)
+    assert not markers(url)
 
 
-def leases(url):
+def markers(url):
     return [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key]
 
 
@@ -203,15 +206,15 @@ def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket):
         assert t5ckpt.all_steps(url) == [STEP]
         heal(bucket)
         release(bucket)
-        clock.advance(7200)
+        clock.advance(AFTER_TWO_HORIZONS)
         ck.save(state(2), step=6)
     assert t5ckpt.all_steps(url) == [6]
     assert not keys(url)
-    assert not leases(url)
+    assert not markers(url)
 
 
-def test_a_late_write_of_a_lease_damages_nothing(bucket):
-    """The record of a save that has ended comes back; garbage collection takes it when it has expired."""
+def test_a_late_write_of_a_marker_damages_nothing(bucket):
+    """That of a save that has ended comes back; garbage collection takes it when it is due."""
     url, clock = bucket.url(), FakeClock()
 
     def choose(kind, key):
@@ -225,12 +228,12 @@ def test_a_late_write_of_a_lease_damages_nothing(bucket):
     bucket.proxy.choose = lambda kind, key: None
     release(bucket)
     assert is_of(loaded(url), 1)
-    clock.advance(7200)
+    clock.advance(AFTER_TWO_HORIZONS)
     with checkpointer(url, clock) as ck:
         ck.save(state(6), step=6)
     assert t5ckpt.all_steps(url) == [STEP, 6]
     assert is_of(loaded(url), 1)
-    assert not leases(url)
+    assert not markers(url)
 
 
 def test_a_late_manifest_of_an_overwrite_is_refused_by_its_condition(gs):

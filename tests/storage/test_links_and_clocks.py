@@ -138,7 +138,7 @@ def test_the_times_of_the_files_of_steps_decide_nothing(tmp_path, when):
 
 
 def test_a_clock_that_steps_back(tmp_path):
-    """Between saves and within one: by a day, which is more than any lease lasts."""
+    """Between saves and within one: by a day, which is more than any horizon."""
     clock, run = FakeClock(), tmp_path / 'run'
 
     def stepping(done, total):

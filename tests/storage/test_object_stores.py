@@ -468,18 +468,18 @@ def test_damage_is_an_error(bucket):
 # What docs/storage.md says: requests of a save of two chunks, of one that also deletes a step, and of a restore of one of three.
 REQUESTS = {
     'az': [
-        {'write': 6, 'read': 1, 'list': 3, 'delete': 1},
-        {'write': 7, 'read': 3, 'list': 5, 'head': 4, 'delete': 4},
+        {'write': 6, 'list': 2, 'delete': 1},
+        {'write': 8, 'read': 2, 'list': 4, 'head': 5, 'delete': 3},
         {'read': 5, 'list': 2, 'head': 1},
     ],
     's3': [
-        {'write': 6, 'read': 1, 'list': 3, 'delete': 1},
-        {'write': 7, 'read': 3, 'list': 5, 'head': 4, 'delete': 4},
+        {'write': 6, 'list': 2, 'delete': 1},
+        {'write': 8, 'read': 2, 'list': 4, 'head': 5, 'delete': 3},
         {'read': 5, 'list': 2, 'head': 1},
     ],
     'gs': [
-        {'write': 6, 'read': 2, 'list': 4, 'delete': 1},
-        {'write': 7, 'read': 8, 'list': 6, 'delete': 7},
+        {'write': 6, 'read': 1, 'list': 3, 'delete': 1},
+        {'write': 8, 'read': 8, 'list': 5, 'delete': 6},
         {'read': 6, 'list': 2},
     ],
 }
@@ -547,7 +547,7 @@ def test_the_requests_of_a_save_and_a_restore(bucket):
 
 
 def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):
-    """The save is skipped, and leaves no lease under which the step would be collected."""
+    """The save is skipped, and leaves no marker by which the step would be collected."""
     url = bucket.url()
     bucket.put(f'{url}/checkpoint_1/_METADATA', b'{}')
     assert checkpointer(url).save(at(1)) is None

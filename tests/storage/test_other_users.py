@@ -116,34 +116,33 @@ def test_two_users_share_a_run(place):
         assert (replaced == 3) if may_delete else (replaced[0] == 'AccessDeniedError'), (case, replaced)
 
 
-LEASES = """
+MARKERS = """
 os.mkdir(run)
 os.chown(run, A, GROUP)
 os.chmod(run, 0o2770)
 become(A, lambda: save(1), 0o002)
-owner = {'nonce': '0123456789abcdef', 'host': 'h', 'place': 'x', 'pid': 1, 'born': '', 'beat': time.time() - 7200}
+record = {'directories': [], 'unix': time.time() - 7300, 'owner': {'host': 'h', 'place': 'x', 'pid': 1, 'born': ''}}
 for step in (1, 7):
     name = f'{run}/deleting_{step}.0123456789abcdef'
     with open(name, 'w') as file:
-        json.dump({**owner, 'action': 'delete'}, file)
+        json.dump({**record, 'action': 'hide'}, file)
     os.chown(name, A, GROUP)
     os.chmod(name, 0o600)
-    os.utime(name, (time.time() - 7200,) * 2)
+    os.utime(name, (time.time() - 7300,) * 2)
 print(json.dumps({
-    'save': become(B, lambda: save(2, keep=1)),
+    'save': become(B, lambda: save(2)),
     'restore': become(B, lambda: float(checkpointer().restore(1)['w'][5])),
     'delete': become(B, lambda: checkpointer().delete(1)),
-    'owner': become(A, lambda: save(3, keep=1)),
+    'owner': become(A, lambda: save(3)),
     'names': sorted(os.listdir(run)),
 }))
 """
 
 
-def test_a_lease_that_another_user_hides_does_not_keep_one_from_saving(place):
-    """A killed deleter with umask 077. Its lease holds its own step alone, until its user's garbage collection takes it."""
-    found = run_as_users(LEASES, place)
-    assert (found['save'], found['restore'], found['owner']) == (2, 5.0, 3)
-    assert found['delete'][0] == 'StorageError'
+def test_a_marker_of_another_user_that_cannot_be_read_keeps_nobody_from_a_step(place):
+    """Of a killed deleter with umask 077, which may act no more."""
+    found = run_as_users(MARKERS, place)
+    assert (found['save'], found['restore'], found['delete'], found['owner']) == (2, 5.0, None, 3)
     assert found['names'] == ['checkpoint_2', 'checkpoint_3']
 
 

@@ -29,12 +29,13 @@ from t5ckpt.errors import (
     NotPersistedError,
     StorageError,
 )
-from t5ckpt.format.names import without_generation
+from t5ckpt.format.names import parse_marker, without_generation
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.testing import FaultyStorage
 from t5ckpt.tiers.intents import Intents
 from t5ckpt.tiers.local_dir import LocalDir
+from t5ckpt.tiers.upload import copy_alone
 
 AWAY = {'retry_seconds': 1.0}
 
@@ -384,6 +385,18 @@ def test_the_rate_is_limited(run_dir, local):
     assert run.times[-1] - run.times[0] >= 10 * least
     for first, later in zip(run.times, run.times[5:], strict=False):
         assert later - first >= 0.9 * least, run.times
+
+
+def test_a_slow_upload_has_the_time_that_its_rate_needs(gs, local):
+    """Its files are not collected meanwhile, and it is not given up: 29 KB with 6.25 bytes in a second."""
+    run, began, markers = open_storage(gs.url()), time.time(), []
+    t5ckpt.Checkpointer(state(0), None, local, inline_bytes=64).save(state(1))
+
+    def pace(nbytes):
+        markers.extend(run.names('.t5ckpt/busy', '1.'))
+
+    copy_alone(open_storage(local), run, 1, pace, 6.25, time.time)(False)
+    assert 2 * 4000 < parse_marker(f'.t5ckpt/busy/{markers[0]}').due - began < 2 * 5000
 
 
 class Disk(FaultyStorage):

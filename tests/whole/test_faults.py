@@ -14,12 +14,12 @@ from support import forked
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.read_lease import leased_directory
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
 from t5ckpt.format.facts import decode_facts, encode_facts
-from t5ckpt.format.names import read_lease_file
+from t5ckpt.format.names import hold_file
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage, mixed_state
 
@@ -90,7 +90,8 @@ def test_a_fault_at_every_operation(tmp_path, kind, options, sticky):
         check(place, t5ckpt.all_steps(place))
         save(place, 3, clock, keep=1)
         check(place, [3])
-        clock.advance(4000)
+        # Longer than two of the horizons of commit/markers.py.
+        clock.advance(7300)
         save(place, 4, clock)
         left = {entry.name for entry in open_storage(place).entries()}
         assert left - {'.t5ckpt'} == {'checkpoint_3', 'checkpoint_4'}
@@ -104,7 +105,7 @@ def test_another_error_comes_through(tmp_path):
         save(faulty, 1, FakeClock())
 
 
-# --- write and read leases --------------------------------------------------------------------------------------------
+# --- what the dead leave --------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
@@ -165,7 +166,7 @@ def unfinished(storage, clock, **facts):
     key = f'{work.directory}/t5ckpt.json'
     record = decode_facts(storage.read(key), key)
     writer = {**record.writer, **facts}
-    assert {'host', 'place', 'pid', 'born', 'beat', 'nonce'} <= writer.keys()
+    assert {'host', 'place', 'pid', 'born', 'seconds'} <= writer.keys()
     assert writer['host'] == socket.gethostname()
     storage.write(key, encode_facts(dataclasses.replace(record, writer=writer)))
     return work.directory
@@ -178,14 +179,14 @@ def age(storage, key, seconds):
 
 @pytest.mark.parametrize('pid', [None, 1, 2**22])
 def test_host_names_are_not_compared(tmp_path, pid):
-    """A save of longer than an hour, too: the heartbeat counts and not the time in the name."""
+    """By the file server's clock: two horizons after the writer has signed."""
     storage, clock = open_storage(tmp_path), FakeClock()
     directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid())
     clock.advance(10_000)
     assert collect(storage, clock)[0] == []
-    age(storage, f'{directory}/t5ckpt.json', 3500)
+    age(storage, f'{directory}/t5ckpt.json', 7100)
     assert collect(storage, clock)[0] == []
-    age(storage, f'{directory}/t5ckpt.json', 3700)
+    age(storage, f'{directory}/t5ckpt.json', 7300)
     assert collect(storage, clock)[0] == [directory]
 
 
@@ -196,31 +197,31 @@ def test_a_process_with_the_number_of_a_dead_one_is_another(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory', 'gs', 's3'])
-def test_an_expired_read_lease_is_collected(tmp_path, kind, request):
+def test_an_expired_hold_is_collected(tmp_path, kind, request):
     """An evaluator that was killed leaves one; the margin of object stores is for clocks that differ."""
     places = {'file': lambda: tmp_path, 'memory': lambda: f'memory://{tmp_path.name}/run'}
     place = places[kind]() if kind in places else request.getfixturevalue(kind).url()
     storage, clock = open_storage(place), FakeClock()
     storage.make_dir('')
     others = {'held_1.x', 'held_', 'held_2.1.UP'}
-    lease = read_lease_file(1, int(clock()) + 60, 60, '0' * 16)
-    for name in (*others, lease):
-        storage.write(join(leased_directory(storage), name), b'')
+    file = hold_file(1, int(clock()) + 60, 60, '0' * 16)
+    for name in (*others, file):
+        storage.write(join(catalog_of(storage).announcement_directory, name), b'')
     state = {'x': np.arange(8.0)}
 
-    def leases():
-        return [name for name in storage.names(leased_directory(storage), 'held_') if name == lease]
+    def holds():
+        return [name for name in storage.names(catalog_of(storage).announcement_directory, 'held_') if name == file]
 
     with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock, keep=1) as ck:
         ck.save(state, step=1)
         clock.advance(600)
         if kind == 'file':
-            age(storage, lease, 50)
+            age(storage, file, 50)
         ck.save(state, step=2)
-        assert len(leases()) == 1
+        assert len(holds()) == 1
         clock.advance(62)
         if kind == 'file':
-            age(storage, lease, 70)
+            age(storage, file, 70)
         ck.save(state, step=3)
-    assert leases() == []
-    assert others <= set(storage.names(leased_directory(storage), 'held_'))
+    assert holds() == []
+    assert others <= set(storage.names(catalog_of(storage).announcement_directory, 'held_'))

@@ -20,7 +20,7 @@ from t5ckpt import Changes, ConvertOptions, ExportOptions, ImportOptions, NoEffe
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.cli.app import app, run as run_verb
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.read_lease import read_lease
+from t5ckpt.commit.holds import hold
 from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.errors import (
@@ -389,8 +389,8 @@ def test_rm_deletes_the_steps_it_is_given_and_says_why_not(run):
     assert '--pinned' in text
     assert t5ckpt.all_steps(run) == [1, 2], 'one that stays stays with all others'
     assert 'pass --yes' in str(rm(run, '--step', 2))
-    with read_lease(open_storage(run), 2, 60, time.time):
-        assert 'has a read lease' in rm(run, 2, '--yes', code=1)
+    with hold(open_storage(run), 2, 60, time.time):
+        assert 'held by a reader' in rm(run, 2, '--yes', code=1)
     assert json.loads(rm(run / 'checkpoint_2', '--yes', '--json'))['deleted'] == [2]
     assert isinstance(rm(run, 2, '--yes'), CheckpointNotFoundError)
     rm(run, '--step', 1, '--pinned', '--yes')
@@ -632,10 +632,10 @@ def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, cap
         t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
         for step in (2, 3, 4):
             checkpointer.save(nnx_state(step))
-        with read_lease(checkpointer.storage, 4, 60, time.time):
+        with hold(checkpointer.storage, 4, 60, time.time):
             checkpointer.save(nnx_state(5))
     told = [message for message in caplog.messages if 'regardless of the keep policy' in message]
-    assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'has a read lease']
+    assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']
     assert t5ckpt.all_steps(tmp_path) == [1, 4, 5]
 
 

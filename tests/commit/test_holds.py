@@ -1,0 +1,278 @@
+"""Markers and holds: who excludes whom, with the other process acting at exactly one operation."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+from support import faultshim
+
+import t5ckpt
+from t5ckpt.catalog.listing import steps_in
+from t5ckpt.commit.deletion import delete_step, remove_hidden
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.holds import hold
+from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.errors import AccessDeniedError, StepKeptError, T5CkptError, UnsupportedFormatError
+from t5ckpt.format.names import deleting_file, to_persist_file
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
+
+STATE = {'w': [1.0]}
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+def saved_run(place, steps=(1, 2)):
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place) as ck:
+        for step in steps:
+            ck.save(STATE, step=step)
+    return open_storage(place)
+
+
+def age(storage, key, seconds):
+    """So long ago the file was written, by the file server's clock."""
+    os.utime(storage.local_path(key), (time.time() - seconds,) * 2)
+
+
+@pytest.fixture(params=['file', 'memory'])
+def run(request, tmp_path):
+    return saved_run(tmp_path / 'run' if request.param == 'file' else f'memory://{uuid.uuid4().hex}/run')
+
+
+def test_where_nothing_may_be_deleted_each_save_leaves_few_records():
+    """By a role that may only add objects. The records of all saves were replaced by new ones, which stayed as well."""
+
+    class AddOnly(FaultyStorage):
+        def _refuse(self, *_):
+            raise AccessDeniedError(13, 'injected')
+
+        delete_file = delete_files = delete_tree = delete_unchanged = _refuse
+
+    inner, clock, counts = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock(), []
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=AddOnly(inner), keep=2, clock=clock) as ck:
+        for step in range(1, 9):
+            clock.advance(4000)
+            assert ck.save(STATE, step=step) is not None
+            counts.append(len([*inner.walk('.t5ckpt/busy')]))
+    assert t5ckpt.all_steps(inner.url()) == [*range(1, 9)]
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= 3
+
+
+_KILLED_DELETER = """
+import sys, time
+from support.faultshim import KILL, RENAME, WRITE, Shim
+from t5ckpt.commit.deletion import delete_step
+from t5ckpt.integrity.verify import verify_located
+from t5ckpt.policies import KeepLatest
+from t5ckpt.storage import open_storage
+place, kind = sys.argv[1], {'write': WRITE, 'rename': RENAME}[sys.argv[2]]
+# The first change that a deletion makes is its marker.
+Shim().arm(place, 0, KILL, classes=kind)
+delete_step(open_storage(place), 2, time.time)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('call', ['write', 'rename'])
+def test_the_partial_marker_of_a_deleter_that_was_killed_is_collected(call, tmp_path):
+    """It is empty, or whole and not renamed yet. The step is there, and the next save removes the file."""
+    run = saved_run(tmp_path / 'run', (1, 2, 3))
+    killed = subprocess.run(
+        [sys.executable, '-c', _KILLED_DELETER, tmp_path / 'run', call],
+        env={**os.environ, 'LD_PRELOAD': str(faultshim.build(tmp_path)), 'PYTHONPATH': os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (partial,) = (tmp_path / 'run').glob('deleting_2.*.__partial')
+    assert (partial.stat().st_size > 0) is (call == 'rename')
+    assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
+    saved_run(run.url(), [4])
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in range(1, 5)}
+
+
+@pytest.mark.multiprocess
+def test_a_pin_without_a_checkpoint_blocks_no_save(bucket):
+    """A pin that is killed leaves it, where the step was deleted meanwhile; that of a broken checkpoint keeps the files."""
+    place = bucket.url()
+    bucket.put(f'{place}/checkpoint_1/PINNED', b'1')
+    bucket.put(f'{place}/checkpoint_2/PINNED', b'1')
+    bucket.put(f'{place}/checkpoint_2/checkpoint', b'\x82 broken')
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place) as ck:
+        assert ck.save(STATE, step=1).step == 1
+        assert bucket.raw(f'{place}/checkpoint_1/PINNED') is None
+        with pytest.raises(UnsupportedFormatError, match='is broken, but pinned'):
+            ck.save(STATE, step=2)
+    assert t5ckpt.all_steps(place) == [1]
+
+
+def test_on_an_object_store_clocks_may_not_differ_by_more_than_ten_minutes():
+    """TensorStore passes on no time of the server. docs/storage.md says so."""
+    run = saved_run(f'memory://{uuid.uuid4().hex}/run')
+    with hold(run, 1, 60, time.time) as is_there:
+        assert is_there
+        with pytest.raises(StepKeptError):
+            delete_step(run, 1, FakeClock(time.time() + 500))
+        delete_step(run, 1, FakeClock(time.time() + 7200))
+        assert steps_in(run) == [2]
+
+
+@pytest.mark.parametrize('ahead', [-(10**8), 10**8])
+def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
+    """The age of a hold is that of its file, by the clock of the file server."""
+    run, clock = saved_run(tmp_path / 'run'), FakeClock(time.time() + ahead)
+    key = deleting_file(1, 'other')
+    owner = {'host': 'other', 'place': 'elsewhere', 'pid': 1, 'born': '1'}
+    run.write(key, json.dumps({'action': 'hide', 'directories': [], 'unix': clock(), 'owner': owner}).encode())
+    for seconds, is_waited_for in ((0, True), (7190, True), (7210, False)):
+        age(run, key, seconds)
+        with hold(run, 1, 60, clock) as is_there:
+            assert is_there is not is_waited_for
+    for seconds, is_collected in ((7190, False), (7210, True)):
+        age(run, key, seconds)
+        collect(run, clock)
+        assert run.is_file(key) is not is_collected
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+        with pytest.raises(StepKeptError):
+            delete_step(run, 1, time.time)
+        (name,) = (path.name for path in (tmp_path / 'run').glob('held_1*'))
+        age(run, name, 59)
+        with pytest.raises(StepKeptError):
+            delete_step(run, 1, FakeClock(time.time() + 10**6))
+        age(run, name, 63)
+        delete_step(run, 1, FakeClock(time.time() - 10**6))
+    assert t5ckpt.all_steps(tmp_path / 'run') == [2]
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {'checkpoint_2'}
+
+
+def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
+    run = saved_run(tmp_path / 'run')
+    for name in ('held_0.0.0123456789abcdefs0', 'held_0.0.fedcba9876543210s0.__partial'):
+        run.write(name, b'')
+        age(run, name, 1)
+    saved_run(run.url(), [3])
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in (1, 2, 3)}
+
+
+class _LockedOnce(FaultyStorage):
+    """Another process has the lock of a directory, and releases it after the first attempt to get it."""
+
+    other = None
+
+    def try_lock(self, key):
+        found = super().try_lock(key)
+        if self.other is not None:
+            assert found is None
+            self.other.close()
+            self.other = None
+        return found
+
+
+def test_a_hidden_step_that_is_locked_for_a_moment_is_removed(tmp_path):
+    """A rival that wants to hide the same step may have opened its directory before the rename."""
+    state = {'w': np.ones(64)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+        ck.save(state, step=1)
+    storage = _LockedOnce(open_storage(tmp_path))
+    hidden = strategy_of(storage).hide(storage, 1, time.time)
+    storage.other = open_storage(tmp_path).try_lock(hidden.directory)
+    remove_hidden(storage, hidden, time.time)
+    assert not (tmp_path / hidden.directory).exists()
+
+
+_DELETER = """
+import sys, time
+from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.integrity.verify import verify_located
+from t5ckpt.policies import KeepLatest
+from t5ckpt.storage import open_storage
+storage, steps = open_storage(sys.argv[1]), range(int(sys.argv[2]))
+print('ready', flush=True)
+sys.stdin.readline()
+for step in steps:
+    try:
+        hidden = strategy_of(storage).hide(storage, step, time.time)
+    except CheckpointNotFoundError:
+        continue
+    if hidden is not None:
+        remove_hidden(storage, hidden, time.time)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_deleters_and_readers_in_processes_of_their_own(bucket):
+    """A hold that was obtained means that every file can be read until its end; what nobody held is gone."""
+    place, count = bucket.url(), 12
+    with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=place, inline_bytes=0) as ck:
+        for step in range(count):
+            ck.save({'w': np.ones(64)}, step=step)
+    words = [sys.executable, '-c', _DELETER, place, str(count)]
+    deleters = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in deleters:
+        assert process.stdout.readline() == 'ready\n'
+    begin_all, failures, held = threading.Barrier(4), [], set()
+    names = [[key for key, _ in open_storage(place).walk(f'checkpoint_{step}')] for step in range(count)]
+
+    def reader(offset):
+        storage = open_storage(place)
+        begin_all.wait()
+        for step in range(offset, count, 2):
+            try:
+                with hold(storage, step, 60, time.time) as is_there:
+                    if is_there:
+                        held.add(step)
+                        for _ in range(3):
+                            for key in names[step]:
+                                storage.read(key)
+            except (T5CkptError, OSError) as error:
+                failures.append((step, error))
+
+    readers = [threading.Thread(target=reader, args=(index % 2,)) for index in range(3)]
+    for thread in readers:
+        thread.start()
+    for process in deleters:
+        process.stdin.write('go\n')
+        process.stdin.flush()
+    begin_all.wait()
+    for thread in readers:
+        thread.join()
+    assert [process.wait(120) for process in deleters] == [0, 0]
+    for process in deleters:
+        process.stdin.close()
+        process.stdout.close()
+    storage = open_storage(place)
+    left = steps_in(storage)
+    assert failures == []
+    assert set(left) <= held
+    # The markers of the deleters stay for two horizons.
+    keys = {key for key, _ in storage.walk('') if '/busy/' not in key}
+    assert keys == {key for step in left for key in names[step]}
+
+
+def test_a_step_that_waits_for_its_upload_since_its_deletion_was_decided_stays(tmp_path):
+    """Another process overwrites the step in a local directory: its record comes before the commit."""
+    storage = saved_run(tmp_path / 'run')
+
+    class Overwritten(FaultyStorage):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            if key == 'checkpoint_1' and name == 'try_lock':
+                storage.make_dir('.t5ckpt/to_persist')
+                storage.write(to_persist_file(1), b'overwrite')
+
+    with pytest.raises(StepKeptError, match='waits'):
+        delete_step(Overwritten(storage), 1, FakeClock(1e9))
+    assert steps_in(storage) == [1, 2]

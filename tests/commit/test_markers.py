@@ -1,0 +1,505 @@
+"""Markers in a bucket: writers, deleters and readers that are stopped, killed, or late, with the other one acting meanwhile."""
+
+import errno
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+import t5ckpt
+from t5ckpt.catalog.listing import steps_in
+from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import delete_step, remove_hidden
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.holds import hold
+from t5ckpt.commit.markers import HIDE, Marker, seconds_for
+from t5ckpt.commit.pins import pin_in
+from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.errors import AccessDeniedError, StorageError
+from t5ckpt.format.manifest import split_facts
+from t5ckpt.format.names import TRAIN_DS_PREFIX, hold_file, parse_marker
+from t5ckpt.policies import KeepLatest
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
+
+HORIZON = 3600
+STATE = {'w': np.ones(8, np.float32)}
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+def new_run():
+    return open_storage(f'memory://{uuid.uuid4().hex}/run')
+
+
+def save(place, value, clock=time.time, step=1, dataset_iterator=None, **options):
+    state = {'w': np.full(8, value, np.float32)}
+    with t5ckpt.Checkpointer(state, None, place, dataset_iterator, clock=clock, inline_bytes=0) as ck:
+        return ck.save(state, step=step, **options)
+
+
+def markers(run):
+    return run.names('.t5ckpt/busy', '')
+
+
+def has(run, value, step=1):
+    assert t5ckpt.all_steps(run.url()) == [step]
+    assert t5ckpt.load_t5x_checkpoint(run.url())['w'][0] == value
+    assert t5ckpt.verify(run.url(), full=True).ok
+    return True
+
+
+class Acting(FaultyStorage):
+    """The storage of a process that is stopped before one request, while ``act`` runs."""
+
+    def __init__(self, inner, name, key, act):
+        super().__init__(inner)
+        self._at = name, key
+        self._act = act
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if self._act is not None and name in self._at[0] and self._at[1] in key:
+            act, self._act = self._act, None
+            act()
+
+
+MANIFEST_PUT = ('replace', '/checkpoint')
+LIST_PUT = ('write', 'integrity.0.json')
+
+
+@pytest.mark.parametrize('stops_at', [MANIFEST_PUT, LIST_PUT])
+@pytest.mark.parametrize('value', [1.0, 2.0])
+@pytest.mark.parametrize('seconds', [10, HORIZON + 1, 3 * HORIZON])
+def test_the_first_manifest_counts(stops_at, value, seconds):
+    """Another process has saved the step meanwhile. Its checkpoint stays; also where both have the same manifest."""
+    run, clock = new_run(), FakeClock()
+
+    def act():
+        clock.advance(seconds)
+        assert save(run, value, clock) is not None
+
+    late = Acting(run, *stops_at, act)
+    if stops_at == LIST_PUT and seconds > HORIZON:
+        with pytest.raises(StorageError, match='Try again'):
+            save(late, 1.0, clock)
+    else:
+        assert save(late, 1.0, clock) is None
+    assert has(run, value)
+    clock.advance(3 * HORIZON)
+    collect(run, clock)
+    assert has(run, value)
+    assert not markers(run)
+    assert {key.split('/')[1] for key, _ in run.walk('checkpoint_1')} == {
+        'checkpoint',
+        *run.names('checkpoint_1', 't5ckpt-'),
+    }
+    assert len(run.names('checkpoint_1', 't5ckpt-')) == 1
+
+
+@pytest.mark.parametrize('stops_at', [MANIFEST_PUT, LIST_PUT])
+def test_a_writer_whose_files_were_collected_is_not_told_that_it_saved(stops_at):
+    run, clock = new_run(), FakeClock()
+
+    def act():
+        clock.advance(2 * HORIZON + 2)
+        assert collect(run, clock)[0] == ['checkpoint_1']
+
+    with pytest.raises(StorageError, match='took 7202 s, and at most 3600 s are allowed, so it was given up'):
+        save(Acting(run, *stops_at, act), 1.0, clock)
+    assert steps_in(run) == []
+    assert save(run, 2.0, clock) is not None
+    assert has(run, 2.0)
+
+
+def test_a_manifest_within_the_second_horizon_is_there_to_stay():
+    """It was sent in time. Nothing is collected before it can arrive."""
+    run, clock = new_run(), FakeClock()
+
+    def act():
+        clock.advance(HORIZON + 100)
+        assert collect(run, clock)[0] == []
+
+    assert save(Acting(run, *MANIFEST_PUT, act), 1.0, clock) is not None
+    clock.advance(2 * HORIZON)
+    assert collect(run, clock)[0] == []
+    assert has(run, 1.0)
+
+
+def test_many_bytes_have_a_longer_horizon():
+    run, clock = new_run(), FakeClock()
+    work = open_transaction(run, 1, clock, TransactionOptions(seconds=seconds_for(10**11)))
+    run.write(f'checkpoint_1/{work.generation}/w/0', b'chunk')
+    clock.advance(2 * 49_000)
+    assert collect(run, clock)[0] == []
+    clock.advance(2 * 1_001)
+    assert collect(run, clock)[0] == ['checkpoint_1']
+    assert not list(run.walk('checkpoint_1'))
+
+
+def test_two_writers_at_once():
+    run, clock, found = new_run(), FakeClock(), []
+    assert (
+        save(Acting(run, *MANIFEST_PUT, lambda: found.append(open_transaction(run, 1, clock))), 1.0, clock) is not None
+    )
+    source = new_run()
+    save(source, 2.0)
+    with pytest.raises(AlreadyCommittedError):
+        found[0].commit(*split_facts(source.read('checkpoint_1/checkpoint')), [])
+    found[0].rollback()
+    assert has(run, 1.0)
+
+
+@pytest.mark.parametrize('is_saved_again', [False, True])
+def test_a_manifest_that_arrives_after_its_step_was_deleted(is_saved_again):
+    """The request was repeated by the client, and the first one arrives after the deletion."""
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    manifest = run.read('checkpoint_1/checkpoint')
+    delete_step(run, 1, clock)
+    run.write('checkpoint_1/checkpoint', manifest)
+    if is_saved_again:
+        assert save(run, 2.0, clock) is not None
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert has(run, 2.0) if is_saved_again else not list(run.walk('checkpoint_1'))
+    assert not markers(run)
+
+
+def test_a_manifest_without_files_that_arrives_just_before_that_of_a_save():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    manifest = run.read('checkpoint_1/checkpoint')
+    delete_step(run, 1, clock)
+    assert (
+        save(Acting(run, *MANIFEST_PUT, lambda: run.write('checkpoint_1/checkpoint', manifest)), 2.0, clock) is not None
+    )
+    assert has(run, 2.0)
+
+
+def test_what_is_collected_is_what_the_marker_names():
+    """A save that is under way, and a file of a stranger, stay."""
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    save(run, 2.0, clock, overwrite=True)
+    clock.advance(2 * HORIZON + 2)
+    under_way = open_transaction(run, 1, clock, TransactionOptions(may_replace=lambda: True))
+    chunk = f'checkpoint_1/{under_way.generation}/w/0'
+    run.write(chunk, b'chunk')
+    run.write('checkpoint_1/notes.txt', b'mine')
+    collect(run, clock)
+    assert run.read(chunk) == b'chunk'
+    assert run.read('checkpoint_1/notes.txt') == b'mine'
+    under_way.rollback()
+    assert has(run, 2.0)
+
+
+def test_an_overwrite_that_was_killed_before_it_removed_the_old_files():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    (old,) = run.names('checkpoint_1', 't5ckpt-')
+
+    class Dying(FaultyStorage):
+        def replace(self, key, data, version):
+            written = super().replace(key, data, version)
+            if key.endswith('/checkpoint'):
+                raise Killed
+            return written
+
+    with pytest.raises(Killed):
+        save(Dying(run), 2.0, clock, overwrite=True)
+    assert has(run, 2.0)
+    assert old in run.names('checkpoint_1', 't5ckpt-')
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert old not in run.names('checkpoint_1', 't5ckpt-')
+    assert has(run, 2.0)
+
+
+def test_an_overwrite_of_what_another_one_has_replaced_is_dropped():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    first = Acting(run, *MANIFEST_PUT, lambda: save(run, 3.0, clock, overwrite=True))
+    assert save(first, 2.0, clock, overwrite=True) is None
+    assert has(run, 3.0)
+
+
+def test_a_server_that_compares_no_versions_replaces_nothing():
+    run = new_run()
+    save(run, 1.0)
+
+    class Careless(FaultyStorage):
+        compares_versions = False
+
+    with pytest.raises(t5ckpt.errors.UnsupportedFormatError, match=r'does not compare versions.*t5ckpt rm .*@1'):
+        save(Careless(run), 2.0, overwrite=True)
+    assert has(run, 1.0)
+    assert not markers(run)
+
+
+def killed_deleter(run, clock):
+    """A deleter that was killed after its marker."""
+
+    def die():
+        raise Killed
+
+    with pytest.raises(Killed):
+        strategy_of(run).hide(Acting(run, 'delete_unchanged', 'checkpoint', die), 1, clock)
+
+
+def test_a_reader_waits_for_a_deleter_that_has_not_decided():
+    """For as long as its request may arrive. The step is there then, and garbage collection removes the marker."""
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    marker = Marker(run, 1, clock, HIDE, [''])
+    with hold(run, 1, 60, clock) as is_there:
+        assert not is_there
+    clock.advance(2 * HORIZON + 1)
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+    with pytest.raises(StorageError, match='took 7201 s'):
+        marker.check()
+    clock.advance(2)
+    collect(run, clock)
+    assert not markers(run)
+    assert has(run, 1.0)
+
+
+def test_a_deleter_that_is_stopped_gives_up():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    with pytest.raises(StorageError, match='was stopped for 61 s'):
+        strategy_of(run).hide(Acting(run, 'is_file', 'PINNED', lambda: clock.advance(61)), 1, clock)
+    assert has(run, 1.0)
+    assert not markers(run)
+
+
+def test_a_manifest_is_deleted_only_in_the_version_that_was_read():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    slow = Acting(run, 'delete_unchanged', 'checkpoint', lambda: save(run, 2.0, clock, overwrite=True))
+    with pytest.raises(StorageError, match='was replaced by another process in the meantime'):
+        delete_step(slow, 1, clock)
+    assert has(run, 2.0)
+
+
+def test_a_deletion_that_fails_before_it_hides_leaves_no_marker():
+    """A reader would wait for it."""
+    run = new_run()
+    save(run, 1.0)
+
+    def fail():
+        raise StorageError(5, 'injected')
+
+    with pytest.raises(StorageError, match='injected'):
+        delete_step(Acting(run, 'is_file', 'PINNED', fail), 1, time.time)
+    assert not markers(run)
+    with hold(run, 1, 60, time.time) as is_there:
+        assert is_there
+
+
+def test_who_may_not_delete_keeps_no_reader_from_a_step():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+
+    class Denying(FaultyStorage):
+        def before_operation(self, name, key):
+            if name.startswith('delete'):
+                raise AccessDeniedError(errno.EACCES, 'injected')
+
+    with pytest.raises(AccessDeniedError):
+        strategy_of(run).hide(Denying(run), 1, clock)
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+    pin_in(run, 'checkpoint_1', 'mine', clock)
+    with pytest.raises(AccessDeniedError):
+        strategy_of(run).hide(Denying(run), 1, clock, even_pinned=True)
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+
+
+def test_a_deleted_step_leaves_its_marker_until_late_requests_have_arrived():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    delete_step(run, 1, clock)
+    assert not list(run.walk('checkpoint_1'))
+    (name,) = markers(run)
+    assert parse_marker(f'.t5ckpt/busy/{name}').due == int(clock() + 2 * HORIZON) + 1
+    save(run, 2.0, clock)
+    # A reader does not wait for who has decided.
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert not markers(run)
+    assert has(run, 2.0)
+
+
+def test_the_files_of_a_deleter_that_was_killed_are_collected():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    hidden = strategy_of(run).hide(run, 1, clock)
+    assert steps_in(run) == []
+    assert hidden.directories
+    clock.advance(2 * HORIZON + 2)
+    assert collect(run, clock)[0] == ['checkpoint_1']
+    assert not list(run.walk(''))
+
+
+def test_a_deleter_that_was_killed_before_it_hid_deletes_nothing():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    killed_deleter(run, clock)
+    clock.advance(2 * HORIZON + 2)
+    assert collect(run, clock)[0] == []
+    assert has(run, 1.0)
+    assert not markers(run)
+
+
+@pytest.mark.parametrize('arrives', ['before it is killed', 'after the deletion'])
+def test_the_file_of_a_pin_that_was_killed_is_collected(arrives):
+    """The step was deleted before the file was written. On a file system its directory is gone then."""
+    run, clock = new_run(), FakeClock()
+    for step in (1, 2):
+        save(run, 1.0, clock, step)
+
+    class Dying(FaultyStorage):
+        def write(self, key, data):
+            if key.endswith('PINNED'):
+                if arrives == 'before it is killed':
+                    delete_step(run, 1, clock)
+                    super().write(key, data)
+                raise Killed
+            super().write(key, data)
+
+    with pytest.raises(Killed):
+        pin_in(Dying(run), 'checkpoint_1', '1', clock)
+    if arrives == 'after the deletion':
+        hidden = strategy_of(run).hide(run, 1, clock)
+        run.write('checkpoint_1/PINNED', b'1')
+        clock.advance(4000)
+        remove_hidden(run, hidden, clock)
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert not list(run.walk('checkpoint_1'))
+    assert not markers(run)
+    pin_in(run, 'checkpoint_2', '1', clock)
+    assert not markers(run)
+
+
+class Position:
+    """A data iterator."""
+
+    def save(self, filename):
+        with open(f'{filename}.index', 'w', encoding='utf-8') as file:
+            file.write('1')
+
+    def load(self, filename):
+        pass
+
+
+@pytest.mark.parametrize('stops_at', [('read_with_version', '/checkpoint'), ('walk', 'checkpoint_1')])
+def test_a_removal_leaves_the_pin_and_the_positions_of_a_later_save(stops_at):
+    """They have the names of those of the step that was deleted."""
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock, dataset_iterator=Position())
+    hidden = strategy_of(run).hide(run, 1, clock)
+
+    def act():
+        assert save(run, 2.0, clock, dataset_iterator=Position()) is not None
+        pin_in(run, 'checkpoint_1', 'mine', clock)
+
+    remove_hidden(Acting(run, *stops_at, act), hidden, clock)
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert run.read('checkpoint_1/PINNED') == b'mine'
+    assert run.read('checkpoint_1/train_ds-000-of-001.index') == b'1'
+    assert has(run, 2.0)
+
+
+@pytest.mark.parametrize('stops_at', [LIST_PUT, ('walk', 'checkpoint_1')])
+def test_a_save_leaves_the_pin_of_a_faster_one(stops_at):
+    run, clock = new_run(), FakeClock()
+    run.write('checkpoint_1/PINNED', b'of a step that is gone')
+
+    def act():
+        assert save(run, 2.0, clock) is not None
+        pin_in(run, 'checkpoint_1', 'mine', clock)
+
+    assert save(Acting(run, *stops_at, act), 1.0, clock) is None
+    assert has(run, 2.0)
+    assert run.read('checkpoint_1/PINNED') == b'mine'
+
+
+def test_positions_of_an_overwrite_that_is_under_way_are_not_removed():
+    run, clock = new_run(), FakeClock()
+    for step in (1, 2):
+        save(run, 1.0, clock, step, dataset_iterator=Position())
+    late = Acting(run, *MANIFEST_PUT, lambda: remove_old_datasets(run, [1, 2], 1, None, clock))
+    assert save(late, 2.0, clock, dataset_iterator=Position(), overwrite=True) is not None
+    assert t5ckpt.verify(run.url(), 1, full=True).ok
+    with t5ckpt.Checkpointer({'w': np.zeros(8, np.float32)}, None, run, Position()) as ck:
+        ck.restore(1)
+
+
+def test_positions_are_removed_under_a_marker():
+    run, clock = new_run(), FakeClock()
+    for step in (1, 2):
+        save(run, 1.0, clock, step)
+        run.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
+    with hold(run, 1, 60, clock):
+        remove_old_datasets(run, [1, 2], 1, None, clock)
+        assert run.names('checkpoint_1', 'train_ds')
+    remove_old_datasets(run, [1, 2], 1, None, clock)
+    assert not run.names('checkpoint_1', 'train_ds')
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert not markers(run)
+    assert steps_in(run) == [1, 2]
+
+
+def test_a_retention_that_fails_half_way_removes_what_it_has_hidden():
+    class Failing(FaultyStorage):
+        def names(self, key, beginning):
+            if beginning == TRAIN_DS_PREFIX:
+                raise StorageError(5, 'injected')
+            return super().names(key, beginning)
+
+    run = new_run()
+    for step in (1, 2):
+        save(run, 1.0, step=step)
+    retention = Retention(Failing(run), KeepLatest(1), time.time, 1)
+    with pytest.raises(StorageError, match='injected'):
+        retention.carry_out()
+    retention.wait()
+    assert list(run.walk('checkpoint_1')) == []
+
+
+def test_a_marker_of_another_program_is_left_alone(caplog):
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    key = f'.t5ckpt/busy/1.{int(clock())}.0'
+    run.write(key, b'{}')
+    clock.advance(2 * HORIZON + 2)
+    collect(run, clock)
+    assert f'could not collect {run.url("checkpoint_1")}: ' in caplog.text
+    assert 'is of another program, or damaged. If no program writes the step, remove it.' in caplog.text
+    assert run.is_file(key)
+    assert has(run, 1.0)
+
+
+def test_holds_of_a_clock_years_ahead_are_named(caplog):
+    run = new_run()
+    save(run, 1.0)
+    held = f'.t5ckpt/{hold_file(2, 4102444800, 60, "0" * 16)}'
+    run.write(held, b'')
+    collect(run, FakeClock(1_700_000_000.0))
+    assert f'{run.url(held)} expires at 2100-01-01 00:' in caplog.text
+    assert 'now is 2023-11-14 22:13:20 UTC' in caplog.text
+    assert 'If the owner has ended, remove the file' in caplog.text

@@ -26,7 +26,6 @@ class DirectoryCatalog(RunCatalog):
     absence = 'there is no such directory'
     incomplete_state = 'broken'
     announcement_directory = ''
-    may_arrive_late = False
     is_deleted_whole = True
 
     def exists(self) -> bool:

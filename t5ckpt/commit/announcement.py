@@ -33,8 +33,9 @@ def announced(storage: Storage, step: int, clock: Clock) -> Generator[Collection
       BeingHiddenError: another process replaces or deletes the step.
     """
     with contextlib.ExitStack() as stack:
-        if storage.commits_by_rename and storage.kind(step_dir(step)) == 'dir':
-            stack.callback(_locked(storage, step).close)
+        lock = lock_directory(storage, step_dir(step))
+        if lock is not None:
+            stack.callback(lock.close)
         yield stack.enter_context(announced_steps(storage, [step], clock))
 
 
@@ -47,9 +48,18 @@ def announced_steps(storage: Storage, steps: Iterable[int], clock: Clock) -> Gen
         yield held_steps(storage, clock)
 
 
-def _locked(storage: Storage, step: int) -> Lock:
+def lock_directory(storage: Storage, directory: str) -> Lock | None:
+    """Locks a directory; None if there is none, as on object stores.
+
+    A process that wants to hide a step locks its directory for a moment, perhaps after another one has renamed it.
+
+    Raises:
+      BeingHiddenError: another process has the lock.
+    """
     for has_time in attempts(_RIVAL_SECONDS):
-        lock = storage.try_lock(step_dir(step))
+        if not storage.commits_by_rename or storage.kind(directory) != 'dir':
+            return None
+        lock = storage.try_lock(directory)
         if lock is not None and lock.is_current():
             return lock
         if lock is not None:
@@ -57,5 +67,5 @@ def _locked(storage: Storage, step: int) -> Lock:
         if not has_time:
             break
     raise BeingHiddenError(
-        errno.EBUSY, f'{storage.url(step_dir(step))} is being replaced or deleted by another process. Try again.'
+        errno.EBUSY, f'{storage.url(directory)} is being replaced or deleted by another process. Try again.'
     )

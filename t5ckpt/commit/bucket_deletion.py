@@ -78,7 +78,9 @@ def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) ->
     if manifest is not None and named and named.isdisjoint(map(generation_of, keys)):
         # It arrived after its files were removed, or was replaced meanwhile.
         if not storage.delete_unchanged(join(directory, MANIFEST), version):
-            return False
+            raise StorageError(
+                errno.EBUSY, f'{storage.url(directory)} was replaced by another process in the meantime.'
+            )
         manifest = None
     # A manifest is only deleted in the version that was read, and a pin only where it can be announced.
     doomed = [key for key in keys if generation_of(key) in {*directories} - named and key not in (MANIFEST, PINNED)]
@@ -154,16 +156,24 @@ def _remove_pin(storage: Storage, step: int, clock: Clock) -> None:
 def collect_in_bucket(storage: Storage, listed: BucketListing, clock: Clock) -> list[str]:
     """Removes what work has left whose marker is due; returns the directories of the steps without a manifest."""
     removed: list[str] = []
-    for marker in sorted(listed.announcements.markers, key=lambda each: each.step):
-        if clock() <= marker.due:
-            continue
-        where = step_dir(marker.step)
+    # By step and key; a failed save of many processes leaves one marker of each.
+    due: dict[int, dict[str, frozenset[str]]] = {}
+    for marker in listed.announcements.markers:
+        if marker.due < clock():
+            try:
+                record = read_marker(storage, marker.key)
+            except StorageError as error:
+                _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(marker.step)), error)
+                continue
+            if record is not None:
+                due.setdefault(marker.step, {})[marker.key] = record.directories
+    for step, directories in sorted(due.items()):
+        where = step_dir(step)
         try:
-            record = read_marker(storage, marker.key)
-            if record is not None and remove_unnamed(storage, marker.step, record.directories):
-                _remove_pin(storage, marker.step, clock)
+            if remove_unnamed(storage, step, frozenset[str]().union(*directories.values())):
+                _remove_pin(storage, step, clock)
                 removed.append(where)
-            storage.delete_file(marker.key)
+            storage.delete_files([*directories])
         except T5CkptError as error:
             _log.warning('t5ckpt: could not collect %s: %s', storage.url(where), error)
             if isinstance(error, AccessDeniedError):

@@ -24,7 +24,7 @@ from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.bucket_deletion import copy_positions, directories_of, remove_unnamed
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.markers import HIDE, SAVE, Marker
+from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.occupancy import is_remnant, listed_elsewhere, occupant_in_bucket
 from t5ckpt.commit.removal import check_not_kept
 from t5ckpt.commit.taken_steps import AlreadyCommittedError, attempts
@@ -32,6 +32,7 @@ from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import (
+    AccessDeniedError,
     CheckpointNotFoundError,
     StorageError,
     T5CkptError,
@@ -149,7 +150,12 @@ class ManifestTransaction(Transaction):
     def _put_once(self, manifest: bytes, version: Any) -> Any:
         # The manifest may have arrived, or arrive after an error or an interrupt, and needs its arrays then.
         self._keeps_files = True
-        written = self.storage.replace(self._key, manifest, version)
+        try:
+            written = self.storage.replace(self._key, manifest, version)
+        except AccessDeniedError:
+            # Readers would wait for this write.
+            self._marker.end()
+            raise
         self._keeps_files = written is not None
         return written
 
@@ -157,10 +163,12 @@ class ManifestTransaction(Transaction):
         """Removes what was replaced. A failure leaves that to garbage collection."""
         try:
             if self._old:
-                if not self._overwrites:
-                    # It was written for a step that is gone. A program that pins this one waits for the end of the announcement.
-                    self.storage.delete_file(join(self.directory, PINNED))
-                self._marker.end()
+                try:
+                    if not self._overwrites:
+                        # Of a step that is gone. A program that pins this one waits for the end of the announcement.
+                        self.storage.delete_file(join(self.directory, PINNED))
+                finally:
+                    self._marker.end()
                 remove_unnamed(self.storage, self.step, self._old)
             else:
                 copy_positions(self.storage, self.directory, [join(self.generation, name) for name in self.positions])
@@ -175,11 +183,15 @@ class ManifestTransaction(Transaction):
         """Does nothing: the marker stays."""
 
     def _remove(self) -> None:
-        self.storage.delete_tree(join(self.directory, self.generation))
-        if self._may_arrive:
-            self._marker.update(SAVE)
-        else:
-            self._marker.remove()
+        is_removed = False
+        try:
+            self.storage.delete_tree(join(self.directory, self.generation))
+            is_removed = True
+        finally:
+            if is_removed and not self._may_arrive:
+                self._marker.remove()
+            else:
+                self._marker.end()
 
 
 def _already_committed(storage: Storage, key: str, change: str) -> AlreadyCommittedError:

@@ -9,6 +9,7 @@ hidden by a rename, too, before its files are removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Self
@@ -30,7 +31,7 @@ from t5ckpt.commit.removal import (
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.taken_steps import AlreadyCommittedError
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
-from t5ckpt.commit.writers import writer_facts
+from t5ckpt.commit.writers import open_urls, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
@@ -51,6 +52,8 @@ class RenameTransaction(Transaction):
         """Takes the directory and its lock."""
         super().__init__(storage, step, directory, clock, options)
         self._lock = lock
+        self._url = storage.url(directory)
+        open_urls.add(self._url)
         self._may_replace = False
 
     @classmethod
@@ -103,7 +106,14 @@ class RenameTransaction(Transaction):
         storage, final = self.storage, step_dir(self.step)
         storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, facts))
         # After the manifest, which names the writer, too.
-        storage.delete_file(join(self.directory, FACTS_FILE))
+        if not storage.is_file(record := join(self.directory, FACTS_FILE)):
+            # A write since then has created the directory again.
+            raise StorageError(
+                errno.ESTALE,
+                f'{storage.url(self.directory)} was removed by another machine, because the save took longer than expected. Save '
+                'again.',
+            )
+        storage.delete_file(record)
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)
         self.directory = final
@@ -111,7 +121,7 @@ class RenameTransaction(Transaction):
             self.replaced = old
         elif old is not None:
             remove_replaced(self.storage, self.step, old, self._clock)
-        self._lock.close()
+        self.keep()
 
     def _publish(self, final: str) -> str | None:
         """Renames the directory to its final name. Returns the new name of a directory that had this name, or None."""
@@ -144,6 +154,7 @@ class RenameTransaction(Transaction):
 
     def keep(self) -> None:
         """Releases the lock and keeps the files."""
+        open_urls.discard(self._url)
         self._lock.close()
 
     def _remove(self) -> None:

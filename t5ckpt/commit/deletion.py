@@ -8,7 +8,7 @@ import logging
 from t5ckpt.catalog.layouts import other_layout
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.announcement import announced, lock_directory
 from t5ckpt.commit.bucket_deletion import Hidden, remove_unnamed
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.other_layouts import step_in_other_layout
@@ -22,16 +22,14 @@ from t5ckpt.commit.removal import (
     unless_renameless,
 )
 from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.taken_steps import attempts
+from t5ckpt.commit.taken_steps import BeingHiddenError
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StepKeptError, T5CkptError
 from t5ckpt.format.names import DAMAGED_MANIFEST, MANIFEST, step_dir, to_persist_file
 from t5ckpt.policies import HELD, WAITS, Decision
 from t5ckpt.storage import Storage
-from t5ckpt.storage.base import Lock
 
-_RIVAL_SECONDS = 2.0
 _log = logging.getLogger('t5ckpt')
 
 
@@ -42,23 +40,11 @@ def remove_hidden(storage: Storage, hidden: Hidden, clock: Clock) -> None:
     if not storage.commits_by_rename:
         remove_unnamed(storage, hidden.step, hidden.directories)
         return
-    lock = _locked(storage, hidden.directory)
-    if lock is None:
-        return
-    with contextlib.closing(lock):
-        remove_checkpoint(storage, hidden.directory, hidden.step, clock())
-
-
-def _locked(storage: Storage, directory: str) -> Lock | None:
-    """Locks a hidden directory; None if it is gone, or stays locked.
-
-    A process that wants to hide the same step may have opened the directory under its old name, and locks it for a moment.
-    """
-    for has_time in attempts(_RIVAL_SECONDS):
-        lock = storage.try_lock(directory)
-        if lock is not None or not has_time or storage.kind(directory) is None:
-            return lock
-    raise AssertionError('the last attempt returns')
+    with contextlib.suppress(BeingHiddenError):
+        lock = lock_directory(storage, hidden.directory)
+        if lock is not None:
+            with contextlib.closing(lock):
+                remove_checkpoint(storage, hidden.directory, hidden.step, clock())
 
 
 def decide_deletion(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.listing import catalog_of, read_facts
@@ -162,8 +163,10 @@ def _is_abandoned(
         return is_old
     is_unfinished, written = FACTS_FILE in names, storage.modified(key)
     if is_unfinished and is_local(writer):
-        return has_ended(writer)
+        return has_ended(writer, storage.url(name))
     # A crash in the commit leaves the finished manifest. That of a copy names the writer of the source, hence the lock.
-    seconds = 2 * writer.get('seconds', HORIZON_SECONDS) if is_unfinished else HORIZON_SECONDS
+    lasts = writer.get('seconds')
+    lasts = lasts if isinstance(lasts, (int, float)) and math.isfinite(lasts) else HORIZON_SECONDS
+    seconds = 2 * lasts if is_unfinished else HORIZON_SECONDS
     is_old = (leftover.unix if written is None else written) < now() - seconds
-    return is_old or (has_lock and has_ended(writer))
+    return is_old or (has_lock and has_ended(writer, storage.url(name)))

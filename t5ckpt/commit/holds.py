@@ -20,7 +20,7 @@ from t5ckpt.commit.taken_steps import attempts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError
-from t5ckpt.format.names import Hold, hold_file
+from t5ckpt.format.names import HOLD_PREFIX, Hold, hold_file, parse_hold
 from t5ckpt.storage import Storage
 
 # A deleter hides a step, or gives up, within a few requests.
@@ -68,7 +68,9 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
 def held_steps(storage: Storage, clock: Clock, holds: Iterable[Hold] | None = None) -> set[int]:
     """Returns the steps with a hold that has not expired, among some holds or all of the run."""
     now = run_clock(storage, clock)
-    holds = catalog_of(storage).announcements().holds if holds is None else holds
+    if holds is None:
+        names = storage.names(catalog_of(storage).announcement_directory, HOLD_PREFIX)
+        holds = filter(None, map(parse_hold, names))
     return {each.step for each in holds if expiry(storage, each) >= now()}
 
 

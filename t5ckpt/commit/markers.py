@@ -31,11 +31,19 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.commit.run_clock import CLOCK_SECONDS
-from t5ckpt.commit.writers import has_ended, is_local, writer_facts
+from t5ckpt.commit.writers import has_ended, is_local, open_urls, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import DELETING_PREFIX, INDEX, busy_key, deleting_file, generation_dir, parse_marker
+from t5ckpt.format.names import (
+    DELETING_PREFIX,
+    INDEX,
+    MarkerName,
+    busy_key,
+    deleting_file,
+    generation_dir,
+    parse_marker,
+)
 from t5ckpt.storage import Storage
 
 SAVE = 'save'
@@ -49,8 +57,6 @@ SLOWEST_RATE = 2e6
 _DECIDES_SECONDS = 60.0
 # Afterwards, a request to delete or replace a manifest that was sent within that time has arrived.
 _DECIDED_SECONDS = 2 * HORIZON_SECONDS
-# The markers on file systems that this process has not ended.
-_open_keys: set[str] = set()
 _log = logging.getLogger('t5ckpt')
 
 
@@ -95,11 +101,11 @@ class Marker:
         self._born = self._since = self._clocks()
         if storage.commits_by_rename:
             self._key = deleting_file(step, nonce)
-            _open_keys.add(self._key)
+            open_urls.add(storage.url(self._key))
             try:
                 self._write_file()
             except BaseException:
-                _open_keys.discard(self._key)
+                open_urls.discard(storage.url(self._key))
                 raise
             return
         self._key = busy_key(step, int(clock() + 2 * self._seconds) + 1, nonce)
@@ -167,7 +173,7 @@ class Marker:
 
     def remove(self) -> None:
         """Ends work that has removed no files, or has finished; a failure leaves the marker to garbage collection."""
-        _open_keys.discard(self._key)
+        open_urls.discard(self._storage.url(self._key))
         try:
             self._storage.delete_file(self._key)
         except T5CkptError as error:
@@ -220,28 +226,30 @@ def is_about_to_hide(storage: Storage, step: int, clock: Clock) -> bool:
     directory, prefix = ('', DELETING_PREFIX) if storage.commits_by_rename else (f'{INDEX}/busy', '')
     names = storage.names(directory, f'{prefix}{step}.')
     markers = [parse_marker(join(directory, name)) for name in names]
-    return any(marker is not None and _may_hide(storage, marker.key, clock) for marker in markers)
+    return any(marker is not None and _may_hide(storage, marker, clock) for marker in markers)
 
 
-def _may_hide(storage: Storage, key: str, clock: Clock) -> bool:
-    written = storage.modified(key)
+def _may_hide(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
+    key, written = marker.key, storage.modified(marker.key)
     try:
         record = read_marker(storage, key)
     except StorageError:
-        # Of another user, or written in part. Without a time it may be of any age.
-        return written is None or clock() - written < _DECIDED_SECONDS
+        # Of another user, or written in part.
+        return clock() < marker.due + CLOCK_SECONDS if written is None else clock() - written < _DECIDED_SECONDS
     if record is None or record.action != HIDE:
         return False
     if storage.commits_by_rename and is_local(record.owner):
-        return not has_ended(record.owner, is_open=key in _open_keys)
+        return not has_ended(record.owner, storage.url(key))
     return clock() - (record.unix if written is None else written) < _DECIDED_SECONDS
 
 
 def is_due(storage: Storage, key: str, now: Clock) -> bool:
     """Whether the marker of a file system was left by a process that has ended, or may act no more."""
+    written = storage.modified(key)
     with contextlib.suppress(StorageError):
         record = read_marker(storage, key)
         if record is not None and is_local(record.owner):
-            return has_ended(record.owner, is_open=key in _open_keys)
-    written = storage.modified(key)
+            return has_ended(record.owner, storage.url(key))
+        if record is not None and written is None:
+            written = record.unix
     return written is not None and now() - written > 2 * HORIZON_SECONDS

@@ -46,9 +46,13 @@ def is_local(writer: Any) -> bool:
     return isinstance(writer, Mapping) and bool(writer.get('place')) and writer['place'] == _boot_id()
 
 
-def has_ended(writer: Any, *, is_open: bool = False) -> bool:
-    """Returns whether a writer was a process of this machine that has ended; of this process, whether not ``is_open``."""
+open_urls: set[str] = set()
+"""The temporary directories and markers on file systems whose work this process has not ended."""
+
+
+def has_ended(writer: Any, url: str) -> bool:
+    """Whether a writer was a process of this machine that has ended; if it is this process, whether its work has."""
     pid = writer.get('pid') if is_local(writer) else None
     if pid == os.getpid():
-        return not is_open
+        return url not in open_urls
     return isinstance(pid, int) and _process_start_time(pid) != writer['born']

@@ -20,7 +20,13 @@ from t5ckpt.commit.deletion import delete_step, remove_hidden
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.errors import AccessDeniedError, StepKeptError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    StepKeptError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
 from t5ckpt.format.names import deleting_file, to_persist_file
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -276,3 +282,20 @@ def test_a_step_that_waits_for_its_upload_since_its_deletion_was_decided_stays(t
     with pytest.raises(StepKeptError, match='waits'):
         delete_step(Overwritten(storage), 1, FakeClock(1e9))
     assert steps_in(storage) == [1, 2]
+
+
+def test_the_second_of_two_deleters_is_told_at_once_that_the_step_is_gone(tmp_path):
+    storage = saved_run(tmp_path / 'run')
+
+    class Second(FaultyStorage):
+        def try_lock(self, key):
+            """The first deleter renames the directory before this lock."""
+            lock = super().try_lock(key)
+            if storage.kind(key) is not None:
+                storage.publish(key, f'{key}.deleted-1000')
+            return lock
+
+    began = time.monotonic()
+    with pytest.raises(CheckpointNotFoundError):
+        delete_step(Second(storage), 1, time.time)
+    assert time.monotonic() - began < 4

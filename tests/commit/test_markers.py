@@ -19,7 +19,7 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import open_transaction, strategy_of
 from t5ckpt.commit.taken_steps import AlreadyCommittedError
 from t5ckpt.commit.transaction import TransactionOptions
-from t5ckpt.errors import AccessDeniedError, StorageError
+from t5ckpt.errors import AccessDeniedError, StepKeptError, StorageError
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import TRAIN_DS_PREFIX, hold_file, parse_marker
 from t5ckpt.policies import KeepLatest
@@ -503,3 +503,97 @@ def test_holds_of_a_clock_years_ahead_are_named(caplog):
     assert f'{run.url(held)} expires at 2100-01-01 00:' in caplog.text
     assert 'now is 2023-11-14 22:13:20 UTC' in caplog.text
     assert 'If the owner has ended, remove the file' in caplog.text
+
+
+def test_a_marker_that_cannot_be_read_keeps_readers_away_until_it_is_due():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    run.write(f'.t5ckpt/busy/1.{int(clock()) + 100}.abc', b'of another program')
+    with hold(run, 1, 60, clock) as is_there:
+        assert not is_there
+    clock.advance(100 + 601)
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+    pin_in(run, 'checkpoint_1', 'mine', clock)
+
+
+class NoDeletion(FaultyStorage):
+    """For a user who may write and not delete."""
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if name.startswith('delete'):
+            raise AccessDeniedError(errno.EACCES, 'injected')
+
+
+@pytest.mark.parametrize('what', ['a pinned step', 'the rest of a step'])
+def test_an_overwrite_by_a_user_who_may_not_delete_lets_readers_in(what):
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    if what == 'a pinned step':
+        work = open_transaction(NoDeletion(run), 1, clock, TransactionOptions(lambda: True))
+        pin_in(run, 'checkpoint_1', 'mine', clock)
+        with pytest.raises(StepKeptError), work:
+            work.commit(*split_facts(run.read('checkpoint_1/checkpoint')), [])
+        t5ckpt.unpin_checkpoint(f'{run.url()}/checkpoint_1')
+    else:
+        manifest = split_facts(run.read('checkpoint_1/checkpoint'))[0]
+        run.delete_file('checkpoint_1/checkpoint')
+        run.write('checkpoint_1/w/0', b'of T5X')
+        with open_transaction(NoDeletion(run), 1, clock) as work:
+            work.commit(manifest, None, [])
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+
+
+def test_a_denied_overwrite_lets_readers_in():
+    class Denied(FaultyStorage):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            if name == 'replace' and key == 'checkpoint_1/checkpoint':
+                raise AccessDeniedError(errno.EACCES, 'injected')
+
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    with pytest.raises(AccessDeniedError):
+        save(Denied(run), 2.0, clock, overwrite=True)
+    with hold(run, 1, 60, clock) as is_there:
+        assert is_there
+
+
+def test_a_collection_that_another_save_overtakes_is_repeated():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    marker = Marker(run, 1, clock)
+    run.write(f'checkpoint_1/{marker.directory}/w/0', b'left')
+    for name in {*run.names('checkpoint_1', 't5ckpt-')} - {marker.directory}:
+        run.delete_tree(f'checkpoint_1/{name}')
+
+    class Overtaken(FaultyStorage):
+        def delete_unchanged(self, key, version):
+            return False
+
+    clock.advance(2 * HORIZON + 2)
+    collect(Overtaken(run), clock)
+    assert markers(run)
+    collect(run, clock)
+    assert not markers(run)
+    assert [*run.walk('checkpoint_1')] == []
+
+
+def test_the_markers_of_many_processes_cost_one_listing_of_the_step():
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    for _ in range(20):
+        Marker(run, 1, clock)
+    clock.advance(2 * HORIZON + 2)
+    walks = []
+
+    class Counted(FaultyStorage):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            walks.extend([key] if name == 'walk' and key == 'checkpoint_1' else [])
+
+    collect(Counted(run), clock)
+    assert len(walks) == 1
+    assert not markers(run)

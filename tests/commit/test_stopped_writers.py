@@ -1,16 +1,25 @@
 """A writer that is stopped for longer than its horizon, between its last look at the clock and its commit."""
 
+import dataclasses
+import math
 import os
 import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from support import forked
 
 import t5ckpt
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.errors import StorageError
+from t5ckpt.format.facts import decode_facts, encode_facts
+from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.storage import open_storage
+from t5ckpt.storage.base import Lock
+from t5ckpt.testing import FaultyStorage
 
 _STOPPED = """
 import os, signal, sys, time
@@ -70,3 +79,68 @@ def test_where_directories_are_renamed_it_comes_too_late(is_saved, tmp_path):
     if is_saved:
         assert t5ckpt.verify(run, full=True).ok
         assert t5ckpt.load_t5x_checkpoint(run)['w']['0'] == 2.0
+
+
+class NoLock(Lock):
+    """A lock of another machine, or of a file system without locks."""
+
+    is_held = False
+
+    def is_current(self):
+        return True
+
+    def close(self):
+        pass
+
+
+class WithoutLocks(FaultyStorage):
+    def try_lock(self, key):
+        return NoLock()
+
+
+def sign(run, directory, **changes):
+    """The writer's record, changed, as another machine wrote it three hours ago."""
+    key = f'{directory}/t5ckpt.json'
+    facts = decode_facts(run.read(key), key)
+    writer = {**facts.writer, 'place': 'another', **changes}
+    run.write(key, encode_facts(dataclasses.replace(facts, writer=writer)))
+    os.utime(run.local_path(key), (time.time() - 3 * 3600,) * 2)
+
+
+def test_what_is_written_after_the_directory_was_collected_is_not_published(tmp_path):
+    """By the processes of a job that waits for its slowest one: their writes create the directory again."""
+    run = open_storage(tmp_path)
+    with open_transaction(run, 1, time.time) as work:
+        sign(run, work.directory)
+        assert collect(WithoutLocks(run), time.time)[0] == [work.directory]
+        # As TensorStore does.
+        run.make_dir(f'{work.directory}/w')
+        run.write(f'{work.directory}/w/1', b'after')
+        with pytest.raises(StorageError, match='was removed by another machine'):
+            work.commit(encode_manifest({'w': np.ones(1)}), None, ['w'])
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_without_locks_a_save_of_this_process_is_not_collected(tmp_path):
+    run = WithoutLocks(open_storage(tmp_path))
+    copied = []
+
+    def progress(done, total):
+        if not copied:
+            copied.append(t5ckpt.copy_checkpoint(f'{tmp_path}-source', tmp_path))
+            collect(run, time.time)
+
+    save(f'{tmp_path}-source', 1.0)
+    with t5ckpt.Checkpointer({'w': np.ones(4000)}, checkpoints_dir=run, progress=progress) as ck:
+        assert ck.save({'w': np.ones(4000)}, step=5) is not None
+    assert t5ckpt.all_steps(tmp_path) == [1, 5]
+
+
+@pytest.mark.parametrize('seconds', ['abc', None, [1], {}, math.inf, math.nan, True], ids=str)
+def test_a_record_without_a_horizon_stops_no_save(tmp_path, seconds):
+    run = open_storage(tmp_path)
+    work = open_transaction(run, 1, time.time)
+    sign(run, work.directory, seconds=seconds)
+    work.keep()
+    save(tmp_path, 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ['checkpoint_1']

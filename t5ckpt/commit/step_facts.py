@@ -8,7 +8,7 @@ from t5ckpt.catalog.listing import read_facts, waiting_steps
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import did_you_mean
-from t5ckpt.errors import FormatError, StorageError
+from t5ckpt.errors import FormatError
 from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts, newer_format
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.policies import StepInfo
@@ -105,12 +105,15 @@ def _facts_in(storage: Storage, step: int, facts: Facts) -> tuple[float | None, 
 
 
 def known_facts(storage: Storage, directory: str) -> Facts:
-    """A step's facts; ``NO_FACTS`` if they cannot be read or have a newer format, so that retention continues."""
+    """A step's facts; ``NO_FACTS`` if they are damaged, gone, or of a newer format.
+
+    A failed read is an error: the step may be the best.
+    """
     key = join(directory, MANIFEST)
     try:
         data = read_facts(storage, directory)
         return NO_FACTS if newer_format(data) is not None else decode_facts(data, storage.url(key))
-    except (StorageError, FileNotFoundError, FormatError):
+    except (FileNotFoundError, FormatError):
         return NO_FACTS
 
 

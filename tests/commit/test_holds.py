@@ -24,10 +24,12 @@ from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     StepKeptError,
+    StorageError,
     T5CkptError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.names import deleting_file, to_persist_file
+from t5ckpt.policies import KeepBest
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -299,3 +301,27 @@ def test_the_second_of_two_deleters_is_told_at_once_that_the_step_is_gone(tmp_pa
     with pytest.raises(CheckpointNotFoundError):
         delete_step(Second(storage), 1, time.time)
     assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize('error', [StorageError(5, 'injected'), AccessDeniedError(13, 'injected')])
+def test_a_step_whose_metrics_cannot_be_read_for_a_moment_is_not_deleted(run, error, caplog):
+    """It may be the best one; the next save decides."""
+
+    class Failing(FaultyStorage):
+        has_failed = False
+
+        def read(self, key, *bounds):
+            if key == 'checkpoint_1/checkpoint' and not self.has_failed:
+                self.has_failed = True
+                raise error
+            return super().read(key, *bounds)
+
+    policy = KeepBest(1, 'loss', 'min', keep_without_metric=False)
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=run) as ck:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            ck.save(STATE, step=step, metrics={'loss': loss}, overwrite=True)
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=Failing(run), keep_policy=policy) as ck:
+        ck.save(STATE, step=3, metrics={'loss': 0.7})
+        assert 1 in steps_in(run)
+        ck.save(STATE, step=4, metrics={'loss': 0.8})
+    assert steps_in(run) == [1, 4]

@@ -183,15 +183,11 @@ class ManifestTransaction(Transaction):
         """Does nothing: the marker stays."""
 
     def _remove(self) -> None:
-        is_removed = False
-        try:
-            self.storage.delete_tree(join(self.directory, self.generation))
-            is_removed = True
-        finally:
-            if is_removed and not self._may_arrive:
-                self._marker.remove()
-            else:
-                self._marker.end()
+        # First: the removal may fail.
+        self._marker.end()
+        self.storage.delete_tree(join(self.directory, self.generation))
+        if not self._may_arrive:
+            self._marker.remove()
 
 
 def _already_committed(storage: Storage, key: str, change: str) -> AlreadyCommittedError:

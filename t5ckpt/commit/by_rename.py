@@ -31,7 +31,7 @@ from t5ckpt.commit.removal import (
 from t5ckpt.commit.replacement import NotPutBackError, publish_step, put_in_place, remove_replaced
 from t5ckpt.commit.taken_steps import AlreadyCommittedError
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
-from t5ckpt.commit.writers import open_urls, writer_facts
+from t5ckpt.commit.writers import open_work, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, NotDurableError, StorageError, T5CkptError
@@ -53,7 +53,7 @@ class RenameTransaction(Transaction):
         super().__init__(storage, step, directory, clock, options)
         self._lock = lock
         self._url = storage.url(directory)
-        open_urls.add(self._url)
+        open_work.add(self._url)
         self._may_replace = False
 
     @classmethod
@@ -105,14 +105,15 @@ class RenameTransaction(Transaction):
     def _commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         storage, final = self.storage, step_dir(self.step)
         storage.write(join(self.directory, MANIFEST), file_with_facts(manifest, facts))
-        # After the manifest, which names the writer, too.
-        if not storage.is_file(record := join(self.directory, FACTS_FILE)):
+        record = join(self.directory, FACTS_FILE)
+        if not storage.is_file(record):
             # A write since then has created the directory again.
             raise StorageError(
                 errno.ESTALE,
                 f'{storage.url(self.directory)} was removed by another machine, because the save took longer than expected. Save '
                 'again.',
             )
+        # After the manifest, which names the writer, too.
         storage.delete_file(record)
         storage.sync_tree(self.directory, directories)
         old = self._publish(final)
@@ -154,7 +155,7 @@ class RenameTransaction(Transaction):
 
     def keep(self) -> None:
         """Releases the lock and keeps the files."""
-        open_urls.discard(self._url)
+        open_work.discard(self._url)
         self._lock.close()
 
     def _remove(self) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.commit.run_clock import CLOCK_SECONDS
-from t5ckpt.commit.writers import has_ended, is_local, open_urls, writer_facts
+from t5ckpt.commit.writers import has_ended, is_local, open_work, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
@@ -101,11 +101,11 @@ class Marker:
         self._born = self._since = self._clocks()
         if storage.commits_by_rename:
             self._key = deleting_file(step, nonce)
-            open_urls.add(storage.url(self._key))
+            open_work.add(self._key)
             try:
                 self._write_file()
             except BaseException:
-                open_urls.discard(storage.url(self._key))
+                open_work.discard(self._key)
                 raise
             return
         self._key = busy_key(step, int(clock() + 2 * self._seconds) + 1, nonce)
@@ -173,7 +173,7 @@ class Marker:
 
     def remove(self) -> None:
         """Ends work that has removed no files, or has finished; a failure leaves the marker to garbage collection."""
-        open_urls.discard(self._storage.url(self._key))
+        open_work.discard(self._key)
         try:
             self._storage.delete_file(self._key)
         except T5CkptError as error:
@@ -239,7 +239,7 @@ def _may_hide(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
     if record is None or record.action != HIDE:
         return False
     if storage.commits_by_rename and is_local(record.owner):
-        return not has_ended(record.owner, storage.url(key))
+        return not has_ended(record.owner, key)
     return clock() - (record.unix if written is None else written) < _DECIDED_SECONDS
 
 
@@ -249,7 +249,7 @@ def is_due(storage: Storage, key: str, now: Clock) -> bool:
     with contextlib.suppress(StorageError):
         record = read_marker(storage, key)
         if record is not None and is_local(record.owner):
-            return has_ended(record.owner, storage.url(key))
+            return has_ended(record.owner, key)
         if record is not None and written is None:
             written = record.unix
     return written is not None and now() - written > 2 * HORIZON_SECONDS

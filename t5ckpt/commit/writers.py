@@ -46,13 +46,13 @@ def is_local(writer: Any) -> bool:
     return isinstance(writer, Mapping) and bool(writer.get('place')) and writer['place'] == _boot_id()
 
 
-open_urls: set[str] = set()
-"""The temporary directories and markers on file systems whose work this process has not ended."""
+open_work: set[str] = set()
+"""The work on file systems that this process has not ended: unique names of markers, and URLs of temporary directories."""
 
 
-def has_ended(writer: Any, url: str) -> bool:
-    """Whether a writer was a process of this machine that has ended; if it is this process, whether its work has."""
+def has_ended(writer: Any, work: str) -> bool:
+    """Whether a writer was a process of this machine that has ended; if it is this process, whether this work has."""
     pid = writer.get('pid') if is_local(writer) else None
     if pid == os.getpid():
-        return url not in open_urls
+        return work not in open_work
     return isinstance(pid, int) and _process_start_time(pid) != writer['born']

@@ -250,6 +250,8 @@ def after_commit(
         )
         try:
             context.retention.carry_out(step)
+        except T5CkptError as error:
+            _log.warning('t5ckpt: retention after the save of step %d failed; the save is complete: %s', step, error)
         except Exception:  # noqa: BLE001 - logged with its traceback
             # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
             _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)

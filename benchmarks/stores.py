@@ -3,7 +3,7 @@
     python benchmarks/stores.py listing [STEPS] [CHUNKS] [SECONDS] [SCHEME]
         100 steps of 10,000 chunks: what a listing asks for; a walk over every key is stopped after SECONDS
     python benchmarks/stores.py transfer [MB] [MS]
-        a save and a restore by chunk size and concurrency
+        a save and a restore by chunk size
     python benchmarks/stores.py unchanged [MB] [RATE]
         a second save of the same arrays, at RATE MB/s
 
@@ -35,23 +35,18 @@ def transfer(megabytes: int, milliseconds: int) -> None:
     state = {name: np.random.default_rng(0).standard_normal((rows, 4096), dtype=np.float32) for name in 'abcd'}
     for scheme in ('s3', 'gs'):
         for chunk in (4, 16, 64):
-            for concurrency in (8, 32, 128):
-                with tempfile.TemporaryDirectory() as directory, store(scheme, pathlib.Path(directory)) as front:
-                    front.choose = lambda *_: time.sleep(milliseconds / 1000)
-                    url, options = f'{scheme}://{BUCKET}/run', {'concurrency': concurrency}
-                    with t5ckpt.Checkpointer(
-                        state, checkpoints_dir=url, chunk_bytes=chunk * 2**20, storage_options=options
-                    ) as checkpointer:
-                        saved, save_seconds, _ = counted(front, lambda ck=checkpointer: ck.save(state, step=1))
-                    read, read_seconds, found = counted(
-                        front, lambda url=url, options=options: t5ckpt.load_t5x_checkpoint(url, storage_options=options)
-                    )
-                    assert np.array_equal(found['a'], state['a'])
-                    print(
-                        f'{scheme} chunks of {chunk:2} MiB, {concurrency:3} at once: save {save_seconds:6.2f} s ({saved}), '
-                        f'restore {read_seconds:6.2f} s ({read})',
-                        flush=True,
-                    )
+            with tempfile.TemporaryDirectory() as directory, store(scheme, pathlib.Path(directory)) as front:
+                front.choose = lambda *_: time.sleep(milliseconds / 1000)
+                url = f'{scheme}://{BUCKET}/run'
+                with t5ckpt.Checkpointer(state, checkpoints_dir=url, chunk_bytes=chunk * 2**20) as checkpointer:
+                    saved, save_seconds, _ = counted(front, lambda ck=checkpointer: ck.save(state, step=1))
+                read, read_seconds, found = counted(front, lambda url=url: t5ckpt.load_t5x_checkpoint(url))
+                assert np.array_equal(found['a'], state['a'])
+                print(
+                    f'{scheme} chunks of {chunk:2} MiB: save {save_seconds:6.2f} s ({saved}), '
+                    f'restore {read_seconds:6.2f} s ({read})',
+                    flush=True,
+                )
 
 
 def unchanged(megabytes: int, rate: int) -> None:

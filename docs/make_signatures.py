@@ -21,7 +21,6 @@ DEFAULTS = (
 # Made by the library, or by subclasses.
 NOT_MADE = {
     'CheckpointStats',
-    'CheckpointTypes',
     'CheckpointView',
     'KeepPolicy',
     'PendingSave',

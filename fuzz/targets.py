@@ -19,17 +19,15 @@ import msgpack
 import numpy as np
 
 import t5ckpt
-from t5ckpt.catalog.locate import locate
-from t5ckpt.convert.files.flax_msgpack import read_large
 from t5ckpt.convert.files.tf_bundle import read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
-from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, is_spec, parse_spec, spec_of, with_facts
+from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, parse_spec, spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import Facts, TreeFacts, decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
-from t5ckpt.format.names import parse_leftover, parse_step_dir
+from t5ckpt.format.names import parse_marker, parse_step_dir, parse_tmp_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -37,11 +35,11 @@ from t5ckpt.reading.local.chunk_file import Blocks, Limits
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
 from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage
-from t5ckpt.tree.leaf_table import flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import unflatten
 
 __all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
 
-_ARRAY = StoredArray('a.b', (8, 4), np.dtype(np.float32), metadata={'chunks': [4, 4], 'compressor': None})
+_ARRAY = StoredArray('a.b', (8, 4), np.dtype(np.float32), np.dtype(np.float32), {'chunks': [4, 4], 'compressor': None})
 _SPEC = spec_of(_ARRAY, 'file')
 _ZARRAY: dict[str, Any] = {
     'chunks': [4, 4],
@@ -70,7 +68,7 @@ _METADATA = {
 
 def _leaves(state: dict[str, Any], version: int, facts: TreeFacts) -> None:
     """As a restore makes the leaves of a manifest and its facts, and the tree of them."""
-    unflatten(checkpoint_leaves(with_facts(flatten_nested(state, is_spec), facts), version, facts))
+    unflatten(checkpoint_leaves(state, version, facts))
 
 
 def manifest(data: bytes) -> None:
@@ -84,9 +82,9 @@ def spec(data: bytes) -> None:
     """Fields of a spec, in JSON, over a valid one."""
     fields = _json(data)
     if isinstance(fields, dict):
-        parse_spec({**_SPEC, **fields}, 3, 'leaf')
-        parse_spec({**_SPEC, 'metadata': {**_SPEC['metadata'], **fields}}, 2, 'leaf')
-        parse_spec({**_SPEC, 'kvstore': {**_SPEC['kvstore'], **fields}}, 3, 'leaf')
+        parse_spec({**_SPEC, **fields}, 'leaf')
+        parse_spec({**_SPEC, 'metadata': {**_SPEC['metadata'], **fields}}, 'leaf')
+        parse_spec({**_SPEC, 'kvstore': {**_SPEC['kvstore'], **fields}}, 'leaf')
 
 
 def facts(data: bytes) -> None:
@@ -116,7 +114,8 @@ def names(data: bytes) -> None:
     """Names of leaves and directories."""
     text = data.decode('utf-8', 'replace')
     parse_step_dir(text)
-    parse_leftover(text)
+    parse_tmp_dir(text)
+    parse_marker(text)
     for directory in array_dirs({text, text[:5], text.upper(), f'{text}/a'}).values():
         assert 0 < len(directory) < 256, directory
         assert '/' not in directory, directory
@@ -234,17 +233,6 @@ def _pair(key: bytes, value: bytes) -> bytes:
     return bytes([0, len(key), len(value)]) + key + value
 
 
-_FLAX = _Directory({'checkpoint_1': b''})
-
-
-def flax_file(data: bytes) -> None:
-    """A file of Flax that is too large to be decoded at once."""
-    with _FLAX.replaced(b'\0' + data):
-        found = read_large(locate(_FLAX.path / 'checkpoint_1'), str(_FLAX.path / 'checkpoint_1'), 16)
-        for array in found.arrays.values():
-            assert array.get().shape == tuple(array.shape)
-
-
 def tf_index(data: bytes) -> None:
     """The index of a TensorFlow checkpoint: as it comes, and the same bytes as a block with a good checksum."""
     for contents in (data, _table_of(data)):
@@ -272,7 +260,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         names,
         events,
         tf_index,
-        flax_file,
         checkpoint,
         orbax,
     )
@@ -288,7 +275,6 @@ RUNS = {
     'names': 50_000,
     'events': 50_000,
     'tf_index': 50_000,
-    'flax_file': 50_000,
     'checkpoint': 10_000,
     'orbax': 10_000,
 }
@@ -296,7 +282,7 @@ RUNS = {
 
 _MANIFEST = encode_manifest(_STATE)
 _CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
-_ENCODED_FACTS = encode_facts(Facts(_FACTS, {'step': 1, 'digests': {'checkpoint': [3, '0' * 16]}}))
+_ENCODED_FACTS = encode_facts(Facts(_FACTS, step=1, digests={'checkpoint': [3, '0' * 16]}))
 _SCALAR = _field(1, b'loss') + bytes([2 << 3 | 5]) + struct.pack('<f', 0.5)
 _EVENT = _field(2, 7) + _field(5, _field(1, _SCALAR))
 _TENSOR = _field(8, _field(1, 1) + _field(2, _field(2, _field(1, 1))) + _field(4, struct.pack('<f', 0.5)))
@@ -319,7 +305,6 @@ SEEDS: dict[str, list[bytes]] = {
         _record(_EVENT),
         _field(1, 1) + _field(2, 3) + _field(5, _field(1, _field(1, b'loss') + _TENSOR)),
     ],
-    'flax_file': [encode_manifest({'c': _CHUNKED, 'w': np.arange(9.0)}), _MANIFEST],
     'tf_index': [_ENTRIES, _table_of(_ENTRIES)],
     'checkpoint': [bytes([0]) + _MANIFEST, bytes([1]) + json.dumps(_ZARRAY).encode(), bytes([2]) + bytes(64)],
     'orbax': [bytes([0]) + json.dumps(_METADATA).encode(), bytes([1]) + json.dumps(_ZARRAY).encode()],

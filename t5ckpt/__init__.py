@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from t5ckpt._version import __version__
 
 if TYPE_CHECKING:
-    from t5ckpt.catalog.layouts import CheckpointTypes, detect_checkpoint_type
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import Conversion, ConvertOptions, RunConversion, convert_checkpoint, convert_run
-    from t5ckpt.convert.copy import CopyOptions, CopyReport, copy_checkpoint
+    from t5ckpt.convert.copy import CopyReport, copy_checkpoint
     from t5ckpt.convert.export_options import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
     from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
@@ -94,13 +93,11 @@ __all__ = [
     'CheckpointDiff',
     'CheckpointStats',
     'CheckpointTranslator',
-    'CheckpointTypes',
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
     'Conversion',
     'ConvertOptions',
-    'CopyOptions',
     'CopyReport',
     'Damage',
     'Decision',
@@ -164,7 +161,6 @@ __all__ = [
     'convert_checkpoint',
     'convert_run',
     'copy_checkpoint',
-    'detect_checkpoint_type',
     'diff',
     'export_hf',
     'export_npz',
@@ -190,11 +186,10 @@ __all__ = [
 
 # The public names of each module.
 _NAMES = {
-    'catalog.layouts': 'CheckpointTypes detect_checkpoint_type',
     'checkpointer': 'Checkpointer',
     'commit.transaction': 'CommittedCheckpoint',
     'convert': 'Conversion ConvertOptions RunConversion convert_checkpoint convert_run',
-    'convert.copy': 'CopyOptions CopyReport copy_checkpoint',
+    'convert.copy': 'CopyReport copy_checkpoint',
     'convert.export_options': 'ExportOptions ExportReport ImportOptions',
     'convert.huggingface': 'export_hf import_hf',
     'convert.plain': 'export_npz export_safetensors import_npz import_safetensors',

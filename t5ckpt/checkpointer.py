@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import log_other_contents, open_run_storage
-from t5ckpt.commit.dataset_files import dataset_count
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
@@ -55,7 +54,7 @@ from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy
+from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
 from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save.arguments import (
@@ -470,8 +469,8 @@ class Checkpointer:
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
                 self._later_steps.note_save(request.step)
-                missing = self._retention.missing_metrics(request.step, call.metrics)
-                warn_of_missing_metrics(self._notices, missing, has_source=self._has_source)
+                infos = self._retention.decided if self._has_source else [StepInfo(step, metrics=call.metrics)]
+                warn_of_missing_metrics(self._notices, policy, infos, has_source=self._has_source)
             if not call.transforms:
                 options = RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
                 self._template_check.check(state, table, request.step, options, warns=save_round.is_leader)
@@ -524,7 +523,7 @@ class Checkpointer:
         self._tiers.wait_until_persisted(None if step is None else integer('step', step))
 
     def close(self) -> None:
-        """Waits for saves, uploads and deletions in the background, and raises the error of a save that no call has raised yet.
+        """Waits for saves and uploads in the background, and raises the error of a save that no call has raised yet.
 
         Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete`` and
         ``wait_until_persisted``. ``restore`` still works, except with ``local_dir`` in a job of several processes.
@@ -532,7 +531,6 @@ class Checkpointer:
         self._is_closed = True
         self._wait()
         self._tiers.close()
-        self._retention.wait()
         self.check_for_errors()
         if self._pending is not None:
             self._schedule.warn_if_unused()
@@ -560,8 +558,7 @@ class Checkpointer:
           path: a checkpoint elsewhere: a run's directory, a step's directory or a manifest file, on any storage.
           state_transformation_fns: called in order with (checkpoint's state dict, template's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the template's state dict.
-          lazy_parameters: returns arrays as LazyArray, but passes numpy arrays to the ``load_state_dict`` of an object in the
-            state. Not with a partitioner that puts parameters on devices.
+          lazy_parameters: returns arrays as LazyArray. Not with a partitioner that puts parameters on devices.
           strict: the required match of checkpoint and template: 'exact' includes every dtype; 'up_to_dtype' allows
             float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template.
             None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any

@@ -3,8 +3,7 @@
 The classes and their constructors are T5X's (t5x/checkpoint_importer.py). In addition, a lazy array can be sliced, which reads
 only the chunks of the slice, and ``get`` works while an event loop is running, as in a notebook.
 
-The leaves of a checkpoint are made and read by ``reading/array_reader.py``; ``reading/cached_chunks.py`` reads those of a bucket
-with ``cache_dir``.
+The leaves of a checkpoint are made and read by ``reading/array_reader.py``.
 
 Notes: values are not cached; each ``get`` reads again. All methods may be called from any thread.
 """

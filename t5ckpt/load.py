@@ -17,7 +17,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import NoEffectWarning
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
@@ -115,15 +115,11 @@ def _read_all(reader: ArrayReader, leaves: LeafTable, cast: Cast | None, tree_fa
             cast_dtype(path, leaf.dtype, cast),
         )
         for path, leaf in leaves.items()
-        if isinstance(leaf, StoredLeaf)
+        if isinstance(leaf, StoredArray)
     ]
-    if reader.is_cached:
-        # One after another, since many threads fetch each.
-        values = {read.path: cast_values(reader.read(read.leaf, read.name), read.dtype, read.name) for read in reads}
-    else:
-        # In another thread, because an event loop may be running in the caller's.
-        with Pool(1) as executor:
-            values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
+    # In another thread, because an event loop may be running in the caller's.
+    with Pool(1) as executor:
+        values = executor.submit(read_arrays, reader, reads, ByteBudget(_IN_FLIGHT_BYTES)).result()
     return {
         path: values[path] if path in values else _inline(path, leaf, cast, tree_facts) for path, leaf in leaves.items()
     }

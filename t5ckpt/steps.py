@@ -2,7 +2,7 @@
 
 A step is listed if and only if it can be restored: either its directory has a complete manifest, which is written last, or it is
 in a layout of Orbax or Flax (``catalog/layouts.py``). Manifests above 64 MiB are not read, and count as complete. On object
-stores, ``catalog/bucket_catalog.py`` lists the steps.
+stores, ``catalog/run_catalog.py`` lists the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from t5ckpt.catalog.layouts import (
 from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.catalog.locate import locate, log_other_contents
 from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
-from t5ckpt.commit.pins import pin_in
+from t5ckpt.commit.holds import pin_in
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir

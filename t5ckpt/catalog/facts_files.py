@@ -6,24 +6,27 @@ them for a while. An unfinished directory has the record of its writer under the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import FACTS_FILE, MANIFEST, facts_file_of, is_facts_file
+from t5ckpt.format.names import MANIFEST
 from t5ckpt.storage import Storage
+
+_NAME = re.compile(r't5ckpt(\.[0-9a-f]{16})?\.json')
 
 
 def facts_files(storage: Storage, directory: str) -> list[str]:
     """The names of the files in a step's directory; one request on an object store."""
-    return [name for name in storage.names(directory, 't5ckpt.') if is_facts_file(name)]
+    return [name for name in storage.names(directory, 't5ckpt.') if _NAME.fullmatch(name)]
 
 
 def facts_file(manifest: bytes, names: Collection[str]) -> str:
     """The one that belongs to a manifest: the only one, also if the manifest is damaged, or that with its checksum."""
-    expected, there = facts_file_of(digest(manifest)), [name for name in names if is_facts_file(name)]
-    return expected if expected in there else there[0] if len(there) == 1 else FACTS_FILE
+    there = [name for name in names if _NAME.fullmatch(name)]
+    return there[0] if len(there) == 1 else f't5ckpt.{digest(manifest)}.json'
 
 
 def read_facts_file(storage: Storage, directory: str) -> bytes:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.bucket_catalog import BucketCatalog
-from t5ckpt.catalog.directory_catalog import DirectoryCatalog
 from t5ckpt.catalog.facts_files import read_facts_file
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint
-from t5ckpt.catalog.run_catalog import RunCatalog
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint, number_of
+from t5ckpt.catalog.run_catalog import inspected, step_names
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.manifest import facts_range
 from t5ckpt.format.names import (
     MANIFEST,
+    TO_PERSIST,
     TRAIN_DS_PREFIX,
     parse_padded_step,
+    parse_prefixed_step,
     parse_step_dir,
-    parse_step_name,
     step_dir,
 )
 from t5ckpt.storage import Storage, open_storage
@@ -27,14 +27,9 @@ from t5ckpt.storage import Storage, open_storage
 _HEAD_BYTES = 2**14
 
 
-def catalog_of(storage: Storage) -> RunCatalog:
-    """The catalog that finds the steps of a run."""
-    return DirectoryCatalog(storage) if storage.commits_by_rename else BucketCatalog(storage)
-
-
 def listing(storage: Storage) -> Listing:
     """The complete steps in a run, with their layouts, and the errors of those that could not be inspected."""
-    return catalog_of(storage).listing()
+    return inspected(storage, step_names(storage))
 
 
 def steps_in(storage: Storage) -> list[int]:
@@ -44,16 +39,21 @@ def steps_in(storage: Storage) -> list[int]:
 
 def newest(storage: Storage) -> ListedStep | None:
     """The step with the largest number, in any layout, or None."""
-    return catalog_of(storage).newest()
+    # One number after the other, because the manifest of each inspected step is read.
+    groups = (inspected(storage, [*same]).newest for _, same in itertools.groupby(step_names(storage), number_of))
+    return next(filter(None, groups), None)
+
+
+def with_other_name(storage: Storage, step: int) -> ListedStep | None:
+    """A step in another layout than T5X's, such as a number alone, or with a prefix or zeros."""
+    found = inspected(storage, [name for name in step_names(storage) if number_of(name) == step])
+    other = next((each for each in found.steps if not each.is_t5x), None)
+    return found.newest if other is None and found.unreadable else other
 
 
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:
-    """The complete step with a number. Names with a prefix or leading zeros take a listing."""
-    for name in (step_dir(step), str(step)):
-        listed_step = inspect_name(storage, name)
-        if listed_step is not None:
-            return listed_step
-    return catalog_of(storage).with_other_name(step)
+    """The complete step with a number. Names other than ``checkpoint_<step>`` take a listing."""
+    return inspect_name(storage, step_dir(step)) or with_other_name(storage, step)
 
 
 def has_step(storage: Storage, step: int) -> bool:
@@ -62,24 +62,21 @@ def has_step(storage: Storage, step: int) -> bool:
 
 
 def dataset_steps_in(storage: Storage) -> list[int]:
-    """The steps with states of data iterators, ascending; on an object store only complete steps."""
-    steps = {
-        name: step
-        for name in catalog_of(storage).directories()
-        if (step := step_of(name)) is not None or (step := parse_step_name(name)) is not None
-    }
-    return sorted({step for name, step in steps.items() if storage.names(name, TRAIN_DS_PREFIX)})
+    """The complete steps with states of data iterators, ascending."""
+    steps = [each for each in listing(storage).steps if each.directory]
+    return [each.step for each in steps if storage.names(each.directory, TRAIN_DS_PREFIX)]
 
 
 def waiting_steps(storage: Storage) -> set[int]:
     """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
-    return catalog_of(storage).waiting()
+    names = storage.names(TO_PERSIST, '') if storage.commits_by_rename else []
+    return {int(name) for name in names if name.isdecimal()}
 
 
 def read_head(storage: Storage, directory: str) -> bytes:
     """The first bytes of a step's manifest, in which most have all of their facts; b'' without a manifest."""
     try:
-        return storage.read_range(join(directory, MANIFEST), 0, _HEAD_BYTES)
+        return storage.read(join(directory, MANIFEST), 0, _HEAD_BYTES)
     except CheckpointNotFoundError:
         return b''
 
@@ -94,7 +91,7 @@ def read_facts(storage: Storage, directory: str, head: bytes | None = None) -> b
     found = facts_range(head[:64])
     if found is None:
         return read_facts_file(storage, directory)
-    whole = head if found[1] <= len(head) else storage.read_range(join(directory, MANIFEST), 0, found[1])
+    whole = head if found[1] <= len(head) else storage.read(join(directory, MANIFEST), 0, found[1])
     return whole[slice(*found)]
 
 
@@ -105,19 +102,18 @@ def step_of(name: str) -> int | None:
 
 
 def checkpoint_around(storage: Storage, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """The directory of the checkpoint that a storage's root is, or is inside, after links are resolved; None if it is a run.
+    """The directory of the step that a storage's root is, or is inside, after links are resolved; None if it may be a run.
 
-    On an object store each check is a request, so only directories with the name of a step are looked at.
+    Only directories with the name of a step are looked at. On an object store each check is a request.
     """
     local = storage.local_path('')
-    above = storage.url().rstrip('/') if local is None else os.path.realpath(local)
-    outermost = None
-    while '/' in above:
-        parent, _, name = above.rpartition('/')
-        if local is not None or parse_step_dir(name) is not None:
-            outer = open_storage(above, None if local is not None else storage_options)
-            # Beside steps it is a file of TensorFlow, or a run was started here.
-            if is_checkpoint(outer, '') and (parse_step_dir(name) is not None or newest(outer) is None):
-                outermost = above
-        above = parent
-    return outermost
+    where = storage.url().rstrip('/') if local is None else os.path.realpath(local)
+    paths = itertools.accumulate(where.split('/'), '{}/{}'.format)
+    for path in paths:
+        name = path.rpartition('/')[2]
+        if parse_prefixed_step(name) is not None:
+            outer = open_storage(path, storage_options)
+            # A run may be named by a number.
+            if is_checkpoint(outer, '') and (step_of(name) is not None or newest(outer) is None):
+                return path
+    return None

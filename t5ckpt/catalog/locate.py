@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import re
@@ -23,127 +22,80 @@ from t5ckpt.catalog.layouts import (
     is_state_file,
     is_zarr_tree,
 )
-from t5ckpt.catalog.listing import catalog_of, checkpoint_around, inspect_step, listing, newest, step_of
+from t5ckpt.catalog.listing import checkpoint_around, inspect_step, listing, newest, step_of
+from t5ckpt.catalog.run_catalog import step_names
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, StorageError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.names import (
-    MANIFEST,
-    flax_number,
-    parse_prefixed_step,
-    parse_step_dir,
-    parse_step_name,
-    step_dir,
-)
+from t5ckpt.format.names import MANIFEST, flax_number, parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.format.safetensors import FLAX_WHOLE, SHARD, WHOLE_NAMES, is_tensor_file
 from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
-from t5ckpt.storage.base import Entry
 
 _log = logging.getLogger('t5ckpt')
 
 # The structure that pytree_serialization of JAX writes beside its arrays.
 JAX_TREE = 'pytreedef.json'
+_READ = 'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import {} makes a checkpoint of it'
+_AS_INIT = ', as the init_fn of restore_or_init (docs/migration.md)'
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
 # The names of unfinished and damaged steps, of T5X or Orbax, and hidden names.
 _LEFTOVER = re.compile(r'\.|.*\.(orbax-checkpoint-tmp|partial_save)|checkpoint_([0-9]+\.[a-z]|tmp$)', re.DOTALL)
+_MODEL = re.compile(r'model\.safetensors|flax_model\.msgpack|.*\.(safetensors|msgpack)\.index\.json')
 _STEP = re.compile(r'(?:step[_-])?([0-9]+)')
-# A directory is described by the first pattern that matches one of the names in it.
-_MARKS = (
+# What other programs write: the name of the file, or of a file in a step's directory; what it is; and what to do.
+_FOREIGN = (
     (
-        r'\.metadata|.*\.distcp',
-        'a torch.distributed.checkpoint (DCP) directory, whose metadata is a pickle and is not read',
+        r'(.*/)?(\.metadata|[^/]*\.distcp)',
+        'a file of torch.distributed.checkpoint (DCP), as torchtitan saves with it',
+        'its metadata is a pickle and is not read. Load it with PyTorch and save safetensors',
     ),
-    (r'.*\.partial_save(\.pending_.*)?', 'a partial save of Orbax, which ocp.partial.finalize completes'),
-    # CLU writes a TensorFlow checkpoint, too, which holds only the position in the data.
-    (r'.*\.flax', 'a run of CLU, whose states are its files .flax: restore(path=...) and t5ckpt convert flax take one'),
-    (r'.*\.index', 'a TensorFlow checkpoint, which t5ckpt convert tf converts'),
-    (r'.*\.safetensors\.index\..*json', 'a safetensors model, of which restore(path=...) takes the index'),
+    (r'.*/gda', 'a directory of axlearn', "it is in axlearn's own layout and is not read. Load it with axlearn"),
     (
-        r'.*-[0-9]+-of-[0-9]+\.safetensors',
-        'a safetensors model in several files. Copy its index (.safetensors.index.json), too',
+        r'\.zgroup|.*/\.zattrs',
+        'a file of a zarr group, such as a step of seqax',
+        't5ckpt convert seqax converts such a step',
     ),
-    (r'.*\.safetensors', 'a safetensors model, of which restore(path=...) takes a file'),
-    (
-        r'flax_model.*\.msgpack(\.index\.json)?',
-        "Flax weights of Hugging Face (t5ckpt.convert_checkpoint('flax', path, directory))",
-    ),
-    (
-        r'pytorch_model.*\.bin|.*\.pth?',
-        'a PyTorch file, which needs pickle and is not read: load it with PyTorch and save safetensors',
-    ),
-    (r'.*\.eqx', 'files of Equinox; equinox.tree_deserialise_leaves loads one'),
-    (JAX_TREE, "a directory of JAX's pytree_serialization, which t5ckpt convert jax converts"),
-    # A group of zarr v3 that has arrays opens.
-    (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group; the directory above an array opens as a tree'),
+    (r'.*\.partial_save(\.pending_.*)?', 'a partial save of Orbax', 'ocp.partial.finalize completes it'),
     (
         r'[0-9]{8}T[0-9]{6}F[0-9]{6}(-[0-9]+)?',
-        'a run of elements.Checkpoint (DreamerV3), whose states are pickles and are not read: load them with elements',
+        'a save of elements.Checkpoint (DreamerV3)',
+        'its states are pickles and are not read. Load them with elements',
     ),
-    (r'attributes\.json', 'N5 arrays, which TensorStore reads'),
-    (r'\.zgroup', 'a zarr group, such as a step of seqax, without a T5X manifest'),
-)
-# The same for the directory of a step: the files that it contains, a description, and how to read it.
-_STEP_MARKS = (
+    (JAX_TREE, "a file of JAX's pytree_serialization", 't5ckpt convert jax converts its directory'),
+    (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group', 'the directory above an array opens as a tree'),
+    (r'.*\.safetensors\.index\..*json', 'a safetensors file', _READ.format('safetensors')),
     (
-        {'.metadata'},
-        'a run of torchtitan, or another one that saves with torch.distributed.checkpoint (DCP)',
-        'Their metadata is a pickle and is not read: load them with PyTorch and save safetensors',
+        r'.*-[0-9]+-of-[0-9]+\.safetensors',
+        'one of several safetensors files',
+        'copy their index (.safetensors.index.json), too, and pass the index',
     ),
-    ({'index', 'gda'}, 'a run of axlearn', "They are in axlearn's own layout and are not read: load them with axlearn"),
-    ({'.zattrs', '.zgroup'}, 'a run of seqax', 't5ckpt convert seqax converts them'),
-)
-# A file is recognized by its name, because it may be too large to read.
-_FILES = (
+    (r'.*\.safetensors', 'a safetensors file', _READ.format('safetensors')),
+    (r'.*\.npz', 'an npz file', _READ.format('npz')),
+    (r'.*\.npy', 'one array of numpy', 'numpy.load reads it unless it is a pickle'),
     (
-        ('.safetensors', '.safetensors.index.json'),
-        'a safetensors file',
-        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import safetensors makes a checkpoint of it',
-    ),
-    (
-        '.npz',
-        'an npz file',
-        'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import npz makes a checkpoint of it',
-    ),
-    ('.npy', 'one array of numpy', 'numpy.load reads it unless it is a pickle'),
-    (
-        '.msgpack.index.json',
+        r'.*\.msgpack\.index\.json',
         'an index of Flax weights',
         "convert it (t5ckpt.convert_checkpoint('flax', path, directory))",
     ),
     (
-        '.eqx',
+        r'.*\.eqx',
         'a file of Equinox, in which leaves have no names',
-        'load it with equinox.tree_deserialise_leaves, as the init_fn of restore_or_init (docs/migration.md)',
+        f'load it with equinox.tree_deserialise_leaves{_AS_INIT}',
     ),
-    (('.index', '.data-00000-of-00001'), 'a file of TensorFlow', 'convert it (t5ckpt convert tf)'),
+    (r'.*\.(index|data-00000-of-00001)', 'a file of TensorFlow', 'convert it (t5ckpt convert tf)'),
+    (r'.*\.(h5|hdf5)', 'an HDF5 file', f'load it with the library that wrote it{_AS_INIT}'),
+    (r'.*\.keras', 'a model of Keras', f'load it with keras.saving.load_model{_AS_INIT}'),
+    (r'.*\.(pkl|pickle)', 'a pickle, which can run any code and is not read', f'load it{_AS_INIT}'),
     (
-        ('.h5', '.hdf5'),
-        'an HDF5 file',
-        'load it with the library that wrote it, as the init_fn of restore_or_init (docs/migration.md)',
+        r'.*\.(bin|pt|pth)',
+        'a PyTorch file',
+        'load it with PyTorch and save safetensors (it needs pickle and is not read)',
     ),
-    (
-        '.keras',
-        'a model of Keras',
-        'load it with keras.saving.load_model, as the init_fn of restore_or_init (docs/migration.md)',
-    ),
-    (
-        ('.pkl', '.pickle'),
-        'a pickle, which can run any code and is not read',
-        'load it as the init_fn of restore_or_init (docs/migration.md)',
-    ),
-    (
-        ('.zip', '.tar', '.gz', '.tgz', '.bz2', '.xz', '.zst'),
-        'an archive or a compressed file',
-        'unpack it, and pass the result',
-    ),
-    (
-        ('.bin', '.pt', '.pth'),
-        'a PyTorch file, which needs pickle and is not read',
-        'load it with PyTorch and save safetensors',
-    ),
+    (r'attributes\.json', 'a file of N5 arrays', 'TensorStore reads them'),
+    (r'.*\.(zip|tar|gz|tgz|bz2|xz|zst)', 'an archive or a compressed file', 'unpack it, and pass the result'),
 )
 # The first bytes of some of these files, and their usual name.
 _BEGINNINGS = {
@@ -217,30 +169,17 @@ def open_run_storage(
     storage = open_storage(path, storage_options)
     directory = checkpoint_around(storage, storage_options)
     if directory is not None:
-        raise _not_run_but_checkpoint(storage, directory)
+        raise _in_checkpoint(storage, directory)
     return storage
 
 
-def _not_run_but_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:
-    here, (parent, _, name) = storage.url().rstrip('/'), directory.rpartition('/')
-    step = parse_step_name(name)
-    if step is None and not (storage if directory == here else open_storage(directory)).is_file(MANIFEST):
-        # Orbax and Levanter have other prefixes.
-        step = parse_prefixed_step(name)
-    what = 'is one checkpoint' if step is None else f'is step {step} of a run'
-    local = storage.local_path('')
-    if directory != here:
-        is_link = local is not None and os.path.realpath(local) == directory
-        what = f'is {"a link to" if is_link else "inside"} {directory}, which {what}'
-    cure = (
-        f'the directory of the run: {parent}' if step is not None else 'another directory; restore(path=...) reads it'
+def _in_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:
+    here = storage.url().rstrip('/')
+    what = 'is a checkpoint' if here == directory else f'is in the checkpoint {directory}'
+    return CheckpointNotFoundError(
+        f'{here} {what}, not a run. Pass the directory of the run, such as {directory.rpartition("/")[0]}, or another one; '
+        'restore(path=...) reads the checkpoint.'
     )
-    return CheckpointNotFoundError(f'{here} {what}, not a run. Pass {cure}')
-
-
-_NOT_COMMITTED = (
-    ': steps of Orbax lack commit_success.txt, the mark of a complete one here. If a copy has lost it, write it again'
-)
 
 
 def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
@@ -252,91 +191,62 @@ def refuse_other_contents(storage: Storage, *, marks: bool = True) -> None:
 
     Args:
       storage: the path.
-      marks: also refuses incomplete steps, and those of other trainers by their names; a save may write beside them.
+      marks: also refuses a file, incomplete steps and trees of zarr arrays; a copy or a conversion may write beside these, and
+        fails itself for a file.
 
     Raises:
       T5CkptError: it names what the path holds, and the path to pass.
     """
-    if storage.root_kind() == 'file':
-        if marks:
-            raise not_a_run(storage)
-        return  # The save itself fails.
-    if entries := storage.entries():
-        if newest(storage) is not None:
-            return
-        _refuse_checkpoint(storage)
-        checkpoints, models = _contents_beside_steps(storage)
-        if models:
-            raise CheckpointNotFoundError(f'{no_checkpoint(storage)} Pass another directory to start a run.')
-        if checkpoints or (marks and _run_of_others(storage) is not None):
-            raise no_checkpoint(storage)
-        if marks:
-            _refuse_incomplete(storage, entries)
-    _refuse_name(storage)
+    if marks and storage.root_kind() == 'file':
+        raise no_checkpoint(storage)
+    if newest(storage) is not None:
+        return
+    contents = contents_of_new_run(storage)
+    mark = _mark(storage) if marks and not contents else ''
+    # The first step may have been committed meanwhile.
+    if (contents or mark) and newest(storage) is None:
+        raise no_checkpoint(storage, *filter(None, [mark, 'To start a run, pass another directory.']))
 
 
 def contents_of_new_run(storage: Storage) -> list[str]:
-    """The checkpoints and the models at a path without steps, where a trainer begins a run.
+    """The checkpoints, the models and a step of another trainer at a path without steps, where a trainer begins a run.
 
     Raises:
       CheckpointNotFoundError: the path is a checkpoint, or has the name of a step.
     """
-    contents: list[str] = []
-    if storage.entries():
-        _refuse_checkpoint(storage)
-        contents = [*itertools.chain(*_contents_beside_steps(storage))]
-    _refuse_name(storage)
-    return contents
-
-
-def _refuse_checkpoint(storage: Storage) -> None:
-    if is_checkpoint(storage, ''):
-        raise _not_run_but_checkpoint(storage, storage.url().rstrip('/'))
-
-
-def _refuse_name(storage: Storage) -> None:
     where = storage.url().rstrip('/')
     parent, _, name = where.rpartition('/')
-    if name != name.strip() and storage.root_kind() is None:
-        raise CheckpointNotFoundError(
-            f'{where!r} does not exist and has white space around its name. Pass the path without it: {parent}/{name.strip()}'
-        )
+    entries = storage.entries()
+    if entries and is_checkpoint(storage, ''):
+        raise _in_checkpoint(storage, where)
     # Also 'checkpoint_7.tmp-...' and the like.
     if parse_step_dir(name.partition('.')[0]) is not None:
-        raise CheckpointNotFoundError(
-            f'{where} is the path of a step, not of a run, and has no checkpoint. Pass the directory of the run: {parent}'
+        raise no_checkpoint(
+            storage, f'It is the path of a step, not of a run. Pass the directory of the run, {parent}.'
         )
+    if not entries:
+        if name != name.strip() and storage.root_kind() is None:
+            raise no_checkpoint(storage, f'It has white space around its name. Pass {parent}/{name.strip()}.')
+        return []
+    models = [entry.name for entry in entries if _MODEL.fullmatch(entry.name)]
+    # A broken step of the run itself does not count: a save replaces it.
+    others = [each for each in openable_below(storage) if parse_step_dir(each) is None]
+    return others + models + _steps_of_others(storage)
 
 
-def _contents_beside_steps(storage: Storage) -> tuple[list[str], list[str]]:
-    """The checkpoints below a path, and the models in it, that are not steps of its run."""
-    # A broken step of the run itself does not count: a save replaces it. Nor does one that was committed just now.
-    checkpoints = [
-        each for each in openable_below(storage) if parse_step_dir(each.removesuffix(f'/{MANIFEST}')) is None
-    ]
-    indices = ('.safetensors.index.json', '.msgpack.index.json')
-    models = [entry.name for entry in storage.entries() if entry.name.endswith(indices)]
-    return checkpoints, models or [*filter(None, [model_file(storage)])]
-
-
-def _refuse_incomplete(storage: Storage, entries: Sequence[Entry]) -> None:
-    """See :func:`refuse_other_contents`."""
-    where = storage.url().rstrip('/')
+def _mark(storage: Storage) -> str:
+    """Says why a directory without checkpoints is not a place for a new run; '' if nothing speaks against it."""
+    entries = storage.entries()
     # A user's files beside an array are no tree of a checkpoint.
     is_bare = all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
-    if is_bare and is_zarr_tree(storage, where.rpartition('/')[2]):
-        raise CheckpointNotFoundError(
-            f'{where} is a directory tree of zarr arrays, not a run. restore(path=...) reads it. Pass another directory'
-        )
-    holding = catalog_of(storage).incomplete()
-    if storage.orbax_commits:
-        holding += [entry.name for entry in entries if entry.is_dir and is_orbax(storage, entry.name)]
-    # The first step may have been committed meanwhile.
-    if holding and newest(storage) is None:
-        raise CheckpointNotFoundError(
-            f'{where} contains {some_of(holding, 5)}, none of which is a complete checkpoint'
-            f'{_NOT_COMMITTED if storage.orbax_commits else ""}. Move them away to start a new run.'
-        )
+    if is_bare and is_zarr_tree(storage, storage.url().rstrip('/').rpartition('/')[2]):
+        return 'It is a directory tree of zarr arrays, not a run, and restore(path=...) reads it.'
+    if storage.orbax_commits and any(entry.is_dir and is_orbax(storage, entry.name) for entry in entries):
+        return 'Steps of Orbax lack commit_success.txt, the mark of a complete one here. If a copy has lost it, write it again.'
+    # In a bucket, interrupted saves leave files under the name of the step.
+    steps = [entry for entry in entries if storage.commits_by_rename and parse_step_dir(entry.name) is not None]
+    is_broken = any(not entry.is_dir or storage.entries(entry.name) for entry in steps)
+    return 'Its steps are incomplete: move them away to start a new run here.' if is_broken else ''
 
 
 def log_other_contents(storage: Storage) -> None:
@@ -383,19 +293,15 @@ def locate(
     parent, name = ('', '') if isinstance(path, Storage) else split_path(path)
     outer = open_storage(parent, storage_options) if name else storage
     if name and outer.is_file(name):
-        foreign = foreign_file(name)
-        if foreign is not None and not (tensors and is_tensor_file(name)):
-            raise UnsupportedFormatError(f'{path} is {foreign}.')
+        foreign = foreign_among([name])
+        if foreign and not (tensors and is_tensor_file(name)):
+            raise UnsupportedFormatError(f'{path} is {foreign[0][1]}.')
         # The path is the manifest's file.
         grand, directory = split_path(parent)
-        if step is not None and step != step_of(directory):
-            raise CheckpointNotFoundError(
-                f'{path} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
-            )
-        number = step_of(directory)
-        if number is None:
-            # In Flax's layout the file has the number.
-            number = parse_step_dir(name)
+        # In Flax's layout the file has the number.
+        number = parse_step_dir(name) if step_of(directory) is None else step_of(directory)
+        if step is not None and step != number:
+            raise _is_one(f'{path}', step)
         local = outer.local_path(name)
         # A link that is the path itself is followed, if no other file belongs to the checkpoint.
         follows = name.endswith(('.safetensors', '.npz', '.msgpack')) and local is not None and os.path.islink(local)
@@ -406,28 +312,29 @@ def locate(
         # The path that TensorFlow gives is the beginning of its files' names.
         index = f'{name}.index'
         if name and outer.is_file(index):
-            raise UnsupportedFormatError(f'{path}.index is {foreign_file(index)}.')
-        raise CheckpointNotFoundError(f'{storage.url()}: no such file or directory. Check the path.')
+            raise UnsupportedFormatError(f'{path}.index is {foreign_among([index])[0][1]}.')
+        raise no_checkpoint(storage)
+    if step is None:
+        # Beside steps it is a file of TensorFlow, or a run was started here.
+        if storage.is_file(MANIFEST) and (step_of(name) is not None or newest(storage) is None):
+            return Located(outer, name, MANIFEST, step_of(name))
+        if is_orbax(storage, ''):
+            return Located(outer, name, '', parse_prefixed_step(name))
     try:
-        return _locate_in_dir(storage, outer, name, step)
+        return locate_step(storage, step)
     except CheckpointNotFoundError:
         # Checked last, because each check is a request on a bucket, and the path of a run is not the path of an export in it.
-        file = model_file(storage) if tensors and step is None else None
-        if file is None and (step is not None or _run_of_others(storage) or not is_zarr_tree(storage, name)):
+        models = (*WHOLE_NAMES, FLAX_WHOLE) if tensors and step is None else ()
+        model = next(filter(storage.is_file, models), None)
+        if step is not None or (model is None and (_steps_of_others(storage) or not is_zarr_tree(storage, name))):
             raise
-        return Located(outer, name, file or '', None if file else parse_prefixed_step(name))
+        return Located(outer, name, model or '', None if model else parse_prefixed_step(name))
 
 
-def _locate_in_dir(storage: Storage, outer: Storage, name: str, step: int | None) -> Located:
-    if (
-        step is None
-        and storage.is_file(MANIFEST)
-        and (step_of(name) is not None or not catalog_of(storage).is_beside_manifest())
-    ):
-        return Located(outer, name, MANIFEST, step_of(name))
-    if step is None and is_orbax(storage, ''):
-        return Located(outer, name, '', parse_prefixed_step(name))
-    return locate_step(storage, step)
+def _is_one(where: str, step: int) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f'{where} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
+    )
 
 
 def locate_step(storage: Storage, step: int | None) -> Located:
@@ -440,130 +347,102 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         # A damaged manifest is found, too, so that decoding it raises the error.
         return Located(storage, step_dir(step), MANIFEST, step)
     listed_step = newest(storage) if step is None else inspect_step(storage, step)
+    if listed_step is None and step is None:
+        # If all steps are damaged, the newest is opened, so that decoding it raises the error.
+        numbers = {name: step for name in step_names(storage) if (step := parse_step_dir(name)) is not None}
+        damaged = (ListedStep(step, name) for name, step in numbers.items() if storage.is_file(join(name, MANIFEST)))
+        listed_step = next(damaged, None)
     if listed_step is not None:
         if step is None:
             log_newer_of_flax(storage, listed_step.step)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
-    if storage.root_kind() == 'file':
-        raise not_a_run(storage)
     if step is None:
-        # If all steps are damaged, open one of them, so that decoding it raises the error.
-        damaged = max(_damaged_steps(storage), default=None)
-        if damaged is not None:
-            return Located(storage, step_dir(damaged), MANIFEST, damaged)
         refuse_other_contents(storage)
         raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
-        raise CheckpointNotFoundError(
-            f'{storage.url()} is one checkpoint, not a run with step {step}. Leave step out, or pass the directory of a run.'
-        )
-    steps = listing(storage).steps
-    listed_step = next((candidate for candidate in steps if candidate.step == step), None)
-    if listed_step is not None:
-        # On an object store, steps with a prefix in their names are found only by a listing.
-        return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
-    raise no_step(storage, step, steps, 'Pass one of them, or None for the latest.')
+        raise _is_one(storage.url(), step)
+    raise no_step(storage, step, listing(storage).steps, 'Pass one of them, or None for the latest.')
 
 
-def _damaged_steps(storage: Storage) -> list[int]:
-    steps = {parse_step_dir(entry.name): entry.name for entry in storage.entries() if entry.is_dir}
-    return [step for step, name in steps.items() if step is not None and storage.is_file(join(name, MANIFEST))]
+def foreign_among(names: Collection[str]) -> list[tuple[str, str]]:
+    """The files of other programs among some names, each with a description and a cure, to end a sentence.
 
-
-def foreign_file(name: str) -> str | None:
-    """Describes a file of another program by its name, with a cure, to end a sentence; None for a possible manifest."""
-    return next((f'{what}, not a checkpoint: {cure}' for ends, what, cure in _FILES if name.endswith(ends)), None)
-
-
-def foreign_bytes(data: bytes) -> str | None:
-    """As :func:`foreign_file`, by the first bytes of the file."""
-    names = (name for beginning, name in _BEGINNINGS.items() if re.match(beginning, data, re.DOTALL))
-    return next(map(foreign_file, names), None)
-
-
-def not_a_run(storage: Storage) -> T5CkptError:
-    """The error for a path that is not the directory of a run; for a file it says which program reads it."""
-    where = storage.url()
-    if storage.kind('') is None:
-        return CheckpointNotFoundError(f'{where}: {catalog_of(storage).absence}. Check the path.')
-    what = foreign_file(where)
-    if what is not None:
-        return UnsupportedFormatError(f'{where} is {what}.')
-    return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
-
-
-def foreign_layout(storage: Storage) -> str | None:
-    """Describes the layout of a storage's root, to end a sentence; None for an unknown layout.
-
-    Compares only names: those in the directory, and those in the latest directory that is named like a step.
+    The most telling one comes first. A possible manifest is none of them.
     """
-    run = _run_of_others(storage)
-    if run is not None:
-        return run
+    return [
+        (name, f'{what}, not a checkpoint: {cure}')
+        for pattern, what, cure in _FOREIGN
+        for name in names
+        if re.fullmatch(pattern, name, re.DOTALL)
+    ]
+
+
+def foreign_bytes(data: bytes) -> list[tuple[str, str]]:
+    """As :func:`foreign_among`, by the first bytes of a file."""
+    return foreign_among([name for start, name in _BEGINNINGS.items() if re.match(start, data, re.DOTALL)])
+
+
+def foreign_in(storage: Storage) -> list[tuple[str, str]]:
+    """As :func:`foreign_among`, of the names in a directory, and in the latest directory in it that is named like a step."""
     names = [entry.name for entry in storage.entries()]
-    return next((text for mark, text in _MARKS if any(re.fullmatch(mark, name) for name in names)), None)
+    steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
+    for latest in [max(steps)] if steps else []:
+        names += [join(steps[latest], entry.name) for entry in storage.entries(steps[latest])]
+    return foreign_among(names)
 
 
-def _run_of_others(storage: Storage) -> str | None:
-    """Describes the run of a trainer whose steps t5ckpt does not read; None if it is not one."""
-    directories = [entry.name for entry in storage.entries() if entry.is_dir]
-    steps = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
-    if steps:
-        latest = max(steps, key=lambda name: steps[name])
-        names = {below.name for below in storage.entries(latest)}
-        for marks, what, cure in _STEP_MARKS:
-            if marks <= names:
-                shown = ', '.join(str(step) for step in sorted(steps.values())[-5:])
-                more = 'the last are ' if len(steps) > 5 else ''
-                return f'{what}, with {counted(len(steps), "step")}: {more}{shown}. {cure}; {storage.url(join(latest))} is one'
-    return None
-
-
-def model_file(storage: Storage) -> str | None:
-    """The file with which the model of Hugging Face in a directory is opened; None without a model."""
-    return next((name for name in (*WHOLE_NAMES, FLAX_WHOLE) if storage.is_file(name)), None)
+def _steps_of_others(storage: Storage) -> list[str]:
+    """The files of the latest step of another trainer."""
+    return [key for key, _ in foreign_in(storage) if '/' in key]
 
 
 def log_newer_of_flax(storage: Storage, step: int) -> None:
     """Logs the files of Flax with a fraction in their number, which is larger than that of the run's newest step."""
+    # The storage may be away, which a restart from local disks does not notice.
+    names: list[str] = []
     with contextlib.suppress(StorageError):
-        entries = storage.entries() if storage.is_file_system else []
-        numbers = {entry.name: flax_number(entry.name) for entry in entries if not entry.is_dir}
-        newer = [name for name, number in numbers.items() if number is not None and number > step]
-        newer = [name for name in newer if is_state_file(storage, name)]
-        if newer:
-            _log.warning(
-                't5ckpt: step %d is the newest with an integer as its number. Flax wrote newer ones in %s: %s. Give the path of '
-                'one to restore it.',
-                step,
-                storage.url(),
-                some_of(newer, 5),
-            )
+        names = [entry.name for entry in storage.entries() if not entry.is_dir] if storage.is_file_system else []
+    newer = [name for name in names if (flax_number(name) or 0) > step and is_state_file(storage, name)]
+    if newer:
+        _log.warning(
+            't5ckpt: step %d is the newest with an integer as its number. Flax wrote newer ones in %s: %s. Give the path of '
+            'one to restore it.',
+            step,
+            storage.url(),
+            some_of(newer, 5),
+        )
 
 
-def no_checkpoint(storage: Storage) -> T5CkptError:
-    """The error for a directory without a checkpoint; it lists the contents and names a file that can be read."""
-    if storage.kind('') != 'dir':
-        return not_a_run(storage)
-    # JAX's arrays have no names without the file of the tree.
-    model, below = model_file(storage), [] if storage.is_file(JAX_TREE) else openable_below(storage)
+def no_checkpoint(storage: Storage, *notes: str) -> T5CkptError:
+    """The error for a path without a checkpoint: says what is there, and which path or program to use.
+
+    Args:
+      storage: the path.
+      notes: sentences about it, before the cure.
+    """
+    where, kind = storage.url(), storage.kind('')
+    if kind is None:
+        absent = f'{where}: there is no such file or directory.'
+        return CheckpointNotFoundError(' '.join([absent, *notes, 'Check the path.']))
+    if kind == 'file':
+        for _, what in foreign_among([where]):
+            return UnsupportedFormatError(f'{where} is {what}.')
+        return CheckpointNotFoundError(f'{where} is a file, not the directory of a run. Check the path.')
+    names = [entry.name for entry in storage.entries()]
     # The directory above needs the options of a bucket, which a storage does not tell.
     around = checkpoint_around(storage) if storage.is_file_system else None
-    cure = 'Check the path.' if around is None else f'Give the path of that checkpoint: {around}'
-    if model is not None:
-        # The caller reads no models; those that do have found it.
-        foreign = foreign_file(model)
-        cure = (
-            f'Give the path of the file: {storage.url(model)}'
-            if foreign is None
-            else f'{storage.url(model)} is {foreign}.'
-        )
-    elif below:
+    # JAX's arrays have no names without the file of the tree.
+    below = [] if JAX_TREE in names else openable_below(storage)
+    foreign = [f'{storage.url(key)} is {what}.' for key, what in foreign_in(storage)[:1]]
+    if below:
         cure = f'Give the path of one: {storage.url(below[0])}'
-    is_known = model is not None or not below or foreign_layout(storage) is not None
-    contents = _contents_text(storage) if is_known else f'it contains {some_of(below, 5)}'
-    part = '' if around is None else f' is a part of the checkpoint {around}'
-    return CheckpointNotFoundError(f'{storage.url()}{part}: no complete checkpoint there; {contents}. {cure}')
+    elif around is not None:
+        cure = f'Give the path of the checkpoint around it: {around}'
+    else:
+        cure = '' if foreign else 'Check the path.'
+    contents = f'it contains {counted(len(names), "entry", "entries")}: {some_of(names, 5)}' if names else 'it is empty'
+    sentences = [f'{where}: no complete checkpoint there; {contents}.', *notes, *foreign, cure]
+    return CheckpointNotFoundError(' '.join(filter(None, sentences)))
 
 
 def not_of_format(source: str, text: str) -> T5CkptError:
@@ -578,8 +457,8 @@ def not_of_format(source: str, text: str) -> T5CkptError:
 
 def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:
     """The error for a step that a run lacks, with its complete steps and how to name one of them."""
-    if not steps and not catalog_of(storage).exists():
-        return not_a_run(storage)
+    if not steps and storage.kind('') != 'dir':
+        return no_checkpoint(storage)
     where = f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are'
     if not steps:
         return CheckpointNotFoundError(f'{where}: none.')
@@ -588,40 +467,26 @@ def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str)
     )
 
 
-def openable_below(storage: Storage, without: Collection[str] = ()) -> list[str]:
+def openable_below(storage: Storage, without: Collection[str] = (), directory: str = '') -> list[str]:
     """The runs, the checkpoints and the files of Flax in a directory that is not one itself, by the files in them.
 
-    Looks at ``_MAX_BELOW`` names, directories first, except those ``without`` and those that a save or a deletion left.
+    Looks at ``_MAX_BELOW`` names, directories first, except those ``without`` and those that a save or a deletion left; below
+    these, at as many until one is found.
     """
-    entries = [entry for entry in storage.entries() if entry.name not in without and not _LEFTOVER.match(entry.name)]
+    entries = storage.entries(directory)
+    entries = [entry for entry in entries if entry.name not in without and not _LEFTOVER.match(entry.name)]
     found: list[str] = []
     for entry in sorted(entries, key=lambda entry: not entry.is_dir)[:_MAX_BELOW]:
+        key = join(directory, entry.name)
         with contextlib.suppress(T5CkptError):
             if not entry.is_dir:
-                is_shard = SHARD.fullmatch(entry.name) is not None
-                found += [entry.name] if not is_shard and is_state_file(storage, entry.name) else []
-            elif is_checkpoint(storage, entry.name):
-                found.append(entry.name)
-            else:
-                found += _openable_in(storage, entry.name)
+                found += [key] if SHARD.fullmatch(key) is None and is_state_file(storage, key) else []
+            elif is_checkpoint(storage, key) or storage.is_file(join(key, JAX_TREE)):
+                found.append(key)
+            elif not directory:
+                below = openable_below(storage, (), key)[:1]
+                # A run is named instead of its step.
+                found += [key if parse_prefixed_step(each.rpartition('/')[2]) is not None else each for each in below]
+        if directory and found:
+            break
     return found
-
-
-def _openable_in(storage: Storage, directory: str) -> list[str]:
-    """The directory if it is a run, or of JAX's pytree_serialization, else the checkpoint in it."""
-    if storage.is_file(join(directory, JAX_TREE)):
-        return [directory]
-    for below in storage.entries(directory)[:_MAX_BELOW]:
-        key = join(directory, below.name)
-        if not _LEFTOVER.match(below.name) and (is_checkpoint if below.is_dir else is_state_file)(storage, key):
-            return [directory if parse_prefixed_step(below.name) is not None else key]
-    return []
-
-
-def _contents_text(storage: Storage) -> str:
-    names = [entry.name for entry in storage.entries()]
-    if not names:
-        return 'the directory is empty'
-    layout = foreign_layout(storage)
-    looks = '' if layout is None else f'; it looks like {layout}'
-    return f'it contains {counted(len(names), "entry", "entries")}: {some_of(names, 5)}{looks}'

@@ -1,4 +1,4 @@
-"""Looks for, reads and removes the file ``PINNED`` of a step; ``commit/pins.py`` writes it."""
+"""Looks for, reads and removes the file ``PINNED`` of a step; ``commit/holds.py`` writes it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def is_pinned_at(storage: Storage) -> bool:
     """Whether the checkpoint at a storage's root is pinned."""
     if storage.is_file(PINNED):
         return True
-    storage.check_reachable(PINNED)
+    # An error if the bucket does not exist.
+    storage.kind('')
     return False
 
 
 def pin_text(storage: Storage, directory: str) -> str:
     """The reason in the pin of a step's directory; '' if it has none, or cannot be read."""
     try:
-        text = storage.read_range(join(directory, PINNED), 0, _TEXT_BYTES).decode(errors='replace').strip()
+        text = storage.read(join(directory, PINNED), 0, _TEXT_BYTES).decode(errors='replace').strip()
     except T5CkptError:
         return ''
     return '' if text == NO_REASON else text

@@ -1,16 +1,40 @@
-"""The interface through which the steps, holds and markers of a run are found, in its directory or on an object store."""
+"""Lists a run: the names that may be steps, the complete steps among some names, and the holds and markers.
+
+A listing of the run's directory has the names; on an object store it has a delimiter, whatever the number of chunks below it. A
+step of T5X exists if its manifest does. ``catalog/layouts.py`` inspects the files of a step.
+
+Holds and markers are beside the steps or, on an object store, in ``.t5ckpt/``, see ``commit/markers.py``:
+
+    busy/<step>.<unix s>.<nonce>   the marker of unfinished work on a step
+    held_...                       the holds of readers
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
-from t5ckpt.catalog.layouts import ListedStep, Listing
+from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, number_of, one_a_step
+from t5ckpt.core.keys import join
 from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import Hold, MarkerName, parse_prefixed_step, step_dir
-from t5ckpt.storage import Entry, Storage
+from t5ckpt.format.manifest import version_of
+from t5ckpt.format.names import (
+    BUSY_PREFIX,
+    HOLD_PREFIX,
+    INDEX,
+    MANIFEST,
+    PARTIAL_SUFFIX,
+    Hold,
+    MarkerName,
+    parse_hold,
+    parse_marker,
+    parse_prefixed_step,
+    parse_step_dir,
+)
+from t5ckpt.storage import Storage
+
+# The version and the next key of a manifest.
+_HEAD_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +46,7 @@ class Announcements:
 
     markers: tuple[MarkerName, ...]
     holds: tuple[Hold, ...]
-    partial: tuple[str, ...] = ()
+    partial: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,99 +56,54 @@ class BucketListing:
     names: tuple[str, ...]
     announcements: Announcements
 
-    @property
-    def busy(self) -> set[int]:
-        """The steps that have a marker."""
-        return {marker.step for marker in self.announcements.markers}
+
+def step_names(storage: Storage) -> list[str]:
+    """The names that may be steps, that with the largest number first."""
+    names = [name for name in storage.names('', '') if parse_prefixed_step(name) is not None]
+    return sorted(names, key=number_of, reverse=True)
 
 
-class RunCatalog(ABC):
-    """The steps of one run. ``catalog/listing.catalog_of`` chooses the implementation."""
-
-    absence: str
-    """The text of an error for a run that does not exist, without a full stop."""
-    incomplete_state: str
-    """The state of a step without a manifest, see :class:`~t5ckpt.catalog.step_summaries.StepSummary`."""
-
-    announcement_directory: str
+def announcement_directory(storage: Storage) -> str:
     """The directory of the holds and, on file systems, the markers."""
-    is_deleted_whole: bool
-    """Whether a step disappears at once, so that values that were read before its deletion are of one checkpoint."""
-
-    def __init__(self, storage: Storage):
-        """Takes the run."""
-        self._storage = storage
-
-    @abstractmethod
-    def exists(self) -> bool:
-        """Whether there is a directory, or a key."""
-
-    @abstractmethod
-    def bucket_listing(self) -> BucketListing | None:
-        """The names, holds and markers on an object store; None on a file system."""
-
-    @abstractmethod
-    def names(self) -> Mapping[str, T5CkptError | None]:
-        """The names that may be steps, each with its error if it is a link to nothing.
-
-        Without these links the run would seem shorter than it is, or new.
-        """
-
-    @abstractmethod
-    def inspected(self, names: Mapping[str, T5CkptError | None]) -> Listing:
-        """The complete steps among some of the names."""
-
-    def listing(self) -> Listing:
-        """The complete steps, and the errors of those that could not be inspected."""
-        return self.inspected(self.names())
-
-    def newest(self) -> ListedStep | None:
-        """The complete step with the largest number, or None."""
-        # The largest number first, because the manifest of each inspected step is read.
-        names = sorted(self.names().items(), key=_number, reverse=True)
-        groups = (self.inspected(dict(same)).newest for _, same in itertools.groupby(names, _number))
-        return next((found for found in groups if found is not None), None)
-
-    def with_other_name(self, step: int) -> ListedStep | None:
-        """A step with a prefix or zeros in its name, from Orbax's ``step_prefix`` and padding."""
-        named = [each for each in self.names().items() if _number(each) == step]
-        return self.inspected({name: error for name, error in named if name not in (step_dir(step), str(step))}).newest
-
-    @abstractmethod
-    def is_beside_manifest(self) -> bool:
-        """Whether the directory has steps beside a file ``checkpoint``, as T5X leaves it after a TensorFlow checkpoint."""
-
-    @abstractmethod
-    def directories(self) -> list[str]:
-        """The directories in which states of data iterators are looked for."""
-
-    @abstractmethod
-    def announcements(self) -> Announcements:
-        """The holds and markers of the run, from one listing."""
-
-    @abstractmethod
-    def waiting(self) -> set[int]:
-        """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
-
-    @abstractmethod
-    def incomplete(self) -> list[str]:
-        """The names of T5X's steps that hold files; called for a run without a complete step."""
-
-    # --- for summaries -------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def entries(self, complete: Iterable[str]) -> list[Entry]:
-        """The entries that may be steps, among them the ``complete`` ones."""
-
-    @abstractmethod
-    def files(self, entry: Entry) -> dict[str, Entry] | None:
-        """The entries of a step's directory, on an object store only ``PINNED``; None if the step is gone."""
-
-    @abstractmethod
-    def nbytes(self, name: str, recorded: int | None, files: Mapping[str, Entry]) -> int | None:
-        """The bytes of a step's files; None if neither its facts (``recorded``) nor a listing has them."""
+    return '' if storage.commits_by_rename else INDEX
 
 
-def _number(named: tuple[str, object]) -> int:
-    """The number of a step, for its name and its error."""
-    return parse_prefixed_step(named[0]) or 0
+def announcements(storage: Storage) -> Announcements:
+    """The holds and markers of the run, from one listing."""
+    at_top = storage.commits_by_rename
+    keys = storage.names('', (HOLD_PREFIX, BUSY_PREFIX)) if at_top else [key for key, _ in storage.walk(INDEX)]
+    return Announcements(
+        tuple(filter(None, map(parse_marker, keys))),
+        tuple(filter(None, (parse_hold(key.removeprefix(f'{INDEX}/')) for key in keys))),
+        tuple(key for key in keys if key.endswith(PARTIAL_SUFFIX)),
+    )
+
+
+def list_bucket(storage: Storage) -> BucketListing:
+    """Lists the names that may be steps, and the holds and markers."""
+    return BucketListing(tuple(step_names(storage)), announcements(storage))
+
+
+def inspected(storage: Storage, names: Sequence[str]) -> Listing:
+    """The complete steps among some names, and the errors of the others.
+
+    Raises:
+      StorageError: an object store failed.
+    """
+    is_bucket = not storage.commits_by_rename
+    heads = storage.heads([join(name, MANIFEST) for name in names], _HEAD_BYTES) if is_bucket else [None] * len(names)
+    steps: list[ListedStep | None] = []
+    unreadable: dict[str, T5CkptError] = {}
+    for name, head in zip(names, heads, strict=True):
+        own = parse_step_dir(name)
+        try:
+            if own is not None and head is not None and version_of(head) is not None:
+                # In a bucket the write of a manifest is one PUT, so one that exists is complete.
+                steps.append(ListedStep(own, name))
+            else:
+                steps.append(inspect_name(storage, name))
+        except T5CkptError as error:
+            if is_bucket:
+                raise
+            unreadable[name] = error
+    return Listing(tuple(one_a_step(filter(None, steps))), unreadable)

@@ -11,26 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
-from t5ckpt.catalog.listing import catalog_of, read_facts
+from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.catalog.run_catalog import RunCatalog
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts
+from t5ckpt.format.facts import NO_FACTS, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import facts_entry
-from t5ckpt.format.names import (
-    COPIES,
-    MANIFEST,
-    PINNED,
-    parse_damaged,
-    parse_foreign,
-    parse_leftover,
-    parse_step_dir,
-    part_of,
-)
+from t5ckpt.format.names import COPIES, MANIFEST, PINNED, parse_step_dir, part_of
 from t5ckpt.storage import Entry, Storage
+
+# The states of the directories of ``format/names.aside_dir``.
+_ASIDE = {
+    'tmp': 'unfinished',
+    'deleted': 'being deleted',
+    'damaged': 'damaged',
+    'foreign': 'moved aside',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +59,12 @@ class StepSummary:
     path: str
     complete: bool
     state: str
-    nbytes: int | None
-    created: float | None
-    metrics: Mapping[str, float]
-    pinned: bool
-    writer: str
-    kept: str
+    nbytes: int | None = None
+    created: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    pinned: bool = False
+    writer: str = ''
+    kept: str = ''
     policy: Mapping[str, Any] | None = None
     layout: str = T5X
     reason: str = ''
@@ -78,132 +76,77 @@ def summaries(storage: Storage) -> list[StepSummary]:
 
     A step that is deleted during the call is left out. One that could not be inspected is included with the reason.
     """
-    catalog = catalog_of(storage)
-    listed = catalog.listing()
+    listed = listing(storage)
     complete = {listed_step.name: listed_step for listed_step in listed.steps}
     latest = listed.steps[-1].step if listed.steps else None
     rows: list[StepSummary] = []
-    for entry in catalog.entries(complete):
-        named = _state_of(entry, complete, catalog.incomplete_state)
-        if named is None:
+    for entry in storage.entries():
+        name = entry.name
+        row = _named(storage, entry, complete.get(name))
+        if row is None:
             continue
         try:
-            if entry.name in listed.unreadable:
-                raise listed.unreadable[entry.name]
-            summary = _summary(storage, catalog, entry, named, latest)
+            if name in listed.unreadable:
+                raise listed.unreadable[name]
+            rows += _with_files(storage, entry, row, is_latest=row.step == latest)
         except T5CkptError as error:
-            summary = _unreadable(storage, entry, named, error)
-        rows += [] if summary is None else [summary]
+            rows.append(dataclasses.replace(row, state='unreadable', reason=str(error)))
     return sorted(rows, key=lambda summary: (summary.step, not summary.complete))
 
 
-def _unreadable(storage: Storage, entry: Entry, named: _Named, error: T5CkptError) -> StepSummary:
-    unknown = (None, None, {}, False, '', '', None)
-    return StepSummary(
-        named.step, storage.url(entry.name), named.is_complete, 'unreadable', *unknown, named.layout, str(error)
-    )
+def _named(storage: Storage, entry: Entry, found: ListedStep | None) -> StepSummary | None:
+    """The number and the state of a listed step or, by its name, of an incomplete one; None for another name."""
+    url = storage.url(entry.name)
+    if found is not None:
+        return StepSummary(found.step, url, True, 'complete', layout=found.layout)
+    name, dot, rest = entry.name.partition('.')
+    without_manifest = 'broken' if storage.commits_by_rename else 'unfinished'
+    step, state = parse_step_dir(name), _ASIDE.get(rest.partition('-')[0]) if dot else without_manifest
+    return StepSummary(step, url, False, state) if entry.is_dir and step is not None and state is not None else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    """The state of a step by its name and the listing."""
-
-    step: int
-    state: str
-    layout: str = T5X
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state == 'complete'
-
-
-def _state_of(entry: Entry, complete: Mapping[str, ListedStep], incomplete: str) -> _Named | None:
-    listed_step = complete.get(entry.name)
-    if listed_step is not None:
-        return _Named(listed_step.step, 'complete', listed_step.layout)
-    if not entry.is_dir:
-        return None
-    for state, parse in ((incomplete, parse_step_dir), ('damaged', parse_damaged), ('moved aside', parse_foreign)):
-        step = parse(entry.name)
-        if step is not None:
-            return _Named(step, state)
-    leftover = parse_leftover(entry.name)
-    if leftover is None:
-        return None
-    return _Named(leftover.step, 'unfinished' if leftover.state == 'tmp' else 'being deleted')
-
-
-def _summary(
-    storage: Storage, catalog: RunCatalog, entry: Entry, named: _Named, latest: int | None
-) -> StepSummary | None:
-    is_orbax = named.layout == ORBAX
-    facts, recorded, damage = (_orbax_facts if is_orbax else _facts)(storage, entry)
-    files = catalog.files(entry)
-    if files is None:
-        return None
-    pinned = PINNED in files
-    manifest = files.get(MANIFEST, entry if not entry.is_dir else None)
+def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: bool) -> list[StepSummary]:
+    """The summary with the facts of the step and of its files; none if it is gone."""
+    files = {each.name: each for each in (storage.entries(entry.name) if entry.is_dir else [entry])}
+    if not files:
+        return []
+    facts, nbytes, is_part, reason = NO_FACTS, None, False, ''
+    try:
+        if row.layout == ORBAX:
+            facts = read_orbax_facts(storage, entry.name)
+        elif entry.is_dir:
+            data = read_facts(storage, entry.name)
+            facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
+            recorded = FileChecksums.recorded_by(facts, MANIFEST)
+            # Of several processes, one may have a local directory of its own.
+            is_part = COPIES in files and part_of(recorded.lists, files) is not None
+            if facts.bytes is not None:
+                nbytes = facts.bytes + len(facts_entry(data)) + sum(size for size, _ in recorded.values())
+    except CheckpointNotFoundError:
+        pass
+    except FormatError as error:
+        reason = str(error) if row.complete else ''
+    if storage.commits_by_rename and (is_part or nbytes is None):
+        nbytes = sum(size or 0 for _, size in storage.walk(entry.name)) if entry.is_dir else entry.size
     created = facts.created_unix
     if created is None:
-        created = manifest.mtime if manifest is not None and manifest.mtime else None
-    is_part = COPIES in files and _is_part(facts, files)
-    state = 'part' if is_part and named.is_complete else named.state
+        created = storage.modified(join(entry.name, MANIFEST) if MANIFEST in files else entry.name)
     # Keep policies apply only to T5X's layout.
-    kept = ['no keep policy applies'] if named.layout != T5X else []
-    kept += [pin_reason(storage, entry.name)] if pinned else []
-    kept += ['latest'] * (named.is_complete and named.step == latest)
-    return StepSummary(
-        step=named.step,
-        path=storage.url(entry.name),
-        complete=named.is_complete,
-        state='unreadable' if damage and named.is_complete and not is_orbax else state,
-        nbytes=catalog.nbytes(entry.name, None if is_part else recorded, files),
+    kept = ['no keep policy applies'] * (row.layout != T5X)
+    kept += [pin_reason(storage, entry.name)] if PINNED in files else []
+    kept += ['latest'] * is_latest
+    is_unreadable = reason and row.layout != ORBAX
+    row = dataclasses.replace(
+        row,
+        state='unreadable' if is_unreadable else 'part' if is_part and row.complete else row.state,
+        nbytes=nbytes,
         created=created,
         metrics=facts.metrics,
-        pinned=pinned,
+        pinned=PINNED in files,
         writer=facts.program,
-        kept=', '.join(kept) if named.is_complete else '',
+        kept=', '.join(kept) if row.complete else '',
         policy=facts.keep or None,
-        layout=named.layout,
-        reason=damage if named.is_complete else '',
+        reason=reason,
         custom_metadata=facts.custom_metadata,
     )
-
-
-def _orbax_facts(storage: Storage, entry: Entry) -> tuple[Facts, None, str]:
-    """Orbax's metadata of a step as facts, and the text of the error if it does not decode."""
-    try:
-        return read_orbax_facts(storage, entry.name), None, ''
-    except FormatError as error:
-        return NO_FACTS, None, f'its metrics and times are not read: {error}'
-
-
-def _facts(storage: Storage, entry: Entry) -> tuple[Facts, int | None, str]:
-    """A step's facts, the bytes of the files that they record with their own, and the text of the error if they are damaged."""
-    if not entry.is_dir:
-        return NO_FACTS, None, ''
-    try:
-        data = read_facts(storage, entry.name)
-        facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
-    except CheckpointNotFoundError:
-        return NO_FACTS, None, ''
-    except FormatError as error:
-        return NO_FACTS, None, str(error)
-    return facts, _recorded_bytes(facts, len(facts_entry(data))), ''
-
-
-def _is_part(facts: Facts, files: Mapping[str, Entry]) -> bool:
-    """Whether the files of other processes of the save are on other disks."""
-    try:
-        return part_of(FileChecksums.recorded_by(facts, MANIFEST).lists, files) is not None
-    except FormatError:
-        return False
-
-
-def _recorded_bytes(facts: Facts, facts_bytes: int) -> int | None:
-    """The bytes of the arrays' files, of the manifest and the file checksums (``digests``), and of the facts."""
-    try:
-        beside = FileChecksums.recorded_by(facts, MANIFEST).values()
-    except FormatError:
-        return None
-    return None if facts.bytes is None else facts.bytes + facts_bytes + sum(size for size, _ in beside)
+    return [row]

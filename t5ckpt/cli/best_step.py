@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_facts import missing_from_all
+from t5ckpt.commit.retention import Retention, missing_from_all, recorded_policy
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll, StepInfo, best_of
 from t5ckpt.save.best_step import candidates, monitored_metrics
@@ -33,7 +32,7 @@ def chosen(storage: Storage, metric: str | None, mode: str | None, cure: str | N
       click.UsageError: the policy does not determine them, or the steps have other metrics, but not this one.
     """
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
-    policy = retention.recorded_policy()
+    policy = recorded_policy(storage)
     monitored = () if policy is None else monitored_metrics(policy, None)
     pairs = candidates(monitored, metric, mode)
     if len(pairs) != 1:
@@ -61,7 +60,7 @@ def _undefined(
 
 def _infos_with(retention: Retention, metric: str | None) -> list[StepInfo]:
     """The facts of the steps; raises click.UsageError if they have other metrics, but not this one."""
-    infos = retention.infos_in_any_layout(() if metric is None else (metric,))
+    infos = retention.infos(() if metric is None else (metric,))
     missing = None if metric is None else missing_from_all(infos, metric)
     if missing is not None and any(info.metrics for info in infos):
         raise click.UsageError(missing)

@@ -22,7 +22,7 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.verb import Verb
-from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
+from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.core.text import counted, human_bytes
 
 _CHANGES = (
@@ -103,17 +103,20 @@ def command(source: str, target: str, step: int | None, as_json: bool, **argumen
         _with_changes(source, target, step, as_json, arguments)
         return
     with progress('copying') as report, library_usage_errors():
-        options = CopyOptions(
-            workers=CopyOptions.workers if arguments['workers'] is None else arguments['workers'],
+        done = copy_checkpoint(
+            source,
+            target,
+            step,
+            workers=16 if arguments['workers'] is None else arguments['workers'],
             overwrite=arguments['force'],
             dry_run=arguments['dry_run'],
             follow_links=arguments['follow_links'],
+            progress=report,
         )
-        done = copy_checkpoint(source, target, step, options=options, progress=report)
     if as_json:
-        print_json({**fields_of(done), 'dry_run': options.dry_run})
+        print_json({**fields_of(done), 'dry_run': arguments['dry_run']})
         return
-    how = 'would be copied' if options.dry_run else f'in {done.seconds:.1f} s'
+    how = 'would be copied' if arguments['dry_run'] else f'in {done.seconds:.1f} s'
     print_line(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
     if done.left_out:
         print_line(f'left out: {", ".join(done.left_out)}')

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from t5ckpt.catalog.locate import (
-    foreign_layout,
+    foreign_in,
     no_checkpoint,
     open_run_storage,
     openable_below,
@@ -119,7 +119,7 @@ def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | 
         check_exists(storage)
         if not entries:
             refuse_other_contents(storage)
-            if foreign_layout(storage) is not None:
+            if foreign_in(storage):
                 raise no_checkpoint(storage)
     listed = with_reasons(storage, listed, KeepLatest(record.keep) if record is not None and tier == LOCAL else None)
     broken = [str(entry.step) for entry in entries if entry.state == 'broken' and not (entry.reason or show_all)]

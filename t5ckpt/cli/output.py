@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from t5ckpt.catalog.listing import catalog_of
-from t5ckpt.catalog.locate import not_a_run, open_run_storage
+from t5ckpt.catalog.locate import no_checkpoint, open_run_storage
 from t5ckpt.cli.verb import Exit, fail
 from t5ckpt.cli.waiting import Waiting, current_waiting
 from t5ckpt.core.protocols import Clock, Progress
@@ -292,14 +291,14 @@ def run_at(path: str) -> Storage:
         raise click.UsageError("PATH is empty. Write '.' for the current directory.")
     storage = open_run_storage(path)
     if storage.root_kind() != 'dir':
-        raise not_a_run(storage)
+        raise no_checkpoint(storage)
     return storage
 
 
 def check_exists(storage: Storage) -> None:
     """Raises CheckpointNotFoundError if there is no run. On a bucket, :func:`run_at` makes no request."""
-    if not catalog_of(storage).exists():
-        raise not_a_run(storage)
+    if storage.kind('') != 'dir':
+        raise no_checkpoint(storage)
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.output import (
     check_exists,
@@ -26,8 +27,7 @@ from t5ckpt.cli.output import (
 from t5ckpt.cli.paths import RUN
 from t5ckpt.cli.tiers import tier_option, tier_paths
 from t5ckpt.cli.verb import Exit, Verb
-from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_facts import missing_from_all
+from t5ckpt.commit.retention import Retention, missing_from_all, recorded_policy
 from t5ckpt.core.text import counted, numbered, some_of
 from t5ckpt.format.names import step_dir
 from t5ckpt.metrics import TensorBoardMetrics
@@ -148,9 +148,7 @@ class _Planned:
 
     def carry_out(self) -> list[int]:
         """Deletes the steps of the plan that may still be deleted, and returns them."""
-        deleted = self.retention.carry_out(confirmed=self.doomed)
-        self.retention.wait()
-        return [decision.step for decision in deleted]
+        return self.retention.carry_out(confirmed=self.doomed)
 
     def left(self) -> list[Decision]:
         """The decisions about the steps that were to be deleted and still exist after :meth:`carry_out`.
@@ -167,14 +165,13 @@ def _planned(name: str | None, storage: Storage, rules: Mapping[str, Any]) -> _P
       click.UsageError: the options cannot be applied to it.
     """
     retention = Retention(storage, KeepAll(), time.time, None, TensorBoardMetrics(storage))
-    mode, note = _mode(retention, rules['metric'], rules['mode'])
+    mode, note = _mode(storage, retention, rules['metric'], rules['mode'])
     retention.policy = _policy({**rules, 'mode': mode})
-    decided = sorted([*retention.plan(), *retention.undecided()], key=lambda decision: decision.step)
     plan = [
         dataclasses.replace(decision, reason=pin_reason(storage, step_dir(decision.step)))
         if decision.reason == 'pinned'
         else decision
-        for decision in decided
+        for decision in retention.plan()
     ]
     if not plan:
         check_exists(storage)
@@ -187,19 +184,23 @@ def _summary(deleted: Sequence[tuple[str | None, int]], doomed: int, steps: int,
     return f'{doomed:,} of {counted(steps, "step")} would be deleted' if dry_run else 'nothing was deleted'
 
 
-def _mode(retention: Retention, metric: str | None, mode: str | None) -> tuple[str | None, str | None]:
+def _mode(
+    storage: Storage, retention: Retention, metric: str | None, mode: str | None
+) -> tuple[str | None, str | None]:
     """The mode of a metric, by default from the run's keep policy, and its description.
 
     Raises:
       click.UsageError: no step has the metric, or its mode is unknown; a wrong mode would delete the best steps.
     """
-    infos = [] if metric is None else retention.infos((metric,))
+    # Only these are deleted.
+    own = {each.step for each in listing(storage).steps if each.is_t5x}
+    infos = [] if metric is None else [info for info in retention.infos((metric,)) if info.step in own]
     if metric is None or not infos:
         return mode, None
     missing = missing_from_all(infos, metric)
     if missing is not None:
         raise click.UsageError(f'--best: {missing} Nothing was deleted.')
-    policy = retention.recorded_policy()
+    policy = recorded_policy(storage)
     monitored = () if policy is None else monitored_metrics(policy, None)
     recorded = sorted({best for name, best in monitored if name == metric})
     if mode is None and len(recorded) != 1:

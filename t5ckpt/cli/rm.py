@@ -26,8 +26,7 @@ from t5ckpt.cli.output import (
 from t5ckpt.cli.paths import CHECKPOINT, step_named, step_number
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
-from t5ckpt.commit.deletion import decide_deletion, delete_step
-from t5ckpt.commit.other_layouts import decide_other, delete_other, step_in_other_layout
+from t5ckpt.commit.deletion import decide_deletion, delete_other, delete_step, find_step
 from t5ckpt.core.text import counted, numbered_are
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.format.names import parse_step_dir
@@ -68,12 +67,9 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     targets = _targets(storage, chosen, tier)
     as_json = how['as_json']
     even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
-    in_others = [step_in_other_layout(each.storage, each.step) for each in targets]
+    found = [find_step(each.storage, each.step) for each in targets]
     plan = [
-        decide_deletion(each.storage, each.step, time.time, **even)
-        if other is None
-        else decide_other(each.storage, other, time.time, even_pinned=how['pinned'])
-        for each, other in zip(targets, in_others, strict=True)
+        decide_deletion(each.storage, listed, time.time, **even) for each, listed in zip(targets, found, strict=True)
     ]
     by_tier = [(each.tier, decision) for each, decision in zip(targets, plan, strict=True)]
     if not as_json:
@@ -84,12 +80,12 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     if not kept and not how['dry_run']:
         urls = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
         confirm(f'Delete {counted(len(chosen), "step")} of {urls}?', how['yes'])
-        for each, other in zip(targets, in_others, strict=True):
+        for each, listed in zip(targets, found, strict=True):
             try:
-                if other is None:
+                if listed.is_t5x:
                     delete_step(each.storage, each.step, time.time, **even)
                 else:
-                    delete_other(each.storage, other, time.time)
+                    delete_other(each.storage, listed, time.time, even_pinned=how['pinned'])
                 deleted.append((each.tier, each.step))
             except StepKeptError as error:
                 failed[each.step] = str(error)

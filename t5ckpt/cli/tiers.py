@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.cli.paths import step_named
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import TIER_RECORD
@@ -77,7 +76,7 @@ def naming_record(path: str, tier: str | None) -> Generator[None]:
         yield
     except CheckpointNotFoundError as error:
         record = next(((each, found) for each, _ in _divisions(path) if (found := record_in(each)) is not None), None)
-        if tier != PERSISTENT or record is None or catalog_of(open_storage(record[1].run)).exists():
+        if tier != PERSISTENT or record is None or open_storage(record[1].run).kind('') == 'dir':
             raise
         file = open_storage(record[0]).url(TIER_RECORD)
         raise CheckpointNotFoundError(f'{error} {file} names this run: the local steps are uploaded to it.') from error

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from t5ckpt.catalog.layouts import ORBAX, has_placeholder, other_layout
-from t5ckpt.catalog.run_catalog import BucketListing
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, has_placeholder, other_layout
 from t5ckpt.commit.announcement import announced
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.markers import HIDE, Marker, read_marker
+from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.occupancy import generations_in
-from t5ckpt.commit.removal import check_known, is_pinned, keys_below, remove_own_keys
+from t5ckpt.commit.removal import check_known, check_not_kept, is_pinned, keys_below, remove_own_keys
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     MANIFEST,
     PINNED,
-    facts_file_of,
     generation_of,
     positions_for_t5x,
     step_dir,
@@ -33,21 +31,6 @@ from t5ckpt.storage import Storage
 
 _WORKERS = 16
 _log = logging.getLogger('t5ckpt')
-
-
-@dataclasses.dataclass(frozen=True)
-class Hidden:
-    """A step that no listing shows and whose files still exist.
-
-    Attributes:
-      directory: of the files; '' if nothing is left to remove.
-      step: its number.
-      directories: on object stores, those below ``directory`` that belong to what was hidden.
-    """
-
-    directory: str
-    step: int
-    directories: frozenset[str] = frozenset()
 
 
 def directories_of(manifest: bytes) -> set[str]:
@@ -89,7 +72,7 @@ def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) ->
         # A save that has committed since the first request may have written positions under the same names.
         return not storage.is_file(join(directory, MANIFEST)) or remove_unnamed(storage, step, ())
     current = [key for key in keys if generation_of(key) in named]
-    kept = {DATASET_REMOVED, facts_file_of(digest(manifest)), *positions_for_t5x(current)}
+    kept = {DATASET_REMOVED, f't5ckpt.{digest(manifest)}.json', *positions_for_t5x(current)}
     # The names of the files of T5X's own steps are in none of our directories.
     remove_own_keys(storage, directory, [key for key in doomed if named and key not in kept])
     copy_positions(storage, directory, current)
@@ -108,42 +91,37 @@ def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> N
             future.result()
 
 
-def hide_in_bucket(
-    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
-) -> Hidden | None:
-    """Like ``by_rename.hide_by_rename``, but deletes the manifest."""
-    # Only steps of a local directory wait.
-    del even_waiting
-    directory = step_dir(step)
-    key = join(directory, MANIFEST)
+def hide_in_bucket(storage: Storage, step: int, clock: Clock, *, even_pinned: bool) -> Callable[[], object]:
+    """As ``deletion.hide``; it deletes the manifest."""
+    listed = ListedStep(step, step_dir(step))
+    key = join(listed.name, MANIFEST)
     manifest, version = storage.read_with_version(key)
     if has_placeholder(manifest):
-        raise other_layout(storage.url(directory), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
-    check_known(storage, directory, manifest=manifest)
+        raise other_layout(storage.url(listed.name), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
+    check_known(storage, listed.name, manifest=manifest)
     directories = directories_of(manifest)
     marker = Marker(storage, step, clock, HIDE, directories)
     with contextlib.ExitStack() as undecided:
         undecided.callback(marker.remove)
-        if step in held_steps(storage, clock) or (not even_pinned and is_pinned(storage, directory)):
-            return None
+        check_not_kept(storage, listed, held_steps(storage, clock), 'deleted', even_pinned=even_pinned)
         marker.check()
         undecided.pop_all()
     try:
         is_deleted = storage.delete_unchanged(key, version)
     except AccessDeniedError:
         # Readers would wait for this deletion.
-        marker.end()
+        marker.remove()
         raise
     if not is_deleted:
         marker.remove()
-        raise StorageError(errno.EBUSY, f'{storage.url(directory)} was replaced by another process in the meantime.')
+        raise StorageError(errno.EBUSY, f'{storage.url(listed.name)} was replaced by another process in the meantime.')
     if even_pinned:
-        storage.delete_file(join(directory, PINNED))
+        storage.delete_file(join(listed.name, PINNED))
     marker.end()
-    return Hidden(directory, step, frozenset(directories))
+    return functools.partial(remove_unnamed, storage, step, directories)
 
 
-def _remove_pin(storage: Storage, step: int, clock: Clock) -> None:
+def remove_pin(storage: Storage, step: int, clock: Clock) -> None:
     """Removes the pin of a step without a manifest, which was written after the deletion."""
     directory = step_dir(step)
     if is_pinned(storage, directory):
@@ -151,31 +129,3 @@ def _remove_pin(storage: Storage, step: int, clock: Clock) -> None:
         with announced(storage, step, clock):
             if not storage.is_file(join(directory, MANIFEST)):
                 storage.delete_file(join(directory, PINNED))
-
-
-def collect_in_bucket(storage: Storage, listed: BucketListing, clock: Clock) -> list[str]:
-    """Removes what work has left whose marker is due; returns the directories of the steps without a manifest."""
-    removed: list[str] = []
-    # By step and key; a failed save of many processes leaves one marker of each.
-    due: dict[int, dict[str, frozenset[str]]] = {}
-    for marker in listed.announcements.markers:
-        if marker.due < clock():
-            try:
-                record = read_marker(storage, marker.key)
-            except StorageError as error:
-                _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(marker.step)), error)
-                continue
-            if record is not None:
-                due.setdefault(marker.step, {})[marker.key] = record.directories
-    for step, directories in sorted(due.items()):
-        where = step_dir(step)
-        try:
-            if remove_unnamed(storage, step, frozenset[str]().union(*directories.values())):
-                _remove_pin(storage, step, clock)
-                removed.append(where)
-            storage.delete_files([*directories])
-        except T5CkptError as error:
-            _log.warning('t5ckpt: could not collect %s: %s', storage.url(where), error)
-            if isinstance(error, AccessDeniedError):
-                break
-    return removed

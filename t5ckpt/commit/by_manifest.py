@@ -10,7 +10,7 @@ put back. The old files are removed afterwards. T5X reads positions of data iter
 there after the commit, by the writer or, if it was killed, by garbage collection; t5ckpt does not read these copies.
 
 ``commit/markers.py`` has the order of the requests, and what happens to the files of a writer that was killed or stopped.
-``storage/conditional_writes.py`` documents which stores check the condition.
+``storage/bucket.py`` documents which stores check the condition.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from t5ckpt.catalog.layouts import other_layout
-from t5ckpt.catalog.run_catalog import BucketListing
+from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.commit.bucket_deletion import copy_positions, directories_of, remove_unnamed
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, Marker
-from t5ckpt.commit.occupancy import is_remnant, listed_elsewhere, occupant_in_bucket
+from t5ckpt.commit.occupancy import is_remnant, occupant_of
 from t5ckpt.commit.removal import check_not_kept
 from t5ckpt.commit.taken_steps import AlreadyCommittedError, attempts
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
@@ -39,7 +38,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.manifest import file_with_facts
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir
+from t5ckpt.format.names import MANIFEST, PINNED, parse_prefixed_step, step_dir
 from t5ckpt.storage import Storage
 
 _REFUSED_SECONDS = 3.0
@@ -62,15 +61,12 @@ class ManifestTransaction(Transaction):
         self._old = set[str]()
 
     @classmethod
-    def open(
-        cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions, listed: BucketListing | None
-    ) -> Self:
+    def open(cls, storage: Storage, step: int, clock: Clock, options: TransactionOptions) -> Self:
         """Calls ``may_replace`` if the step is complete."""
-        _check_layout(storage, step, listed)
         work = cls(storage, step, clock, options)
         try:
             # Files that have arrived since then have names of their own, and a manifest is not replaced.
-            if listed is None or work.directory in listed.names:
+            if options.listed is None or step in map(parse_prefixed_step, options.listed.names):
                 work._find_old(options.may_replace)
         except BaseException:
             work._marker.remove()
@@ -85,8 +81,11 @@ class ManifestTransaction(Transaction):
             manifest, self._version = storage.read_with_version(self._key)
         except CheckpointNotFoundError:
             manifest = b''
-        occupant = occupant_in_bucket(storage, self.step)
-        if occupant is not None and not (occupant.is_t5x and may_replace()):
+        occupant = occupant_of(storage, self.step)
+        if occupant is not None and not occupant.is_t5x:
+            cure = 'Move it away, or write to another directory.'
+            raise other_layout(storage.url(occupant.name), occupant.layout, 'which is not replaced', cure)
+        if occupant is not None and not may_replace():
             raise _already_committed(storage, occupant.name, 'saved')
         self._overwrites = occupant is not None
         self._check_compared()
@@ -107,7 +106,8 @@ class ManifestTransaction(Transaction):
             self._marker.update(HIDE, self._old)
             self._check_compared()
         if self._overwrites:
-            check_not_kept(self.storage, self.step, held_steps(self.storage, self._clock), 'replaced')
+            old = ListedStep(self.step, self.directory)
+            check_not_kept(self.storage, old, held_steps(self.storage, self._clock), 'replaced')
         self._marker.check()
         version = self._put(file_with_facts(manifest, facts))
         if self._marker.may_be_collected:
@@ -129,7 +129,15 @@ class ManifestTransaction(Transaction):
         """
         version = self._version
         for _ in attempts(_REFUSED_SECONDS):
-            written = self._put_once(manifest, version)
+            # The manifest may have arrived, or arrive after an error or an interrupt, and needs its arrays then.
+            self._keeps_files = True
+            try:
+                written = self.storage.replace(self._key, manifest, version)
+            except AccessDeniedError:
+                # Readers would wait for this write.
+                self._marker.end()
+                raise
+            self._keeps_files = written is not None
             if written is not None:
                 return written
             before = version
@@ -146,18 +154,6 @@ class ManifestTransaction(Transaction):
             f'{self.storage.url(self._key)}: the storage reports that this object exists, but it does not. Check the logs of '
             'the server or proxy, then save again.',
         )
-
-    def _put_once(self, manifest: bytes, version: Any) -> Any:
-        # The manifest may have arrived, or arrive after an error or an interrupt, and needs its arrays then.
-        self._keeps_files = True
-        try:
-            written = self.storage.replace(self._key, manifest, version)
-        except AccessDeniedError:
-            # Readers would wait for this write.
-            self._marker.end()
-            raise
-        self._keeps_files = written is not None
-        return written
 
     def _finish(self) -> None:
         """Removes what was replaced. A failure leaves that to garbage collection."""
@@ -179,9 +175,6 @@ class ManifestTransaction(Transaction):
                 't5ckpt: %s is saved, but not completed, which is left to garbage collection: %s', where, error
             )
 
-    def keep(self) -> None:
-        """Does nothing: the marker stays."""
-
     def _remove(self) -> None:
         # First: the removal may fail.
         self._marker.end()
@@ -192,15 +185,3 @@ class ManifestTransaction(Transaction):
 
 def _already_committed(storage: Storage, key: str, change: str) -> AlreadyCommittedError:
     return AlreadyCommittedError(f'{storage.url(key)} was {change} by another writer in the meantime')
-
-
-def _check_layout(storage: Storage, step: int, listed: BucketListing | None) -> None:
-    """Checks that no step of another layout has this number.
-
-    Raises:
-      UnsupportedFormatError: such a step exists.
-    """
-    elsewhere = listed_elsewhere(storage, step, () if listed is None else listed.names)
-    if elsewhere is not None:
-        cure = 'Move it away, or write to another directory.'
-        raise other_layout(storage.url(elsewhere.name), elsewhere.layout, 'which is not replaced', cure)

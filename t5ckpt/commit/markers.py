@@ -31,19 +31,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from t5ckpt.commit.run_clock import CLOCK_SECONDS
-from t5ckpt.commit.writers import has_ended, is_local, open_work, writer_facts
+from t5ckpt.commit.writers import has_ended, is_local, open_nonces, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
-from t5ckpt.format.names import (
-    DELETING_PREFIX,
-    INDEX,
-    MarkerName,
-    busy_key,
-    deleting_file,
-    generation_dir,
-    parse_marker,
-)
+from t5ckpt.format.names import BUSY_PREFIX, INDEX, MarkerName, busy_key, generation_dir, parse_marker, work_dirs
 from t5ckpt.storage import Storage
 
 SAVE = 'save'
@@ -69,7 +61,8 @@ class Marker:
     """A marker that this process has written.
 
     Attributes:
-      directory: the directory below the step in which its owner writes.
+      directory: in which its owner writes: below the step or, where directories can be renamed, beside it.
+      aside: where they can, the directory of a step that the owner hides; else ''.
     """
 
     def __init__(
@@ -80,6 +73,7 @@ class Marker:
         action: str = SAVE,
         directories: Collection[str] = (),
         seconds: float = HORIZON_SECONDS,
+        is_shared: bool = False,
     ):
         """Writes the marker.
 
@@ -90,39 +84,43 @@ class Marker:
           action: one of those above.
           directories: below the step, in addition to its own one, whose files the owner removes; '' for the files beside them.
           seconds: the horizon.
+          is_shared: whether other processes write into its directory, perhaps after the end of this one.
         """
-        nonce = secrets.token_hex(8)
-        self.directory = generation_dir(nonce)
+        self._nonce = nonce = secrets.token_hex(8)
+        self.directory, self.aside = generation_dir(nonce), ''
+        if storage.commits_by_rename:
+            self.directory, self.aside = work_dirs(step, nonce)
         self._storage = storage
         self._clock = clock
         self._action = action
         self._directories = {self.directory, *directories}
         self._seconds = seconds
         self._born = self._since = self._clocks()
-        if storage.commits_by_rename:
-            self._key = deleting_file(step, nonce)
-            open_work.add(self._key)
-            try:
-                self._write_file()
-            except BaseException:
-                open_work.discard(self._key)
-                raise
-            return
-        self._key = busy_key(step, int(clock() + 2 * self._seconds) + 1, nonce)
-        # The first conditional write of a process shows whether the server checks conditions. The name is unique.
-        self._write(None)
+        self._owner = {} if is_shared else writer_facts()
+        self._version: Any = None
+        self._key = busy_key(step, int(clock() + 2 * seconds) + 1, nonce, in_bucket=not storage.commits_by_rename)
+        open_nonces.add(nonce)
+        try:
+            # The first conditional write of a process shows whether the server checks conditions. The name is unique.
+            self._write(None)
+        except BaseException:
+            self.release()
+            raise
 
     def _write(self, version: Any) -> None:
-        self._version = self._storage.replace(self._key, self._record(), version)
-        if self._version is None:
-            self._storage.write(self._key, self._record())
-
-    def _write_file(self) -> None:
-        # Garbage collection may remove the file while it is empty, as that of a dead process.
+        record = {
+            'action': self._action,
+            'directories': sorted(self._directories),
+            'unix': self._since[0],
+            'seconds': self._seconds,
+            'owner': self._owner,
+        }
+        data = json.dumps(record).encode()
+        # Garbage collection may remove the file of a file system while it is written, as that of a dead process.
         with contextlib.suppress(CheckpointNotFoundError):
-            self._storage.write(self._key, self._record())
-            return
-        self._storage.write(self._key, self._record())
+            self._version = self._storage.replace(self._key, data, version)
+        if self._version is None:
+            self._storage.write(self._key, data)
 
     def _clocks(self) -> tuple[float, float]:
         # The second one counts the time in which the machine sleeps, and is not set by anybody.
@@ -130,9 +128,6 @@ class Marker:
 
     def _age(self, since: tuple[float, float]) -> float:
         return max(now - then for now, then in zip(self._clocks(), since, strict=True))
-
-    def _record(self) -> bytes:
-        return _encoded(Record(self._action, frozenset(self._directories), self._since[0]))
 
     def update(self, action: str, directories: Iterable[str] = ()) -> None:
         """Writes it again, with another action and more directories."""
@@ -171,11 +166,16 @@ class Marker:
         """Whether other processes may have removed the files that it names and no manifest does."""
         return self._age(self._born) > 2 * self._seconds - CLOCK_SECONDS
 
+    def release(self) -> None:
+        """Leaves the marker, and what it names, to garbage collection."""
+        open_nonces.discard(self._nonce)
+
     def remove(self) -> None:
         """Ends work that has removed no files, or has finished; a failure leaves the marker to garbage collection."""
-        open_work.discard(self._key)
+        self.release()
         try:
-            self._storage.delete_file(self._key)
+            if not any(self._storage.kind(name) for name in (self.directory, self.aside) if self.aside):
+                self._storage.delete_file(self._key)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s stays for an hour or two: %s', self._storage.url(self._key), error)
             if self._action == HIDE and not self._storage.commits_by_rename:
@@ -190,17 +190,15 @@ class Record:
       action: one of those above.
       directories: below the step.
       unix: when the action began, by the clock of the owner.
+      seconds: the horizon.
       owner: the process, see ``commit/writers.py``.
     """
 
     action: str
     directories: frozenset[str]
     unix: float
-    owner: Mapping[str, Any] = dataclasses.field(default_factory=writer_facts)
-
-
-def _encoded(record: Record) -> bytes:
-    return json.dumps({**vars(record), 'directories': sorted(record.directories)}).encode()
+    seconds: float
+    owner: Mapping[str, Any]
 
 
 def read_marker(storage: Storage, key: str) -> Record | None:
@@ -212,7 +210,11 @@ def read_marker(storage: Storage, key: str) -> Record | None:
     try:
         data = json.loads(storage.read(key))
         return Record(
-            str(data['action']), frozenset(map(str, data['directories'])), float(data['unix']), dict(data['owner'])
+            str(data['action']),
+            frozenset(map(str, data['directories'])),
+            float(data['unix']),
+            float(data['seconds']),
+            dict(data['owner']),
         )
     except CheckpointNotFoundError:
         return None
@@ -223,33 +225,31 @@ def read_marker(storage: Storage, key: str) -> Record | None:
 
 def is_about_to_hide(storage: Storage, step: int, clock: Clock) -> bool:
     """Whether a process is about to delete or replace the manifest of a step, or to rename its directory."""
-    directory, prefix = ('', DELETING_PREFIX) if storage.commits_by_rename else (f'{INDEX}/busy', '')
-    names = storage.names(directory, f'{prefix}{step}.')
-    markers = [parse_marker(join(directory, name)) for name in names]
-    return any(marker is not None and _may_hide(storage, marker, clock) for marker in markers)
+    directory, prefix = ('', BUSY_PREFIX) if storage.commits_by_rename else (f'{INDEX}/busy', '')
+    markers = [parse_marker(join(directory, name)) for name in storage.names(directory, f'{prefix}{step}.')]
+    return any(marker is not None and not _has_decided(storage, marker, clock) for marker in markers)
 
 
-def _may_hide(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
+def _has_decided(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
+    """Whether the owner of a marker will not hide or replace its step: it announces nothing, has ended, or may act no more."""
     key, written = marker.key, storage.modified(marker.key)
     try:
         record = read_marker(storage, key)
     except StorageError:
         # Of another user, or written in part.
-        return clock() < marker.due + CLOCK_SECONDS if written is None else clock() - written < _DECIDED_SECONDS
+        return marker.due + CLOCK_SECONDS < clock() if written is None else clock() - written >= _DECIDED_SECONDS
     if record is None or record.action != HIDE:
-        return False
+        return True
     if storage.commits_by_rename and is_local(record.owner):
-        return not has_ended(record.owner, key)
-    return clock() - (record.unix if written is None else written) < _DECIDED_SECONDS
+        return has_ended(record.owner, marker.nonce)
+    return clock() - (record.unix if written is None else written) >= _DECIDED_SECONDS
 
 
-def is_due(storage: Storage, key: str, now: Clock) -> bool:
-    """Whether the marker of a file system was left by a process that has ended, or may act no more."""
-    written = storage.modified(key)
-    with contextlib.suppress(StorageError):
-        record = read_marker(storage, key)
-        if record is not None and is_local(record.owner):
-            return has_ended(record.owner, key)
-        if record is not None and written is None:
-            written = record.unix
-    return written is not None and now() - written > 2 * HORIZON_SECONDS
+def is_due(storage: Storage, marker: MarkerName, record: Record, clock: Clock) -> bool:
+    """Whether other processes may remove what a marker names; ``clock`` is that of ``commit/run_clock.py``."""
+    if not storage.commits_by_rename:
+        return marker.due < clock()
+    if is_local(record.owner):
+        return has_ended(record.owner, marker.nonce)
+    written = storage.modified(marker.key)
+    return written is not None and clock() - written > 2 * record.seconds

@@ -1,9 +1,8 @@
 """Writes the outputs of exports atomically: files and directories that appear complete, and replace others only on request.
 
-Exports go to a local file system. An output is written to ``<name>.tmp-<pid>`` next to its target and renamed when it is durable.
-A crash leaves the temporary output. The next export to the same name removes it if no process has that number and nothing was
-written to it for ten minutes, since other machines may share the directory. A directory that is replaced is first renamed to
-``<name>.old-<pid>``, where a crash between the two renames leaves it.
+Exports go to a local file system. An output is written into a directory ``<name>.tmp-...`` next to its target and renamed when it
+is durable. A crash leaves this directory, which the user may remove. A directory is replaced by an exchange, or removed first
+where the file system has none.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
+import tempfile
 from collections.abc import Callable, Generator
 
 from t5ckpt.catalog.listing import checkpoint_around
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
-from t5ckpt.storage.durable import sync_dir
-
-_STALE_SECONDS = 600.0
+from t5ckpt.storage.durable import exchange_durably, sync_dir
 
 
 def local_output(path: str | os.PathLike[str]) -> str:
@@ -78,72 +75,29 @@ def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None)
     The arguments are those of :func:`check_output`; with ``is_ours`` the temporary path is a directory.
     """
     check_output(path, force, is_ours)
-    temporary = f'{path}.tmp-{os.getpid()}'
+    parent, name = os.path.split(path)
     with foreign_errors(path, writing=True):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        _remove(temporary)
-        _remove_dead(path)
+        os.makedirs(parent, exist_ok=True)
+        scratch = tempfile.mkdtemp(prefix=f'{name}.tmp-', dir=parent)
+    temporary = os.path.join(scratch, name)
+    try:
         if is_ours is not None:
             os.mkdir(temporary)
-    try:
         yield temporary
         with foreign_errors(path, writing=True):
-            _publish(temporary, path, force, is_ours)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove(temporary)
-        raise
+            # Another process may have written to the path since the first check.
+            check_output(path, force, is_ours)
+            _publish(temporary, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _remove_dead(path: str) -> None:
-    """Removes the temporary files of exports to ``path`` that were killed."""
-    beginning = f'{os.path.basename(path)}.tmp-'
-    for name in os.listdir(os.path.dirname(path)):
-        pid = name.removeprefix(beginning)
-        if not name.startswith(beginning) or not pid.isdecimal() or _is_running(int(pid)):
-            continue
-        leftover = os.path.join(os.path.dirname(path), name)
-        with contextlib.suppress(OSError):
-            if time.time() - _last_written(leftover) > _STALE_SECONDS:
-                _remove(leftover)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _last_written(path: str) -> float:
-    """The newest modification time of a file, or of a directory and the files in it."""
-    inside = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)] if os.path.isdir(path) else []
-    return max([os.lstat(path).st_mtime, *inside])
-
-
-def _publish(temporary: str, path: str, force: bool, is_ours: Callable[[str], bool] | None) -> None:
+def _publish(temporary: str, path: str) -> None:
     if os.path.isdir(temporary):
         sync_dir(temporary)
-    # Another process may have written to the path since the first check.
-    check_output(path, force, is_ours)
-    old = f'{path}.old-{os.getpid()}'
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.rename(path, old)
-    try:
-        os.replace(temporary, path)
-    except OSError:
-        if os.path.lexists(old):
-            os.rename(old, path)
-        raise
+        if os.path.isdir(path):
+            if exchange_durably(temporary, path):
+                return
+            shutil.rmtree(path)
+    os.replace(temporary, path)
     sync_dir(os.path.dirname(path))
-    _remove(old)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)

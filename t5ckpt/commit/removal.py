@@ -18,28 +18,31 @@ import os
 import shlex
 from collections.abc import Collection, Generator, Sequence
 
-from t5ckpt.catalog.listing import read_facts, read_head
+from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.listing import read_facts, read_head, waiting_steps
+from t5ckpt.catalog.pin_file import pin_reason
+from t5ckpt.commit.taken_steps import locked
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     FormatError,
     StepKeptError,
     StorageError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import FORMAT, newer_format
+from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.manifest import VERSION, is_of_others, version_of
+from t5ckpt.format.manifest import VERSION, is_tensorflow_state, version_of
 from t5ckpt.format.names import (
     MANIFEST,
     PINNED,
     aside_dir,
     foreign_keys,
     generation_of,
-    is_facts_file,
     is_file_checksums,
     step_dir,
 )
@@ -60,24 +63,16 @@ def check_known(storage: Storage, directory: str, *, manifest: bytes | None = No
     Raises:
       UnsupportedFormatError: a newer program wrote it.
     """
-    with contextlib.suppress(CheckpointNotFoundError):
+    # Damaged facts do not keep a step.
+    with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
         head = read_head(storage, directory) if manifest is None else manifest
-        version = version_of(head)
-        if version is None and manifest is None:
-            # Flax sorts the keys, so T5X's version is last.
-            version = version_of(storage.read(join(directory, MANIFEST)))
-        if version is not None and version > VERSION:
-            raise _newer(storage, directory, 'manifest', version, VERSION)
-        newer = newer_format(read_facts(storage, directory, head))
-        if newer is not None:
-            raise _newer(storage, directory, 'facts', newer, FORMAT)
-
-
-def _newer(storage: Storage, directory: str, what: str, version: int, newest: int) -> UnsupportedFormatError:
-    return UnsupportedFormatError(
-        f'{storage.url(directory)} has {what} of version {version}, this program knows versions up to {newest}, so it does not '
-        'remove the step. Update t5ckpt.'
-    )
+        version = version_of(head) or 0
+        if version > VERSION:
+            raise UnsupportedFormatError(
+                f'{storage.url(directory)} has a manifest of version {version}, and this program knows versions up to {VERSION}, '
+                'so it does not remove the step. Update t5ckpt.'
+            )
+        decode_facts(read_facts(storage, directory, head), storage.url(directory))
 
 
 def foreign_files(storage: Storage, directory: str) -> list[str]:
@@ -96,11 +91,8 @@ def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]
         # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
         recorded = _listed(storage, directory, keys)
         foreign = [key for key in foreign if key not in recorded]
-    if (
-        MANIFEST in keys
-        and not any(map(is_file_checksums, keys))
-        and _is_another_manifest(storage, join(directory, MANIFEST))
-    ):
+    of_t5ckpt = any(map(is_file_checksums, keys))
+    if MANIFEST in keys and not of_t5ckpt and is_tensorflow_state(read_head(storage, directory)):
         foreign.append(MANIFEST)
     return foreign
 
@@ -114,16 +106,6 @@ def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
     return listed
 
 
-def _is_another_manifest(storage: Storage, key: str) -> bool:
-    size = storage.known_size(key)
-    try:
-        # A larger file of this name is a manifest.
-        return size is not None and size < 2**20 and is_of_others(storage.read(key))
-    except CheckpointNotFoundError:
-        # Its writer has removed it.
-        return False
-
-
 def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> None:
     """Removes a directory that no listing shows, on a storage that commits by rename; files of other programs stay.
 
@@ -133,12 +115,8 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
       step: of the directory.
       unix: the time in the name under which files of other programs stay.
     """
-    local = storage.local_path(name)
-    if local is not None and os.path.islink(local):
-        # Only the link is removed, not its target.
-        storage.delete_tree(name)
-        return
-    keys = keys_below(storage, name)
+    # Of a link, only the link is removed, not its target.
+    keys = [] if os.path.islink(storage.local_path(name) or '') else keys_below(storage, name)
     foreign = _foreign(storage, name, keys)
     if not foreign:
         storage.delete_tree(name)
@@ -146,9 +124,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     aside = name
     with unless_renameless():
         aside = move_aside(storage, name, step, unix, foreign)
-    if any(is_facts_file(key) or is_file_checksums(key) for key in keys) or (
-        MANIFEST in keys and MANIFEST not in foreign
-    ):
+    if any(map(is_file_checksums, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
             if entry.name not in kept:
@@ -214,38 +190,51 @@ def is_pinned(storage: Storage, directory: str) -> bool:
     return storage.is_file(join(directory, PINNED))
 
 
-def kept_by(storage: Storage, step: int, held: Collection[int]) -> str | None:
-    """The reason not to remove a checkpoint: it is pinned, or it is among the ``held`` steps. None if it may be removed.
+def kept_by(
+    storage: Storage,
+    listed: ListedStep,
+    held: Collection[int],
+    *,
+    even_pinned: bool = False,
+    even_waiting: bool = False,
+) -> str | None:
+    """The reason not to remove or replace a step; None if it may be removed.
 
-    Another process may pin or hold the step afterwards. So a process that removes or replaces it checks both again, after it has
-    announced this.
+    Another process may pin or hold the step afterwards. So a process that removes or replaces it checks this after it has
+    announced that.
+
+    Args:
+      storage: the run.
+      listed: the step.
+      held: the steps that readers hold.
+      even_pinned: whether a pin keeps no step.
+      even_waiting: whether a step may wait for its upload.
     """
-    return 'pinned' if is_pinned(storage, step_dir(step)) else HELD if step in held else None
+    if not even_pinned and is_pinned(storage, listed.name):
+        return pin_reason(storage, listed.name)
+    if listed.step in held:
+        return HELD
+    return WAITS if not even_waiting and listed.step in waiting_steps(storage) else None
 
 
-def check_not_kept(storage: Storage, step: int, held: Collection[int], action: str) -> None:
+def check_not_kept(storage: Storage, listed: ListedStep, held: Collection[int], action: str, **even: bool) -> None:
     """Raises StepKeptError for a step that is kept, see :func:`kept_by`; ``action`` is a participle."""
-    reason = kept_by(storage, step, held)
-    if reason is not None:
-        raise kept_error(storage, step, reason, action)
-
-
-def kept_error(storage: Storage, step: int, reason: str, action: str) -> StepKeptError:
-    """The error for a step that is kept for a reason of :func:`kept_by`; ``action`` is a participle."""
+    reason = kept_by(storage, listed, held, **even)
+    if reason is None:
+        return
     cures = {
         HELD: 'Try again when the reader is done.',
         WAITS: 'The next start of its run with this local_dir uploads it; t5ckpt rm --force deletes it without.',
     }
     verb = '' if reason == WAITS else 'is '
     cure = cures.get(reason, 'Unpin it first.')
-    return StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
+    raise StepKeptError(f'{storage.url(listed.name)} {verb}{reason}, so it was not {action}. {cure}')
 
 
 def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
     """Renames a directory to the first free ``aside_dir`` of its step and a state, starting at a time; returns the new name.
 
-    Garbage collection removes a ``'deleted'`` one, and restores a ``'replaced'`` one if the step is missing. Another process may
-    take a name between the check and the rename.
+    Another process may take a name between the check and the rename.
     """
     unix = int(unix)
     while True:
@@ -272,19 +261,46 @@ def unless_renameless() -> Generator[None]:
             raise
 
 
-def hide_directory(storage: Storage, step: int, clock: Clock, state: str = 'deleted') -> str | None:
+def hide_directory(storage: Storage, step: int, aside: str, clock: Clock) -> None:
     """Renames the directory of a step; in a lower layer of an overlay file system, which cannot rename it, removes it.
 
-    The deletion of the manifest, which is the first, then hides the step, as in a bucket.
-
-    Returns:
-      The new name; None if the directory was removed.
+    The deletion of the manifest, which is the first, then hides the step, as in a bucket. ``aside`` exists afterwards.
     """
     with unless_renameless():
-        return rename_aside(storage, step_dir(step), step, state, clock())
+        storage.publish(step_dir(step), aside)
+        return
+    storage.make_dir(aside)
     storage.delete_file(join(step_dir(step), MANIFEST))
     remove_checkpoint(storage, step_dir(step), step, clock())
-    return None
+
+
+def end_work(storage: Storage, step: int, new: str, hidden: str, clock: Clock) -> None:
+    """Removes what the owner of a marker has left, in the directories of ``format/names.work_dirs``."""
+    final = step_dir(step)
+
+    def is_missing() -> bool:
+        return storage.kind(final) != 'file' and not storage.is_file(join(final, MANIFEST))
+
+    if storage.kind(hidden) and storage.is_file(join(new, MANIFEST)) and is_missing():
+        # Its owner ended while it replaced the step, where two names cannot be exchanged.
+        with locked(storage, final):
+            if storage.kind(final) == 'dir' and is_missing():
+                remove_checkpoint(storage, final, step, clock())
+        storage.publish(new, final)
+        _log.warning(
+            't5ckpt: published %s, which was about to replace the step when its writer ended', storage.url(final)
+        )
+    for name in (hidden, new, hidden):
+        if storage.kind(name) is not None:
+            check_removable(storage, name)
+            if name == new:
+                with contextlib.suppress(StorageError):
+                    # A writer of another machine, which was stopped, can no longer publish it.
+                    storage.publish(new, hidden)
+                    continue
+            remove_checkpoint(storage, name, step, clock())
+            # Before the marker goes, also on a disk that loses its power.
+            storage.sync_tree('', ())
 
 
 def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> None:

@@ -1,53 +1,41 @@
-"""Replaces an old checkpoint, complete or broken, by a new one.
+"""Replaces an old checkpoint, complete or broken, by a new one, where directories can be renamed.
 
-The new one is renamed to ``checkpoint_<step>.replaced-<unix seconds>`` and then exchanged with the old one, so the step is always
-listed. If the storage cannot exchange two names, the old one is renamed likewise, and the new one is published. After a crash,
-garbage collection restores the first complete one if the step is missing, and removes the others.
+The two directories exchange their names, so the step is always listed. If the storage cannot exchange two names, the old one is
+hidden, and the new one is published. After a crash in between, garbage collection publishes it (``commit/removal.end_work``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import logging
 
-from t5ckpt.commit.announcement import announced
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.removal import check_known, hide_directory, is_pinned, kept_error, remove_checkpoint, rename_aside
-from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.markers import HIDE, Marker
+from t5ckpt.commit.removal import check_known, check_not_kept, end_work, hide_directory, is_pinned
+from t5ckpt.commit.taken_steps import AlreadyCommittedError, locked
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import StorageError, T5CkptError
-from t5ckpt.format.manifest import is_whole as is_whole_manifest
-from t5ckpt.format.names import MANIFEST, Leftover, step_dir
-from t5ckpt.policies import HELD
+from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.storage import Storage
 
-_log = logging.getLogger('t5ckpt')
 
+def put_in_place(storage: Storage, step: int, marker: Marker, clock: Clock, *, is_whole: bool) -> str | None:
+    """Replaces the directory of a step by that of the owner of a marker, which announces it.
 
-class NotPutBackError(StorageError):
-    """The second exchange failed, so the old checkpoint, which is kept, has the temporary name of the new one."""
-
-
-def put_in_place(
-    storage: Storage, step: int, directory: str, clock: Clock, *, is_whole: bool, keeps_old: bool = False
-) -> str | None:
-    """Replaces the directory of a step by a new one, after it was announced.
-
-    A reader that holds the old one in the meantime waits for that. A pin that is set in the meantime is found
-    afterwards.
+    A reader that holds or pins the old one in the meantime waits for that.
 
     Args:
       storage: the run, which can rename.
       step: of both.
-      directory: the new directory, under its name in the state ``'replaced'``.
+      marker: its directory is the new one.
       clock: returns unix seconds.
       is_whole: whether the old one is a complete checkpoint. Then it stays if a reader holds it, or is pinned and the new one
         is not, even if the hold or the pin was set after the save began.
-      keeps_old: whether the old one keeps a name in the state ``'replaced'``, under which :func:`take_back` finds it.
 
     Returns:
-      The new name of the old directory, to be removed; None if another process has deleted it.
+      The new name of the old directory, one of the marker's; None if another process has deleted it.
 
     Raises:
       StepKeptError: the old one is pinned or held by a reader.
@@ -56,53 +44,30 @@ def put_in_place(
       AlreadyCommittedError: another process has deleted it, and another writer has saved the step since then.
       StorageError: nothing has changed.
     """
-    final = step_dir(step)
-    is_new_pinned = is_pinned(storage, directory)
-
-    def check_pin(old: str) -> None:
-        if is_whole and not is_new_pinned and is_pinned(storage, old):
-            raise kept_error(storage, step, 'pinned', 'replaced')
-
-    # The lock of the old directory lasts until it has its new name, so garbage collection ignores it.
-    with announced(storage, step, clock) as held:
-        if storage.kind(final) is None:
-            publish_step(storage, directory, step)
+    old = ListedStep(step, step_dir(step))
+    with locked(storage, old.name), contextlib.ExitStack() as announced:
+        announced.callback(marker.end)
+        marker.update(HIDE)
+        held = held_steps(storage, clock)
+        if storage.kind(old.name) is None:
+            publish_step(storage, marker.directory, step)
             return None
-        if is_whole and step in held:
-            raise kept_error(storage, step, HELD, 'replaced')
-        check_pin(final)
         if is_whole:
-            check_known(storage, final)
-        if storage.exchange(directory, final):
-            try:
-                check_pin(directory)
-            except T5CkptError as error:
-                _exchange_back(storage, directory, final, error)
-                raise
-            return directory if keeps_old else _rename_for_deletion(storage, step, directory, clock())
-        old = hide_directory(storage, step, clock, 'replaced' if is_whole else 'deleted')
-        if old is None:
-            publish_step(storage, directory, step)
-            return None
+            even_pinned = is_pinned(storage, marker.directory)
+            check_not_kept(storage, old, held, 'replaced', even_pinned=even_pinned, even_waiting=True)
+            check_known(storage, old.name)
+        if storage.exchange(marker.directory, old.name):
+            return marker.directory
+        hide_directory(storage, step, marker.aside, clock)
         try:
-            check_pin(old)
-            publish_step(storage, directory, step)
-        except AlreadyCommittedError:
-            _rename_for_deletion(storage, step, old, clock())
-            raise
+            publish_step(storage, marker.directory, step)
         except T5CkptError:
-            if is_whole:
-                storage.publish(old, final)
+            # Unless the new one has the name, and only its rename may not be durable.
+            if storage.is_file(join(marker.aside, MANIFEST)):
+                with contextlib.suppress(T5CkptError):
+                    storage.publish(marker.aside, old.name)
             raise
-        return old if keeps_old else _rename_for_deletion(storage, step, old, clock())
-
-
-def remove_replaced(storage: Storage, step: int, directory: str, clock: Clock) -> None:
-    """Removes the directory of a replaced checkpoint. The new one is committed, so a failure is only logged."""
-    try:
-        remove_checkpoint(storage, _rename_for_deletion(storage, step, directory, clock()), step, clock())
-    except T5CkptError as error:
-        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', storage.url(directory), error)
+        return marker.aside
 
 
 def take_back(storage: Storage, step: int, replaced: str, clock: Clock) -> None:
@@ -111,9 +76,13 @@ def take_back(storage: Storage, step: int, replaced: str, clock: Clock) -> None:
     Raises:
       StorageError: the disk failed; the step is one of the two.
     """
-    failed = put_in_place(storage, step, replaced, clock, is_whole=True)
-    if failed is not None:
-        remove_replaced(storage, step, failed, clock)
+    marker = Marker(storage, step, clock)
+    try:
+        storage.publish(replaced, marker.directory)
+        put_in_place(storage, step, marker, clock, is_whole=True)
+        end_work(storage, step, marker.directory, marker.aside, clock)
+    finally:
+        marker.remove()
 
 
 def publish_step(storage: Storage, directory: str, step: int) -> None:
@@ -139,52 +108,3 @@ def publish_step(storage: Storage, directory: str, step: int) -> None:
                 raise
         else:
             return
-
-
-def _exchange_back(storage: Storage, directory: str, final: str, error: T5CkptError) -> None:
-    try:
-        storage.exchange(directory, final)
-    except StorageError as second:
-        text = f'{error} The old checkpoint is in {storage.url(directory)} and could not be put back: {second}'
-        raise NotPutBackError(second.errno, text) from second
-
-
-def _rename_for_deletion(storage: Storage, step: int, name: str, unix: float) -> str:
-    """Renames the old checkpoint to a name that garbage collection removes. Returns that name, or the old one after an error."""
-    try:
-        return rename_aside(storage, name, step, 'deleted', unix)
-    except T5CkptError:
-        return name
-
-
-def is_still_kept(storage: Storage, leftover: Leftover, clock: Clock) -> bool:
-    """Returns whether a replaced checkpoint must not be removed; the caller holds the lock of its directory.
-
-    A pinned one has this name if a writer failed to undo its exchange. It is exchanged with the new one now. Nothing changes
-    while a reader holds the step.
-    """
-    final = step_dir(leftover.step)
-    if is_pinned(storage, leftover.name) and not is_pinned(storage, final):
-        if storage.exchange(leftover.name, final):
-            _log.warning('t5ckpt: brought back %s, which is pinned, from %s', storage.url(final), leftover.name)
-        else:
-            _log.warning('t5ckpt: %s stays, because it is pinned. Move it away', storage.url(leftover.name))
-        return True
-    return leftover.step in held_steps(storage, clock)
-
-
-def put_back(storage: Storage, leftover: Leftover) -> bool:
-    """Restores the name of a replaced checkpoint if the step is missing; the caller holds the lock of its directory."""
-    final, manifest = step_dir(leftover.step), join(leftover.name, MANIFEST)
-    if storage.is_file(join(final, MANIFEST)) or not storage.is_file(manifest):
-        return False
-    if not is_whole_manifest(storage.read(manifest)):
-        return False
-    if storage.kind(final) == 'dir':
-        # Its writer died while it removed the old one, or before it replaced a broken one.
-        remove_checkpoint(storage, final, leftover.step, leftover.unix)
-    elif storage.kind(final) is not None:
-        return False
-    storage.publish(leftover.name, final)
-    _log.warning('t5ckpt: brought back %s, which a writer that died was about to replace', storage.url(final))
-    return True

@@ -1,7 +1,9 @@
 """Deletes the steps that the keep policy does not keep, after each save or, with a local tier, after each upload.
 
-``policies.retention_plan`` decides: it is a pure function from the facts of the steps to decisions. This module gathers the facts
-(``commit/prunable_steps.py``), and ``commit/pruning.py`` carries the decisions out.
+``policies.retention_plan`` decides: it is a pure function from the facts of the steps to decisions. This module gathers the
+facts, and carries the decisions out: it hides each step in one atomic operation, and then removes the files. A crash in between
+leaves a directory that no listing shows and that garbage collection removes. A deletion that fails is logged and does not stop
+the others.
 
 The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
 best. A step that cannot be inspected stays and is logged.
@@ -9,28 +11,44 @@ best. A step that cannot be inspected stays and is logged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Protocol
 
-from t5ckpt.catalog.layouts import ListedStep
-from t5ckpt.catalog.listing import listing, steps_in
-from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, number_of, one_a_step
+from t5ckpt.catalog.listing import listing, newest, read_facts, steps_in, waiting_steps
+from t5ckpt.catalog.locate import no_checkpoint
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
+from t5ckpt.catalog.run_catalog import BucketListing, inspected
+from t5ckpt.commit.announcement import announced
+from t5ckpt.commit.bucket_deletion import directories_of
+from t5ckpt.commit.deletion import find_step, hiding
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.other_layouts import infos_of_others
-from t5ckpt.commit.prunable_steps import StayLog
-from t5ckpt.commit.pruning import Pruning
-from t5ckpt.commit.removal import check_known
-from t5ckpt.commit.step_facts import MetricCoverage, StepFacts, known_facts
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
+from t5ckpt.commit.removal import check_known, check_not_kept
+from t5ckpt.core.arguments import integer
+from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
-from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from t5ckpt.format.facts import Facts
+from t5ckpt.core.text import did_you_mean
+from t5ckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    FormatError,
+    NotADirectoryStorageError,
+    StepKeptError,
+    T5CkptError,
+    UnsupportedFormatError,
+)
+from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts
 from t5ckpt.format.keep_policy import policy_of
-from t5ckpt.format.names import parse_prefixed_step, step_dir
-from t5ckpt.policies import Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
+from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, TRAIN_DS_PREFIX, Hold, step_dir
+from t5ckpt.policies import WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
+
+_UNREADABLE = 'unreadable: '
+_log = logging.getLogger('t5ckpt')
 
 
 class RunFacts(Protocol):
@@ -50,7 +68,7 @@ class RunFacts(Protocol):
         """The complete steps, ascending."""
         ...
 
-    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
+    def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts of the steps, ascending."""
         ...
 
@@ -60,7 +78,14 @@ class RunFacts(Protocol):
 
 
 class Retention:
-    """Applies the keep policy of one checkpointer, in process 0, and caches the facts of the steps."""
+    """Applies the keep policy of one checkpointer, in process 0.
+
+    Attributes:
+      policy: the keep policy.
+      keep_datasets: how many steps keep the states of data iterators; None for all.
+      decided: the steps about which the policy decides, as of the latest plan.
+      listed: what the garbage collection of the save has listed on an object store; used once.
+    """
 
     may_be_away = False
 
@@ -75,62 +100,67 @@ class Retention:
         """See ``Checkpointer`` for the parameters."""
         self.policy = policy
         self.keep_datasets = keep_datasets
+        self.decided: Sequence[StepInfo] = ()
+        self.listed: BucketListing | None = None
         self._storage = storage
         self._clock = clock
         self._source = source
-        self._facts = StepFacts(storage, source)
-        self._coverage = MetricCoverage()
-        self._remover: InterruptSafeEvent | None = None
-        self._latest: int | None = None
-        self._stay_log = StayLog(storage)
-        self._steps = strategy_of(storage).prunable_steps(storage, clock, self._facts, self._stay_log)
+        # The time of the save and the metrics, by name. They never change for a complete step.
+        self._facts: dict[str, tuple[float | None, Mapping[str, float]]] = {}
+        self._logged: set[tuple[int | None, str]] = set()
+        self._latest = -1
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
         return steps_in(self._storage)
 
-    def undecided(self) -> list[Decision]:
-        """The steps about which the policy does not decide, with the reason why each stays."""
-        run_listing = listing(self._storage)
-        written = [
-            Decision(listed_step.step, True, f'in the layout of {listed_step.layout}')
-            for listed_step in run_listing.steps
-            if not listed_step.is_t5x
-        ]
-        unreadable = [
-            Decision(parse_prefixed_step(name) or 0, True, f'unreadable: {error}')
-            for name, error in run_listing.unreadable.items()
-        ]
-        return sorted([*written, *unreadable], key=lambda decision: decision.step)
-
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
-        """The facts that the policy takes, ascending by step; ``names`` replaces the policy's metric names."""
-        return self._steps.infos(self.policy.metric_names if names is None else names, None)
+        """The facts that a policy takes, ascending by step, in any layout; ``names`` replaces the policy's metric names."""
+        return self._infos_of(listing(self._storage).steps, names)
 
-    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
-        """:meth:`infos`, and the facts of the steps in other layouts, about which the policy may not decide."""
-        other_steps = [listed_step for listed_step in listing(self._storage).steps if not listed_step.is_t5x]
-        infos = [*self.infos(names), *self._infos_of(other_steps, names)]
-        return sorted(infos, key=lambda info: info.step)
+    def _infos_of(
+        self,
+        steps: Sequence[ListedStep],
+        names: Collection[str] | None = None,
+        *,
+        holds: Sequence[Hold] | None = None,
+        own: int | None = None,
+    ) -> list[StepInfo]:
+        storage = self._storage
+        names = self.policy.metric_names if names is None else names
+        held, waiting = held_steps(storage, self._clock, holds), waiting_steps(storage)
+        # No policy deletes its own step.
+        others = [each for each in steps if each.step != own]
+        pins = storage.are_files([join(each.name, PINNED) for each in others])
+        pinned = {each.step for each, is_pinned in zip(others, pins, strict=True) if is_pinned}
+        facts = {each.name: self._facts.get(each.name) or self._read_facts(each) for each in steps}
+        self._facts |= facts
+        numbers = [each.step for each in steps]
+        given = {} if self._source is None else {name: self._source.by_step(name, numbers) for name in names}
+        infos: list[StepInfo] = []
+        for each in steps:
+            step, (created, saved) = each.step, facts[each.name]
+            metrics = {name: values[step] for name, values in given.items() if step in values} | {**saved}
+            infos.append(StepInfo(step, step in pinned, step in held, created, metrics, step in waiting))
+        return infos
 
-    def note_listing(self, listed: BucketListing | None) -> None:
-        """Stores what garbage collection listed on an object store, for the retention after this save.
-
-        The next :meth:`carry_out` uses it, once. Without it, that call lists again, which costs requests.
-        """
-        self._steps.listed = listed
+    def _read_facts(self, listed: ListedStep) -> tuple[float | None, Mapping[str, float]]:
+        facts = facts_of(self._storage, listed)
+        # T5X writes no facts, and the manifest last.
+        written = self._storage.modified(join(listed.directory, listed.manifest))
+        return written if facts.created_unix is None else facts.created_unix, facts.metrics
 
     def note_saved(self, step: int, facts: Facts) -> None:
         """Stores the facts of a checkpoint that this process has just committed."""
-        self._facts.note_saved(step, facts)
-        self._latest = step if self._latest is None else max(self._latest, step)
+        self._facts[step_dir(step)] = facts.created_unix, facts.metrics
+        self._latest = max(self._latest, step)
 
     def is_surely_new(self, step: int) -> bool:
         """Whether a step is larger than the latest that this process saved, so that no check for it is needed.
 
         True only on object stores, where ``begin`` detects steps that another process has written since.
         """
-        return not self._storage.commits_by_rename and self._latest is not None and step > self._latest
+        return not self._storage.commits_by_rename and 0 <= self._latest < step
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
         """The metrics of a step; None takes the latest, in any layout.
@@ -138,47 +168,14 @@ class Retention:
         Raises:
           CheckpointNotFoundError: there is no such step.
         """
-        infos = {info.step: info for info in self.infos_in_any_layout()}
-        wanted = max(infos, default=None) if step is None else step
-        if wanted in infos:
-            return infos[wanted].metrics
-        shown = ', '.join(map(str, list(infos)[-10:])) or 'none'
-        asked = 'step' if wanted is None else f'step {wanted}'
-        raise CheckpointNotFoundError(f'{self._storage.url()}: there is no {asked}; complete steps are: {shown}.')
-
-    def recorded_policy(self) -> KeepPolicy | None:
-        """The keep policy in the facts of the latest step; None if it is not recorded."""
-        steps = self._steps.prunable(listing(self._storage).steps)
-        return policy_of(known_facts(self._storage, step_dir(steps[-1])).keep) if steps else None
+        found = newest(self._storage) if step is None else find_step(self._storage, step)
+        if found is None:
+            raise no_checkpoint(self._storage)
+        return self._infos_of([found])[0].metrics
 
     def plan(self) -> list[Decision]:
-        """Decides for each step whether it stays."""
-        _, plan = self._decide(self.infos(), set(), None)
-        return [self._known_or_kept(decision) for decision in plan]
-
-    def _decide(
-        self, infos: list[StepInfo], unchecked: set[int], just_saved: int | None
-    ) -> tuple[list[StepInfo], list[Decision]]:
-        """Applies the policy; returns the facts of the existing steps in T5X's layout, and all decisions.
-
-        The ``unchecked`` steps may not exist. If the policy would keep a step that does not exist, it decides again without it.
-        """
-        while True:
-            plan = retention_plan(self.policy, infos, just_saved)
-            kept = unchecked.intersection(decision.step for decision in plan if decision.keep)
-            gone = self._steps.gone(kept) if kept else set[int]()
-            if not gone:
-                return infos, plan
-            unchecked = unchecked - kept
-            infos = [info for info in infos if info.step not in gone]
-
-    def _infos_of(self, other_steps: Sequence[ListedStep], names: Collection[str] | None = None) -> list[StepInfo]:
-        if not other_steps:
-            return []
-        names = self.policy.metric_names if names is None else names
-        steps = [listed_step.step for listed_step in other_steps]
-        given = {} if self._source is None else {name: self._source.by_step(name, steps) for name in names}
-        return infos_of_others(self._storage, other_steps, held_steps(self._storage, self._clock), given)
+        """Decides for each step whether it stays, ascending."""
+        return [self._known_or_kept(decision) for decision in self._plan(None)]
 
     def _known_or_kept(self, decision: Decision) -> Decision:
         try:
@@ -188,45 +185,173 @@ class Retention:
             return Decision(decision.step, True, str(error), overruled=True)
         return decision
 
-    def missing_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, tuple[int, Collection[str]]]:
-        """The metrics that the policy uses and a step does not have: by name, the step and the metrics that it has.
+    def _plan(self, just_saved: int | None) -> list[Decision]:
+        """As :meth:`plan`. The deletion itself refuses a step of a newer program, so its manifest is not read twice."""
+        listed, self.listed = self.listed, None
+        if listed is None or just_saved is None:
+            found, holds = listing(self._storage), None
+        else:
+            # The next save finds the steps that another process has saved since, and hiding looks for holds again.
+            found, holds = inspected(self._storage, listed.names), listed.announcements.holds
+            own = ListedStep(just_saved, step_dir(just_saved))
+            found = dataclasses.replace(found, steps=tuple(one_a_step([*found.steps, own])))
+        undecided = _undecided(self._storage, found)
+        self.decided = self._infos_of(
+            [each for each in found.steps if each.step not in undecided], holds=holds, own=just_saved
+        )
+        stay = [Decision(step, True, reason, overruled=True) for step, reason in undecided.items()]
+        plan = retention_plan(self.policy, self.decided, just_saved)
+        return sorted([*plan, *stay], key=lambda decision: decision.step)
 
-        Args:
-          step: the step that is about to be saved.
-          metrics: its metrics. With a metric source, earlier steps are checked instead, as of the latest save.
-        """
-        if self._source is not None:
-            return self._coverage.missing()
-        return {name: (step, tuple(metrics)) for name in self.policy.metric_names if name not in metrics}
-
-    def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[Decision]:
-        """Plans again, hides the steps that the policy does not keep, and starts to remove their files.
+    def carry_out(self, just_saved: int | None = None, *, confirmed: Collection[int] | None = None) -> list[int]:
+        """Plans again, hides the steps that the policy does not keep, and removes their files.
 
         Args:
           just_saved: the step of the save that this follows.
-          confirmed: the steps that may go; None allows all of them.
+          confirmed: the steps that may go; None allows all of them. Of the others, nothing is logged.
 
         Returns:
-          The decisions that were carried out.
+          The steps that were deleted.
         """
-        plan: list[Decision] = []
-        if not isinstance(self.policy, KeepAll):
-            infos, unchecked = self._steps.listed_infos(self.policy.metric_names, just_saved)
-            infos, plan = self._decide(infos, unchecked, just_saved)
-            self._coverage.record(infos, self.policy.metric_names, just_saved)
-        pruning = Pruning(self._storage, self._clock, self._steps, self._stay_log)
-        try:
-            pruning.hide_steps(plan, confirmed)
-            if self.keep_datasets is not None:
-                steps = self._steps.prunable(listing(self._storage).steps)
-                remove_old_datasets(self._storage, steps, self.keep_datasets, just_saved, self._clock)
-        finally:
-            self.wait()
-            self._remover = pruning.start_removal()
-        return pruning.done
+        if isinstance(self.policy, KeepAll) and self.keep_datasets is None:
+            return []
+        plan = [each for each in self._plan(just_saved) if confirmed is None or each.step in confirmed]
+        for decision in plan:
+            self._log_stay(decision)
+        doomed = [each for each in plan if not each.keep]
+        deleted = self._delete(doomed) if doomed else []
+        if self.keep_datasets is not None:
+            having = [
+                info
+                for info in self.decided
+                if info.step not in deleted and self._storage.names(step_dir(info.step), TRAIN_DS_PREFIX)
+            ]
+            for info in having[: -self.keep_datasets]:
+                if not (info.pinned or info.waits or info.step == just_saved):
+                    with self._logging_failure(info.step, 'the iterator state of '):
+                        remove_positions(self._storage, info.step, self._clock)
+        return deleted
 
-    def wait(self) -> None:
-        """Waits until the files of hidden steps are removed."""
-        if self._remover is not None:
-            self._remover.wait()
-            self._remover = None
+    def _delete(self, doomed: Sequence[Decision]) -> list[int]:
+        removals: dict[int, Callable[[], None]] = {}
+        try:
+            with hiding(self._storage, [each.step for each in doomed], self._clock) as hide:
+                for each in doomed:
+                    with self._logging_failure(each.step):
+                        removals[each.step] = hide(each.step)
+                        text = 't5ckpt: deleted step %d of %s: %s'
+                        _log.info(text, each.step, self._storage.url(), each.reason)
+        finally:
+            for remove in removals.values():
+                remove()
+        return [*removals]
+
+    @contextlib.contextmanager
+    def _logging_failure(self, step: int, what: str = '') -> Generator[None]:
+        """Logs why a step, or something of it, was not deleted.
+
+        Raises:
+          AccessDeniedError: an object store may refuse all deletions: each attempt would leave a marker that may not be deleted.
+        """
+        try:
+            yield
+        except CheckpointNotFoundError:
+            # Another process has deleted it.
+            pass
+        except (StepKeptError, UnsupportedFormatError) as error:
+            self._log_stay(Decision(step, True, str(error), overruled=True))
+        except T5CkptError as error:
+            if isinstance(error, AccessDeniedError) and not self._storage.commits_by_rename:
+                raise
+            _log.warning('t5ckpt: could not delete %sstep %d: %s', what, step, error)
+
+    def _log_stay(self, decision: Decision) -> None:
+        """Logs once that a step is kept for another reason than the policy.
+
+        Of the steps that wait for their upload only the first is logged, since each of them waits while uploads are slow.
+        """
+        key = None if decision.reason == WAITS else decision.step, decision.reason
+        if decision.overruled and key not in self._logged:
+            self._logged.add(key)
+            level = logging.WARNING if decision.reason.startswith(_UNREADABLE) else logging.INFO
+            text = 't5ckpt: step %d is kept regardless of the keep policy: %s'
+            _log.log(level, text, decision.step, decision.reason)
+
+
+def _undecided(storage: Storage, found: Listing) -> dict[int, str]:
+    """The steps about which no policy decides, with the reason."""
+    root = storage.local_path('')
+    paths = {} if root is None else {os.path.join(os.path.realpath(root), each.name): each.step for each in found.steps}
+    linked = {os.path.realpath(path) for path in paths if os.path.islink(path)}
+    return {
+        **{each.step: f'in the layout of {each.layout}' for each in found.steps if not each.is_t5x},
+        **{step: 'another step is a link to it' for path, step in paths.items() if path in linked},
+        **{number_of(name): f'{_UNREADABLE}{error}' for name, error in found.unreadable.items()},
+    }
+
+
+def remove_positions(storage: Storage, step: int, clock: Clock) -> None:
+    """Removes the files of data iterators of a step (T5X's ``keep_dataset_checkpoints``); its arrays stay.
+
+    It is announced as a deletion is, so a held step keeps its files.
+
+    Raises:
+      StepKeptError: a reader holds the step, it is pinned, or it waits for its upload.
+      StepTakenError: another process replaces or deletes the step.
+      CheckpointNotFoundError: it is gone.
+    """
+    directory = step_dir(step)
+    with announced(storage, step, clock) as held:
+        check_not_kept(storage, ListedStep(step, directory), held, 'stripped of its iterator state')
+        # Those of the save first: T5X's names find the rest after a crash.
+        for name in sorted(directories_of(storage.read(join(directory, MANIFEST))), reverse=True):
+            parent = join(directory, name)
+            positions = storage.names(parent, TRAIN_DS_PREFIX)
+            if positions:
+                # First, so that a verification does not report the missing files as damage.
+                storage.write(join(parent, DATASET_REMOVED), b'')
+            for key in (join(parent, position) for position in positions):
+                # Some iterators write directories.
+                remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
+                remove(key)
+
+
+def dataset_count(keep: int | None) -> int | None:
+    """Checks ``keep_dataset_checkpoints``.
+
+    Raises:
+      ValueError: it is not an integer of at least 1.
+    """
+    return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')
+
+
+def facts_of(storage: Storage, listed: ListedStep) -> Facts:
+    """A step's facts, in any layout; ``NO_FACTS`` if there are none, or they are damaged, which is logged."""
+    if not listed.directory:
+        return NO_FACTS
+    try:
+        if listed.layout == ORBAX:
+            return read_orbax_facts(storage, listed.name)
+        return decode_facts(read_facts(storage, listed.name), storage.url(join(listed.name, MANIFEST)))
+    except (FileNotFoundError, UnsupportedFormatError):
+        # A deletion says that the step is of a newer program.
+        return NO_FACTS
+    except (FormatError, NotADirectoryStorageError) as error:
+        _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(listed.name), error)
+        return NO_FACTS
+
+
+def recorded_policy(storage: Storage) -> KeepPolicy | None:
+    """The keep policy in the facts of the latest step in T5X's layout; None if it is not recorded."""
+    steps = [each for each in listing(storage).steps if each.is_t5x]
+    return policy_of(facts_of(storage, steps[-1]).keep) if steps else None
+
+
+def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:
+    """The message for a metric that no step has, with the existing ones; None if a step has it or the run is empty."""
+    metrics = sorted({name for info in infos for name in info.metrics})
+    if not infos or metric in metrics:
+        return None
+    return (
+        f'no step has the metric {metric!r}; there are: {", ".join(metrics) or "none"}.{did_you_mean(metric, metrics)}'
+    )

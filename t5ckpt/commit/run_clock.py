@@ -51,12 +51,3 @@ def _server_time(storage: Storage) -> float | None:
         return storage.server_time(f'{TIME_PREFIX}{secrets.token_hex(8)}s0')
     except T5CkptError:
         return None
-
-
-def time_text(unix: float) -> str:
-    """The date and time of unix seconds."""
-    # A time beyond the year 9999 has no date.
-    try:
-        return time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(unix))
-    except (OverflowError, ValueError, OSError):
-        return f'{unix:.0f} s since 1970'

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Generator, Iterator
 
 from t5ckpt.errors import CheckpointExistsError, StorageError
+from t5ckpt.storage import Storage
 
 # The pauses between attempts.
 _FIRST_SECONDS, _LAST_SECONDS = 0.005, 0.1
+# How long to wait for another process that hides the same step: a few requests.
+_RIVAL_SECONDS = 5.0
 
 
 class StepTakenError(Exception):
@@ -41,3 +45,28 @@ def attempts(seconds: float) -> Iterator[bool]:
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LAST_SECONDS)
     yield False
+
+
+@contextlib.contextmanager
+def locked(storage: Storage, directory: str) -> Generator[None]:
+    """Locks a directory; does nothing if there is none, as on object stores.
+
+    A process that wants to hide a step locks its directory for a moment, perhaps after another one has renamed it.
+
+    Raises:
+      BeingHiddenError: another process has the lock.
+    """
+    for has_time in attempts(_RIVAL_SECONDS):
+        if not storage.commits_by_rename or storage.kind(directory) != 'dir':
+            yield
+            return
+        lock = storage.try_lock(directory)
+        with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
+            if lock is not None and lock.is_current():
+                yield
+                return
+        if not has_time:
+            break
+    raise BeingHiddenError(
+        errno.EBUSY, f'{storage.url(directory)} is being replaced or deleted by another process. Try again.'
+    )

@@ -58,17 +58,17 @@ class TransactionOptions:
 
     Attributes:
       may_replace: returns whether a complete checkpoint of the step may be replaced; called under the lock or with the marker.
-      collects: whether garbage collection runs before.
       seconds: the horizon of the write, see ``commit/markers.py``.
-      listed: what the garbage collection of the caller has listed, where ``collects`` is not set.
+      listed: what the garbage collection of the caller has listed.
+      is_shared: whether other processes write into its directory.
       keeps_replaced: whether the commit keeps the checkpoint that it replaces, until the caller removes it or puts it back; on
         file systems.
     """
 
     may_replace: Callable[[], bool] = lambda: False
-    collects: bool = False
     seconds: float = HORIZON_SECONDS
     listed: BucketListing | None = None
+    is_shared: bool = False
     keeps_replaced: bool = False
 
 
@@ -138,7 +138,7 @@ class Transaction(ABC):
             files=counts['files'],
             digests=FileChecksums(dict(files)).to_json(),
             # Also without positions: T5X's names may be of a step that is replaced.
-            positions_in=self.generation or None,
+            positions_in=self.generation,
             save=None,
         )
 
@@ -170,7 +170,7 @@ class Transaction(ABC):
           The bytes of all these files, of the manifest and of the file checksums.
         """
         entry = write_checksums(self.storage, join(self.directory, self.generation), 0, files)
-        own_files = {MANIFEST: entry_of(manifest), join(self.generation, file_checksums_name(0)): entry}
+        own_files = {MANIFEST: entry_of(manifest), file_checksums_name(0): entry}
         self.commit(manifest, encode_facts(self.facts(base, counts, own_files)), directories)
         return sum(size for size, _ in (*files.values(), *own_files.values()))
 
@@ -209,8 +209,10 @@ class Transaction(ABC):
             # Does nothing if it has ended.
             self.keep()
 
-    @abstractmethod
-    def keep(self) -> None:
+    def finish(self) -> None:  # noqa: B027
+        """Removes what was replaced, after a commit with ``keeps_replaced``."""
+
+    def keep(self) -> None:  # noqa: B027
         """Ends the write without a commit, and leaves the files to garbage collection."""
 
     @abstractmethod

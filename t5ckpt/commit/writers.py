@@ -46,13 +46,25 @@ def is_local(writer: Any) -> bool:
     return isinstance(writer, Mapping) and bool(writer.get('place')) and writer['place'] == _boot_id()
 
 
-open_work: set[str] = set()
-"""The work on file systems that this process has not ended: unique names of markers, and URLs of temporary directories."""
+open_nonces: set[str] = set()
+"""Of the markers whose work this process has not ended."""
 
 
-def has_ended(writer: Any, work: str) -> bool:
-    """Whether a writer was a process of this machine that has ended; if it is this process, whether this work has."""
+def has_ended(writer: Any, nonce: str) -> bool:
+    """Whether a writer was a process of this machine that has ended; if it is this process, whether its work has."""
     pid = writer.get('pid') if is_local(writer) else None
+    if not isinstance(pid, int):
+        return False
     if pid == os.getpid():
-        return work not in open_work
-    return isinstance(pid, int) and _process_start_time(pid) != writer['born']
+        return nonce not in open_nonces
+    born = _process_start_time(pid)
+    if born:
+        return born != writer['born']
+    try:
+        # /proc may hide the processes of other users.
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -186,7 +186,7 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
 
 def _iterator_files(contents: Contents, source: SourceCheckpoint) -> dict[str, str]:
     """The files of data iterators, also those that are recorded and lost, by their name without the generation."""
-    storage, directory = source.storage, join(source.directory, contents.positions_in)
+    storage, directory = source.storage, join(source.directory, contents.facts.positions_in)
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
     recorded = [file for file in source.checksums if is_position(file)]
     marks = [join(source.directory, mark) for mark in removal_marks(recorded)]
@@ -401,4 +401,4 @@ def _refuse_unused(patterns: Sequence[str], names: Collection[str]) -> None:
 
 def _copied(facts: Facts) -> Facts:
     """The facts to copy; without any in the source, records that typed keys and the like are unknown."""
-    return Facts(completeness=facts.completeness if facts.format else 'unknown', keep=facts.keep, metrics=facts.metrics)
+    return Facts(knows_tree=facts.knows_tree, keep=facts.keep, metrics=facts.metrics)

@@ -40,7 +40,6 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
     UnsupportedTopologyError,
 )
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.inspection.view import open_checkpoint
@@ -48,6 +47,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.orbax import array_leaves
 from t5ckpt.save.stream_writer import StreamRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
@@ -103,19 +103,17 @@ def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[L
     """
     storage, directory = _found(path, step)
     reader = ArrayReader(Located(storage, directory, '', int(directory)))
-    table: LeafTable = {}
+    names: dict[Path, str] = {}
     for name in _array_names(storage, directory):
-        array = _stored_array(storage, directory, name)
         leaf_path = _path_of(name, storage.url(directory))
-        leaf = leaf_name(leaf_path)
-        if leaf_path in table:
+        if names.setdefault(leaf_path, name) != name:
             raise UnsupportedFormatError(
-                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf}.'
+                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf_name(leaf_path)}.'
             )
-        table[leaf_path] = lazy_leaf(reader, StoredLeaf(array, array.dtype), leaf)
-    if not table:
+    if not names:
         raise UnsupportedFormatError(f'{storage.url(directory)} holds no arrays.')
-    return table, int(directory)
+    arrays = array_leaves(CheckpointFiles.at(storage, directory), '', names, 'zarr')
+    return {path: lazy_leaf(reader, array, leaf_name(path)) for path, array in arrays.items()}, int(directory)
 
 
 def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str]:
@@ -160,20 +158,6 @@ def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]
             is_array = storage.kind(join(directory, name, '.zarray')) == 'file'
             names += [name] if is_array else _array_names(storage, directory, name)
     return names
-
-
-def _stored_array(storage: Storage, directory: str, name: str) -> StoredArray:
-    where = storage.url(join(directory, name))
-    data = CheckpointFiles.at(storage, directory).read(join(name, '.zarray'), _METADATA_BYTES)
-    try:
-        metadata = json.loads(data)
-        shape = tuple(int(size) for size in metadata['shape'])
-        dtype = dtype_from_typestr(str(metadata['dtype']))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where}: .zarray does not decode ({error!s:.120}).') from error
-    if dtype is None:
-        raise UnsupportedFormatError(f'{where}: the dtype {metadata["dtype"]!r:.40} is not supported.')
-    return StoredArray(name, shape, dtype)
 
 
 def _path_of(name: str, where: str) -> Path:
@@ -364,14 +348,13 @@ def _write_array(storage: Storage, key: str, array: Any) -> None:
     }
     values = np.asarray(array) if is_jax_array(array) else array
     with foreign_errors(storage.url(key)):
-        target = storage.open_kvstore(key)
-        under_way = [target.write('.zarray', json.dumps(metadata).encode())]
+        under_way = [storage.start_write(join(key, '.zarray'), json.dumps(metadata).encode())]
         grid = ChunkGrid(tuple(shape), tuple(chunks))
         for chunk_index in grid:
             # A chunk at the end of an axis is stored in full.
             chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
             chunk[box.relative_to(box).slices] = values[box.slices]
-            under_way.append(target.write(grid.key(chunk_index), chunk.tobytes()))
+            under_way.append(storage.start_write(join(key, grid.key(chunk_index)), chunk.tobytes()))
             if len(under_way) > _CHUNKS_UNDER_WAY:
                 storage.wait(under_way.pop(0))
         for write in under_way:

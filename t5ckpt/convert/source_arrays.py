@@ -15,7 +15,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import UnmatchedPattern
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.contents import decode_contents
@@ -93,7 +93,7 @@ def open_sources(path: str | os.PathLike[str], step: int | None) -> Sources:
             others.append(name)
             continue
         lazy = lazy_leaf(reader, leaf, name)
-        chunks = leaf.array.metadata.get('chunks', lazy.shape) if isinstance(leaf, StoredLeaf) else lazy.shape
+        chunks = leaf.metadata.get('chunks', lazy.shape) if isinstance(leaf, StoredArray) else lazy.shape
         arrays[name] = Source(tree_path, name, lazy.shape, lazy.dtype, tuple(chunks), lazy.__getitem__)
     return Sources(arrays, located, contents.identity, tuple(others))
 

@@ -1,6 +1,6 @@
 """Reads checkpoints of other JAX programs for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax.
 
-The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; small msgpack files are held
+The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; the msgpack files of Flax are held
 completely.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer_of_flax, no_checkpoint, not_of_format
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
-from t5ckpt.convert.files.flax_msgpack import LARGE_BYTES, LargeFile, read_large
 from t5ckpt.convert.seqax import read_seqax
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
@@ -29,10 +28,9 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.facts import NO_FACTS, Facts
-from t5ckpt.format.manifest import Manifest
+from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
 from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
-from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.reading.orbax import array_leaves
@@ -70,9 +68,9 @@ def convert_tree(
 
     Args:
       kind: 'orbax', 'flax', 'jax', 'seqax' or 'zarr'.
-      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints``, ``to_bytes``
-        or EasyLM, a directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory of
-        ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
+      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or
+        ``to_bytes``, a directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory
+        of ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
         zarr: a run or a step of Levanter, or any directory tree of zarr arrays.
       directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
       options: see :class:`ConvertOptions`.
@@ -93,21 +91,15 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         table, step = read_seqax(source)
         identity = {'format': kind, 'path': os.fspath(source), 'step': step}
         return select_leaves(table, step, identity, optimizer=optimizer)
-    large: dict[str, LazyArray] = {}
     check_word('the format', kind, TREE_FORMATS)
     contents = _OPENERS[kind](os.fspath(source))
-    if isinstance(contents, LargeFile):
-        contents, large = contents.contents, contents.arrays
     located = contents.located
     identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
-    table = {
-        path: large.get(leaf, leaf) if isinstance(leaf, str) else leaf for path, leaf in linked_leaves(contents).items()
-    }
-    found = select_leaves(table, located.step, identity, optimizer=optimizer)
+    found = select_leaves(linked_leaves(contents), located.step, identity, optimizer=optimizer)
     facts = contents.facts
     # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
     recorded = Facts(
-        completeness='unknown',
+        knows_tree=False,
         created_unix=facts.created_unix,
         metrics=facts.metrics,
         custom_metadata=facts.custom_metadata,
@@ -154,7 +146,7 @@ def _open_orbax(source: str) -> Contents:
     located = locate(source)
     if located.manifest and not is_orbax(located.storage, located.directory):
         contents = read_contents(located, logs_items=False)
-        if contents.facts.format or contents.manifest.version > 0:
+        if contents.facts.knows_tree or contents.manifest.version > 0:
             raise UnsupportedFormatError(f"{located.url} is in T5X's format. Copy it with t5ckpt cp.")
         return contents
     if located.step is None:
@@ -165,7 +157,7 @@ def _open_orbax(source: str) -> Contents:
     return read_contents(located, logs_items=False)
 
 
-def _open_flax(source: str) -> Contents | LargeFile:
+def _open_flax(source: str) -> Contents:
     storage = open_storage(source)
     if source.endswith(f'/{FLAX_INDEX}') or source == FLAX_INDEX:
         return _open_flax_shards(source)
@@ -179,48 +171,36 @@ def _open_flax(source: str) -> Contents | LargeFile:
         if whole is None:
             raise not_of_format(source, f'{source} has no file of Flax such as checkpoint_100')
         located = locate(f'{source.rstrip("/")}/{whole}')
-    located = dataclasses.replace(located, step=_number(split_path(located.url)[1]))
-    path = located.storage.local_path(join(located.directory, located.manifest))
-    return read_contents(located) if path is None or os.path.getsize(path) < LARGE_BYTES else read_large(located, path)
+    return read_contents(dataclasses.replace(located, step=_number(split_path(located.url)[1])))
 
 
-def _open_flax_shards(index: str) -> LargeFile:
+def _open_flax_shards(index: str) -> Contents:
     """The leaves of all files that an index of transformers names."""
     parent, name = split_path(index)
     storage = open_storage(parent)
-    root = storage.local_path('')
-    if root is None:
-        raise UnsupportedFormatError(
-            f'{index}: sharded Flax weights are read on local file systems. Copy them to a disk.'
-        )
-    by_leaf = weight_map(CheckpointFiles.at(storage, '').read(name, MAX_HEADER), index)
+    files = CheckpointFiles.at(storage, '')
+    by_leaf = weight_map(files.read(name, MAX_HEADER), index)
     table: LeafTable = {}
-    arrays: dict[str, LazyArray] = {}
     named = {*map(path_of, by_leaf)}
     for file in sorted(set(by_leaf.values())):
-        shard = read_large(Located(storage, '', file, None), os.path.join(root, file))
-        arrays |= shard.arrays
         # Of a leaf that two files have, the index names one.
         own = {path_of(leaf) for leaf, home in by_leaf.items() if home == file}
-        state = flatten_nested(shard.contents.manifest.state, lambda value: not isinstance(value, Mapping))
+        state = flatten_nested(decode_manifest(files.read(file), storage.url(file)).state)
         table |= {path: leaf for path, leaf in state.items() if path in own or path not in named}
     absent = [f'{leaf} in {file}' for leaf, file in by_leaf.items() if path_of(leaf) not in table]
     if absent:
         raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')
-    return LargeFile(Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_FACTS), arrays)
+    return Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_FACTS)
 
 
 def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
     """The file with the largest number, or the only one if it has none; None if there is no file of Flax.
 
     Raises:
-      CheckpointNotFoundError: there are several without an integer in their names, or EasyLM's newest, which has none.
+      CheckpointNotFoundError: there are several without an integer in their names.
     """
-    names = [name for name in names if name.startswith(('checkpoint', 'streaming_')) and name != 'checkpoint_tmp']
+    names = [name for name in names if name.startswith('checkpoint') and name != 'checkpoint_tmp']
     steps = {step: name for name in names if (step := _number(name)) is not None}
-    # EasyLM numbers its milestones, and overwrites the other file.
-    if steps and len(steps) < sum(name.startswith('streaming_') for name in names):
-        raise no_checkpoint(storage)
     if steps:
         log_newer_of_flax(storage, max(steps))
         return steps[max(steps)]
@@ -251,12 +231,12 @@ def _open_jax(source: str) -> Contents:
     table = flatten_state(tree).table
     leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, zarr3=True)
+    arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, 'zarr3')
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
     return Contents(located, Manifest(3, unflatten(table | arrays)), NO_FACTS)
 
 
-_OPENERS: Mapping[str, Callable[[str], Contents | LargeFile]] = {
+_OPENERS: Mapping[str, Callable[[str], Contents]] = {
     'orbax': _open_orbax,
     'flax': _open_flax,
     'jax': _open_jax,

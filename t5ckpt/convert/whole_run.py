@@ -14,8 +14,8 @@ from typing import Any
 
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep
 from t5ckpt.catalog.listing import inspect_step, listing
-from t5ckpt.catalog.locate import locate, not_a_run, open_run_storage, open_target, openable_below
-from t5ckpt.commit.step_facts import known_facts
+from t5ckpt.catalog.locate import locate, no_checkpoint, open_run_storage, open_target, openable_below
+from t5ckpt.commit.retention import facts_of
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
 from t5ckpt.convert.trees import log_left_out, open_tree
@@ -103,7 +103,7 @@ def convert_run(
 
 def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> list[ListedStep]:
     if run.root_kind() != 'dir':
-        raise not_a_run(run)
+        raise no_checkpoint(run)
     listed = listing(run)
     # A step that cannot be inspected is an error and not left out.
     numbers = listed.numbers
@@ -163,7 +163,7 @@ def _converted_before(
 
 def _recorded(target: Storage, step: ListedStep, kind: str) -> Mapping[str, Any]:
     """The source that a converted step records, with the options of the conversion."""
-    return recorded_source(target.url(step.name)) if kind == TO_ORBAX else known_facts(target, step.name).source
+    return recorded_source(target.url(step.name)) if kind == TO_ORBAX else facts_of(target, step).source
 
 
 def _source(kind: str, source: str) -> Mapping[str, Any]:

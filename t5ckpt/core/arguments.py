@@ -185,9 +185,9 @@ def check_joined_policies(policies: Any, kind: type[Any], owner: str) -> None:
         raise ValueError(f'{owner}: policies must be a list or a tuple, got {shown(policies)}.')  # noqa: TRY004 - as for all options
     if not policies:
         raise ValueError(f'{owner} needs at least one policy, got none in policies={shown(policies)}.')
-    wrong = next((policy for policy in policies if not isinstance(policy, kind)), None)
-    if wrong is not None:
-        raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {shown(wrong)}.')
+    for policy in policies:
+        if not isinstance(policy, kind):
+            raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {shown(policy)}.')  # noqa: TRY004 - as for all options
 
 
 def check_transforms(transforms: Any) -> None:

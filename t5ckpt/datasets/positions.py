@@ -54,9 +54,9 @@ class Position:
         return self.storage.read(key), self.storage.url(key)
 
     def _keys(self) -> list[str]:
-        names = self.storage.names(self.directory, self.prefix)
-        found = [[key for key, _ in self.storage.walk(join(self.directory, name))] for name in names]
-        return [key for name, keys in zip(names, found, strict=True) for key in keys or [join(self.directory, name)]]
+        paths = [join(self.directory, name) for name in self.storage.names(self.directory, self.prefix)]
+        # Some iterators write directories.
+        return [key for path in paths for key in [each for each, _ in self.storage.walk(path)] or [path]]
 
     def contents(self) -> frozenset[tuple[str, bytes]]:
         """The files, by the ends of their names: equal for two shards at the same position."""

@@ -6,10 +6,8 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from t5ckpt.format.names import DATASET_REMOVED, FACTS_FILE, MANIFEST, PINNED, TRAIN_DS_PREFIX
-
-# The prefixes of other files of a step.
-_OF_OURS = (TRAIN_DS_PREFIX, 'integrity.', 't5ckpt-', 't5ckpt.')
+# Other files of a step, see ``format/names.py``, in any case.
+_RESERVED = re.compile(r'(?i)(checkpoint|copies\.json|dataset_removed|pinned)$|integrity\.|t5ckpt[-.]|train_ds-')
 # One component of a file key. Slashes, control characters and leading dots are not written to disk.
 _SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
 _MAX_COMPONENT = 200
@@ -44,8 +42,7 @@ def _is_safe(text: str) -> bool:
         len(text) <= _MAX_COMPONENT
         and _SAFE.fullmatch(text) is not None
         and not text.endswith(('.__lock', '.', ' '))
-        and text.casefold() not in {MANIFEST, FACTS_FILE, PINNED.casefold(), DATASET_REMOVED.casefold()}
-        and not text.casefold().startswith(_OF_OURS)
+        and _RESERVED.match(text) is None
     )
 
 
@@ -53,5 +50,5 @@ def _hashed(name: str, text: str) -> str:
     cleaned = re.sub(r'[^A-Za-z0-9_.\-]', '_', text).strip('.')[:120]
     digest = hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]
     # A directory with the prefix of data iterators would be deleted with their files.
-    start = 'leaf_' if cleaned.casefold().startswith(_OF_OURS) else ''
+    start = 'leaf_' if _RESERVED.match(cleaned) else ''
     return f'{start}{cleaned or "leaf"}~{digest}'

@@ -7,10 +7,8 @@ would open any file or host that it names.
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,9 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import STORED_AS, dtype_from_name, dtype_from_typestr, name_of, stored_dtype
+from t5ckpt.format.dtypes import DTYPES, STORED_AS, dtype_from_typestr, name_of
 from t5ckpt.format.facts import TreeFacts
-from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
+from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable, flatten_nested
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -46,84 +44,57 @@ _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
 }
 _ALLOWED_KVSTORES = {'file', 'gcs', 'gfile', 'memory', 's3'}
 _KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filters', 'order')
+METADATA_FILES = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
+"""The file, or the key in a database, with the metadata of an array, by TensorStore's driver."""
 _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
-
-
-class ArrayLayout(enum.Enum):
-    """The layout of an array in a checkpoint: zarr chunks in files or in an OCDBT database, or bytes of a file."""
-
-    ZARR = enum.auto()
-    ZARR3 = enum.auto()
-    ZARR_IN_OCDBT = enum.auto()
-    ZARR3_IN_OCDBT = enum.auto()
-    BYTE_RANGE = enum.auto()
-
-    @classmethod
-    def of_zarr(cls, *, zarr3: bool, ocdbt: bool) -> ArrayLayout:
-        """The layout of zarr chunks."""
-        if ocdbt:
-            return cls.ZARR3_IN_OCDBT if zarr3 else cls.ZARR_IN_OCDBT
-        return cls.ZARR3 if zarr3 else cls.ZARR
-
-    @property
-    def driver(self) -> str:
-        """TensorStore's driver for zarr chunks."""
-        return 'zarr3' if self in (ArrayLayout.ZARR3, ArrayLayout.ZARR3_IN_OCDBT) else 'zarr'
-
-    @property
-    def metadata_file(self) -> str:
-        """The file, or the key of a database, with the metadata of zarr chunks."""
-        return 'zarr.json' if self.driver == 'zarr3' else '.zarray'
-
-    @property
-    def has_chunk_files(self) -> bool:
-        """Whether the array is a directory with a file for each chunk."""
-        return self in (ArrayLayout.ZARR, ArrayLayout.ZARR3)
-
-    @property
-    def is_in_database(self) -> bool:
-        """Whether the chunks are values in an OCDBT database."""
-        return self in (ArrayLayout.ZARR_IN_OCDBT, ArrayLayout.ZARR3_IN_OCDBT)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
     """A leaf whose values are stored in an array next to the manifest.
 
+    A restore transform moves it. It is not a mapping, so that functions that rebuild nested dicts treat it as one leaf.
+
     Attributes:
       location: relative to the checkpoint's directory, '/'-separated, without a trailing slash: the directory of the chunks, the
         file, or a database's directory and the prefix of the array's keys in it, with '//' between them.
       shape: of the array.
-      dtype: on disk; a reader may view or convert it (``TreeFacts``, version 2).
-      bits_of: the dtype that the stored bits represent, if it is not ``dtype`` (bfloat16 in version 2).
+      dtype: after reading.
+      disk_dtype: on disk. It differs for what ``TreeFacts.stored`` records, and for bfloat16 in version 2.
       metadata: the zarr metadata in the manifest: ``chunks``, ``compressor``, ``order``, ...; ``offset`` and ``file_bytes`` of a
         range of bytes.
-      layout: of the values.
+      driver: ``'zarr'`` or ``'zarr3'`` (TensorStore's driver of the chunks, in files or in an OCDBT database), or ``'bytes'``, a
+        range of bytes of a file, in C order.
       stores_all: whether its writer stores also the chunks that equal the fill value of the array, so that an absent one is lost.
     """
 
     location: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    bits_of: np.dtype | None = None
+    disk_dtype: np.dtype
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    layout: ArrayLayout = ArrayLayout.ZARR
+    driver: str = 'zarr'
     stores_all: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, uncompressed."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.disk_dtype.itemsize
 
     @property
-    def is_byte_range(self) -> bool:
-        """Whether the values are a range of bytes of a file, in C order."""
-        return self.layout is ArrayLayout.BYTE_RANGE
+    def is_in_database(self) -> bool:
+        """Whether the chunks are values in an OCDBT database."""
+        return '//' in self.location
+
+    @property
+    def is_zarr_directory(self) -> bool:
+        """Whether the array is a directory with ``.zarray`` and a file for each chunk."""
+        return self.driver == 'zarr' and not self.is_in_database
 
     @property
     def root(self) -> str:
         """The file or directory of the checkpoint that holds the array: ``location``, or the directory of its database."""
-        return self.location.partition('//')[0] if self.layout.is_in_database else self.location
+        return self.location.partition('//')[0]
 
     @property
     def key_prefix(self) -> str:
@@ -135,6 +106,13 @@ class StoredArray:
     def grid(self) -> ChunkGrid:
         """The chunk grid by the manifest, with keys as t5ckpt writes them; needs ``chunks`` in the metadata."""
         return ChunkGrid(self.shape, tuple(self.metadata['chunks']))
+
+    def __copy__(self) -> StoredArray:
+        # The facts of a leaf follow its identity.
+        return self
+
+    def __deepcopy__(self, memo: object) -> StoredArray:
+        return self
 
 
 def is_spec(value: Any) -> bool:
@@ -158,10 +136,10 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
         'compressor': array.metadata['compressor'],
         'shape': list(array.shape),
     }
-    return {'driver': 'zarr', 'dtype': name_of(array.dtype), 'kvstore': kvstore, 'metadata': metadata}
+    return {'driver': 'zarr', 'dtype': name_of(array.disk_dtype), 'kvstore': kvstore, 'metadata': metadata}
 
 
-def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
+def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
     """Parses a spec against the allow-list of fields that T5X has ever written.
 
     Accepted: driver ``zarr``; kvstore ``file``, ``gfile``, ``gcs``, ``s3`` or ``memory``, whose driver and bucket are ignored;
@@ -187,37 +165,12 @@ def parse_spec(spec: Mapping[str, Any], version: int, name: str) -> StoredArray:
     _check_transform(spec.get('transform'), shape, name)
     kept = {key: metadata[key] for key in _KEPT_METADATA if key in metadata}
     _check_metadata(kept, shape, name)
-    dtype = _spec_dtype(spec.get('dtype'), metadata.get('dtype'), name)
-    bits_of = dtype_from_name('bfloat16') if version in (1, 2) and dtype == np.uint16 else None
-    return StoredArray(location, shape, dtype, bits_of, kept)
-
-
-def untyped_specs(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The specs of a decoded manifest without a dtype, both at the top and in their metadata.
-
-    For these, TensorStore takes the dtype from the array's ``.zarray``, and a reader has to do the same.
-    """
-    for key, value in state.items():
-        if is_spec(value):
-            metadata = value['metadata']
-            if 'dtype' not in value and not (isinstance(metadata, Mapping) and 'dtype' in metadata):
-                yield (*path, key), value
-        elif isinstance(value, dict):
-            yield from untyped_specs(value, (*path, key))
-
-
-def typed_by_zarray(spec: dict[str, Any], name: str, read: Callable[[str], bytes]) -> None:
-    """Adds the dtype in the array's ``.zarray`` to a spec without one; ``read`` takes the file's name.
-
-    If the ``.zarray`` has none either, the spec is unchanged and ``parse_spec`` raises the error.
-    """
-    text = read(f'{location_of(spec, name)}/.zarray')
-    try:
-        typestr = json.loads(text).get('dtype')
-    except (ValueError, AttributeError, RecursionError):
-        return
-    if isinstance(typestr, str) and isinstance(spec['metadata'], Mapping):
-        spec['metadata'] = {**spec['metadata'], 'dtype': typestr}
+    # Of a spec without a dtype, that of the metadata.
+    text = metadata.get('dtype') if spec.get('dtype') is None else spec['dtype']
+    dtype = dtype_from_typestr(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise UnsupportedFormatError(f'{name}: its spec has the dtype {text!r:.60}, which t5ckpt does not know.')
+    return StoredArray(location, shape, dtype, dtype, kept)
 
 
 def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: str) -> None:
@@ -272,22 +225,6 @@ def location_of(spec: Mapping[str, Any], name: str) -> str:
     return path
 
 
-def _spec_dtype(dtype_name: Any, typestr: Any, name: str) -> np.dtype:
-    if isinstance(dtype_name, str):
-        try:
-            return dtype_from_name(dtype_name)
-        except KeyError:
-            raise UnsupportedFormatError(
-                f'{name}: spec has the dtype {dtype_name!r:.60}, which t5ckpt does not know.'
-            ) from None
-    if not isinstance(typestr, str):
-        raise CorruptCheckpointError(f'{name}: neither its spec nor its metadata or .zarray has a dtype.')
-    dtype = dtype_from_typestr(typestr)
-    if dtype is None:
-        raise UnsupportedFormatError(f'{name}: its .zarray has the dtype {typestr!r:.40}, which t5ckpt does not know.')
-    return dtype
-
-
 def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
     """Accepts the identity that ``ts.Spec.to_json`` adds; any other transform selects other elements, which is not supported."""
     if transform is None:
@@ -305,77 +242,42 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
         raise UnsupportedFormatError(f'{name}: spec has the transform {transform!r:.200}; only the identity is read.')
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf:
-    """A stored leaf of a checkpoint; ``dtype`` is the dtype after reading, ``array.dtype`` the dtype on disk.
-
-    A restore transform moves it. It is not a mapping, so that functions that rebuild nested dicts treat it as one leaf.
-    """
-
-    array: StoredArray
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
-        return self.array.shape
-
-    def __copy__(self) -> StoredLeaf:
-        # The facts of a leaf follow its identity.
-        return self
-
-    def __deepcopy__(self, memo: object) -> StoredLeaf:
-        return self
-
-
-def checkpoint_leaves(table: LeafTable, version: int, tree_facts: TreeFacts) -> LeafTable:
-    """Parses the specs of a (possibly transformed) manifest.
+def checkpoint_leaves(state: Mapping[str, Any], version: int, tree_facts: TreeFacts) -> LeafTable:
+    """The leaves of a manifest, with the strings and the empty containers in the facts.
 
     Args:
-      table: with specs, StoredArray, StoredLeaf, arrays, scalars, None, ``Empty`` and text, see :func:`with_facts`.
+      state: the manifest's, with specs, StoredArray, arrays, scalars and None.
       version: the manifest's.
       tree_facts: of the checkpoint.
 
     Returns:
-      A table with values of type StoredLeaf, array, None, Empty and str.
+      A table with values of type StoredArray, array, None, Empty and str.
 
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
+    table: LeafTable = {**tree_facts.text, **flatten_nested(state, is_spec)}
+    occupied = {path[:length] for path in table for length in range(len(path) + 1)} if tree_facts.empty else ()
+    table |= {path: Empty(kind) for path, kind in tree_facts.empty.items() if path not in occupied}
+    # All other mappings are flattened.
     return {
-        path: stored_leaf(value, version, tree_facts, path)
-        if isinstance(value, StoredArray) or (not isinstance(value, np.ndarray) and is_spec(value))
-        else value
+        path: _stored_array(value, version, tree_facts, path) if isinstance(value, dict) else value
         for path, value in table.items()
     }
 
 
-def with_facts(table: LeafTable, tree_facts: TreeFacts) -> LeafTable:
-    """Adds the strings and the empty containers in the facts to a table."""
-    full: LeafTable = {**tree_facts.text, **table} if tree_facts.text else table
-    if not tree_facts.empty:
-        return full
-    occupied = {path[:length] for path in full for length in range(1, len(path) + 1)}
-    empties = {path: Empty(kind) for path, kind in tree_facts.empty.items() if path not in occupied}
-    return full | empties
-
-
-def stored_leaf(spec: StoredArray | Mapping[str, Any], version: int, tree_facts: TreeFacts, path: Path) -> StoredLeaf:
-    """Parses one spec, unless it is parsed, and determines the dtype after reading."""
+def _stored_array(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, path: Path) -> StoredArray:
+    """Parses a spec, and determines the dtype after reading."""
     name = leaf_name(path)
-    array = spec if isinstance(spec, StoredArray) else parse_spec(spec, version, name)
-    if array.bits_of is not None:
-        return StoredLeaf(array, array.bits_of)
-    dtype_name = tree_facts.stored.get(array.location)
-    if dtype_name is None:
-        return StoredLeaf(array, array.dtype)
-    try:
-        dtype = dtype_from_name(dtype_name)
-    except KeyError:
-        dtype = np.dtype(np.void)
-    if dtype.name not in STORED_AS or stored_dtype(dtype) != array.dtype:
+    array = parse_spec(spec, name)
+    if version in (1, 2) and array.dtype == np.uint16:
+        return dataclasses.replace(array, dtype=DTYPES['bfloat16'])
+    recorded = tree_facts.stored.get(array.location)
+    if recorded is None:
+        return array
+    if recorded not in DTYPES or STORED_AS.get(recorded) != array.dtype.name:
         raise CorruptCheckpointError(
-            f'{name}: its dtype in the facts is {dtype_name!r:.40}, which is never stored as {array.dtype.name}. '
+            f'{name}: its dtype in the facts is {recorded!r:.40}, which is never stored as {array.dtype.name}. '
             f'{CURE_OF_DAMAGE}'
         )
-    return StoredLeaf(array, dtype)
+    return dataclasses.replace(array, dtype=DTYPES[recorded])

@@ -36,7 +36,6 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 }
 """zarr v2 compressors, by the name a user gives; the levels of zstd, gzip and blosc are T5X's."""
 
-_SHUFFLES = {0: 'no shuffle', 1: 'byte shuffle', 2: 'bit shuffle'}
 # The header of a blosc chunk (README_CHUNK_FORMAT.rst of c-blosc): four bytes, the sizes of the values, a block and the chunk.
 _BLOSC_HEADER = struct.Struct('<4B3I')
 # c-blosc may be built with snappy, too; numcodecs' is not.
@@ -60,20 +59,14 @@ _NUMCODECS = {
     *('jenkins_lookup3', 'lz4', 'lzma', 'packbits', 'quantize', 'shuffle', 'zlib', 'zstd'),
 }
 _NUMCODECS_ERRORS = (ValueError, TypeError, RuntimeError, ImportError, OSError, EOFError, lzma.LZMAError, zlib.error)
-_WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
+WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
+"""The unsigned dtype of each size, to copy or shuffle elements whatever their dtype."""
 
 
 def codec_text(compressor: Any) -> str:
-    """A zarr compressor as text for messages, such as ``'lz4, bit shuffle'``; ``'none'`` without one."""
-    if not isinstance(compressor, Mapping):
-        return 'none'
-    name = str(compressor.get('id', '?'))
-    shuffle = compressor.get('shuffle')
-    if name != 'blosc' or 'cname' not in compressor:
-        return name
-    return (
-        f'blosc {compressor["cname"]}, {_SHUFFLES[shuffle]}' if shuffle in _SHUFFLES else f'blosc {compressor["cname"]}'
-    )
+    """A zarr compressor as text for messages, such as ``'blosc lz4'``; ``'none'`` without one."""
+    names = [compressor.get('id', '?'), compressor.get('cname')] if isinstance(compressor, Mapping) else ['none']
+    return ' '.join(map(str, filter(None, names)))
 
 
 def takes(compressor: Any, nbytes: int) -> bool:
@@ -83,22 +76,14 @@ def takes(compressor: Any, nbytes: int) -> bool:
 
 def is_native(compressor: Any) -> bool:
     """Whether :func:`encode` knows a codec."""
-    return (
-        isinstance(compressor, Mapping) and compressor.get('id') in ('blosc', 'zstd') and _library('blosc') is not None
-    )
+    return isinstance(compressor, Mapping) and compressor.get('id') in ('blosc', 'zstd')
 
 
 def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
     """Encodes an array in C order, of a native codec (:func:`is_native`)."""
     flat = values.reshape(-1)
     # The codec shuffles by the size of an element, which it takes from the buffer; elements of extension dtypes have none.
-    flat = flat.view(_WORDS.get(flat.dtype.itemsize, flat.dtype))
-    if compressor['id'] == 'zstd':
-        return _library('zstd').compress(flat, compressor.get('level', 1))
-    name = compressor.get('cname', 'lz4').encode()
-    return _library('blosc').compress(
-        flat, name, compressor.get('clevel', 5), compressor.get('shuffle', 1), compressor.get('blocksize', 0)
-    )
+    return _codec(compressor).encode(flat.view(WORDS.get(flat.dtype.itemsize, flat.dtype)))
 
 
 def is_decoded_natively(compressor: Any) -> bool:
@@ -120,7 +105,7 @@ def decode(data: memoryview, out: memoryview) -> None:
             f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
         )
     try:
-        _library('blosc').decompress(data, out)
+        _codec({'id': 'blosc'}).decode(data, out)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 
@@ -137,20 +122,14 @@ def decoded(data: bytes, codecs: Sequence[Mapping[str, Any]]) -> bytes:
     Raises:
       ValueError: the data is damaged.
     """
-    numcodecs = importlib.import_module('numcodecs')
     values: Any = data
     try:
         for codec in codecs:
-            values = numcodecs.get_codec(dict(codec)).decode(values)
+            values = _codec(codec).decode(values)
         return bytes(memoryview(values).cast('B')) if not isinstance(values, bytes) else values
     except _NUMCODECS_ERRORS as error:
         raise ValueError(f'{type(error).__name__}: {error}') from error
 
 
-def _library(name: str) -> Any:
-    """A module of numcodecs; None where it is not installed, so that TensorStore does its work."""
-    try:
-        module: Any = importlib.import_module(f'numcodecs.{name}')
-    except ImportError:
-        return None
-    return module
+def _codec(fields: Mapping[str, Any]) -> Any:
+    return importlib.import_module('numcodecs').get_codec(dict(fields))

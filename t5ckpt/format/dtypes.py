@@ -11,6 +11,7 @@ Casts of floating leaves are in :func:`cast`, so that none loses a finite value 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -52,9 +53,10 @@ _PLAIN = (
     'complex64',
     'complex128',
 )
-_BY_NAME: dict[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
+DTYPES: Mapping[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)
 }
+"""The dtypes of arrays by name. A name in a file never reaches ``np.dtype``, which would accept structured types."""
 
 # Casts to these saturate.
 _WITHOUT_NAN = ('float4_e2m1fn', 'float6_e2m3fn', 'float6_e3m2fn')
@@ -65,27 +67,18 @@ STORED_AS = {**_BY_VALUE, **_BY_BITS}
 """The dtype on disk of each dtype that is stored as another one, by name."""
 
 
-def dtype_from_name(name: str) -> np.dtype:
-    """The numpy dtype of a name in a manifest or its facts, from a fixed list.
-
-    Raises:
-      KeyError: for any other name. A name from a file never reaches ``np.dtype``, which would accept structured types.
-    """
-    return _BY_NAME[name]
-
-
 def is_storable(dtype: np.dtype) -> bool:
     """Whether a checkpoint holds arrays of a dtype."""
-    return name_of(dtype) in _BY_NAME
+    return name_of(dtype) in DTYPES
 
 
 def dtype_from_typestr(typestr: str) -> np.dtype | None:
     """The dtype of a name in a ``.zarray``, in native byte order ('<f4' and '>f4' are float32); None for an unknown name."""
-    if typestr in _BY_NAME:
-        return _BY_NAME[typestr]
+    if typestr in DTYPES:
+        return DTYPES[typestr]
     if typestr[:1] not in ('<', '>', '|'):
         return None
-    return next((dtype for name, dtype in _BY_NAME.items() if name in _PLAIN and dtype.str[1:] == typestr[1:]), None)
+    return next((dtype for name, dtype in DTYPES.items() if name in _PLAIN and dtype.str[1:] == typestr[1:]), None)
 
 
 @functools.cache
@@ -107,35 +100,32 @@ def kind(dtype: np.dtype) -> str:
 def stored_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype on disk of a stored array of ``dtype``; ``dtype`` itself, except for those in ``STORED_AS``."""
     name = name_of(dtype)
-    return _BY_NAME[_BY_VALUE.get(name) or _BY_BITS.get(name) or name]
+    return DTYPES[STORED_AS.get(name, name)]
 
 
 def to_stored(array: np.ndarray) -> np.ndarray:
     """``array`` in its stored dtype; without a copy if that is the same."""
-    name = name_of(array.dtype)
-    if name in _BY_VALUE:
-        return array.astype(_BY_NAME[_BY_VALUE[name]])
-    if name in _BY_BITS:
-        return array.view(_BY_NAME[_BY_BITS[name]])
-    return array
+    dtype = stored_dtype(array.dtype)
+    return array.view(dtype) if name_of(array.dtype) in _BY_BITS else array.astype(dtype, copy=False)
 
 
 def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The inverse of :func:`to_stored`; also views uint16 of version 2 as bfloat16."""
-    if array.dtype == dtype:
-        return array
-    if name_of(dtype) in _BY_VALUE:
-        return array.astype(dtype)
-    return array.view(dtype)
+    return array.astype(dtype, copy=False) if name_of(dtype) in _BY_VALUE else array.view(dtype)
 
 
 @functools.cache
-def may_overflow(dtype: np.dtype, wanted: np.dtype) -> bool:
+def _may_overflow(dtype: np.dtype, wanted: np.dtype) -> bool:
     """Whether one floating dtype has finite values beyond the range of another; False for other kinds, which no cast narrows."""
     if kind(dtype) != 'float' or kind(wanted) != 'float':
         return False
     held, limits = ml_dtypes.finfo(dtype), ml_dtypes.finfo(wanted)
-    return not (float(limits.min) <= float(held.min) and float(held.max) <= float(limits.max))
+    return not (_is_within(held.min, limits) and _is_within(held.max, limits))
+
+
+def _is_within(values: Any, limits: Any) -> Any:
+    """Whether numbers are in the range of a dtype, and not NaN; a mask for an array."""
+    return (values >= float(limits.min)) & (values <= float(limits.max))
 
 
 def cast(values: Any, dtype: np.dtype, name: str) -> Any:
@@ -144,37 +134,27 @@ def cast(values: Any, dtype: np.dtype, name: str) -> Any:
     Raises:
       UnsupportedLeafError: the dtype has no number near a finite value, which would become infinite, NaN or the largest number.
     """
-    if values.dtype == dtype or not may_overflow(values.dtype, dtype):
-        return values if values.dtype == dtype else values.astype(dtype)
+    held, is_host = values.dtype, isinstance(values, np.ndarray)
+    if held == dtype or not _may_overflow(held, dtype):
+        return values if held == dtype else values.astype(dtype)
     limits = ml_dtypes.finfo(dtype)
-    low, high = float(limits.min), float(limits.max)
-    is_host = isinstance(values, np.ndarray)
     # Half as expensive as the cast. For narrow dtypes NumPy's loops take longer than the cast.
-    if is_host and values.dtype.itemsize > 2 and values.size and low <= values.min() and values.max() <= high:
+    is_fast = is_host and held.itemsize > 2 and values.size
+    if is_fast and _is_within(values.min(), limits) and _is_within(values.max(), limits):
         return values.astype(dtype)
     with np.errstate(over='ignore', invalid='ignore'):
         result = values.astype(dtype)
-        lost = _lost(values, result, low, high, is_host)
+        if name_of(dtype) in _WITHOUT_NAN:
+            lost = ~_is_within(values, limits)
+        else:
+            lost = _is_within(values, ml_dtypes.finfo(held)) & ~_is_within(result, limits)
     if bool(lost.any()):
         example = f', such as {values[lost].flat[0]}' if is_host else ''
         raise UnsupportedLeafError(
-            f'{name} has values{example}, that {dtype.name} cannot hold: its range is {low:g} to {high:g}. Choose another '
-            'dtype, such as bfloat16.'
+            f'{name} has values{example}, that {dtype.name} cannot hold: its range is {float(limits.min):g} to '
+            f'{float(limits.max):g}. Choose another dtype, such as bfloat16.'
         )
     return result
-
-
-def _lost(values: Any, result: Any, low: float, high: float, is_host: bool) -> Any:
-    """A mask of the values that are lost: finite ones, and for dtypes without NaN all outside their range."""
-    numbers: Any = np
-    if not is_host:
-        import jax
-
-        numbers = jax.numpy
-    if name_of(result.dtype) in _WITHOUT_NAN:
-        return ~((values >= low) & (values <= high))
-    lost = ~numbers.isfinite(result)
-    return lost & numbers.isfinite(values)
 
 
 def zarr_typestr(dtype: np.dtype) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt.core.keys import join
@@ -31,23 +31,27 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.names import generation_of, without_generation
+from t5ckpt.format.names import MANIFEST, generation_of, without_generation
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
 FORMAT = 1
-_CONTAINERS = {'dict', 'list', 'tuple'}
-_NUMBERS = {'bool', 'complex', 'float', 'int'}
+_VALUES = {
+    'empty': {'dict', 'list', 'tuple'},
+    'python': {'bool', 'complex', 'float', 'int'},
+    'keys': None,
+    'text': None,
+}
+"""From a field of the tree by path to the texts that are its values, or None for any."""
+_TYPES: Mapping[str, Any] = {
+    'created_unix': (int, float),
+    **dict.fromkeys(('bytes', 'devices', 'files', 'step'), int),
+    **dict.fromkeys(('positions_in', 'save'), str),
+    **dict.fromkeys(('custom_metadata', 'digests', 'keep', 'metrics', 'source', 'writer'), dict),
+}
+"""From a field of :class:`Facts` to the type of its value."""
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
 
 _Object = Mapping[str, Any]
-
-
-def _object(value: Any) -> dict[str, Any] | None:
-    return value if isinstance(value, dict) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
 
 
 def as_number(value: Any) -> float | None:
@@ -58,128 +62,91 @@ def as_number(value: Any) -> float | None:
     return value if is_number else None
 
 
-def _time(value: Any) -> float | None:
-    unix = as_number(value)
-    return float(unix) if unix is not None and 0 <= unix < 10**11 else None
-
-
-def _metrics(value: Any) -> dict[str, float] | None:
-    """The metrics that are numbers."""
-    numbers = {name: as_number(number) for name, number in (_object(value) or {}).items()}
-    return {name: number for name, number in numbers.items() if number is not None} or None
-
-
-_PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    'format': lambda value: _count(value) or None,
-    'created_unix': _time,
-    'metrics': _metrics,
-    'facts': lambda value: value if value == 'unknown' else None,
-    'positions_in': lambda value: value if isinstance(value, str) and generation_of(value) == value else None,
-    'save': lambda value: value if isinstance(value, str) else None,
-    **dict.fromkeys(('step', 'bytes', 'files', 'devices'), _count),
-    **dict.fromkeys(('writer', 'digests', 'custom_metadata', 'keep', 'source'), _object),
-}
-"""From a field's key to the function that returns its value, or None if that is not usable."""
-_ATTRIBUTES = {'facts': 'completeness'}
-"""From a field's key to its attribute, if they differ."""
-
-
 @dataclasses.dataclass(frozen=True)
 class TreeFacts:
-    """Facts of the tree, by path; ``stored`` by the array's directory, because renaming transforms change paths."""
+    """Facts of the tree, by path; ``stored`` by the array's location, because renaming transforms change paths."""
 
-    empty: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
-    python: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
-    keys: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
-    text: Mapping[Path, str] = dataclasses.field(default_factory=dict[Path, str])
-    stored: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-
-    def below(self, directory: str) -> TreeFacts:
-        """The facts with the names that the arrays have in a ``generation_dir``, or without one in ''."""
-        stored = {join(directory, without_generation(name)): dtype for name, dtype in self.stored.items()}
-        return dataclasses.replace(self, stored=stored)
+    empty: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    python: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    keys: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    text: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The decoded facts of a checkpoint. A field that is not recorded, or not usable, is None or empty.
+    """The decoded facts of a checkpoint. A field that is not recorded is None or empty.
 
     Attributes:
       tree: facts of the tree, which the manifest does not have.
-      format: ``FORMAT``; more in facts of a newer program, 0 in ``NO_FACTS``.
+      knows_tree: whether ``tree`` is known; not if a copy had no facts to take it from, so typed PRNG keys are not recorded. In
+        the file, ``{"facts": "unknown"}``.
       writer: the process that wrote them: name and version of the program, host, pid, and what identifies a process on its
         machine. In an unfinished directory also the seconds of its horizon (``commit/markers.py``).
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
       digests: {file: [bytes, xxh3-64 hex]} of the manifest without the facts, and of the file checksums, integrity.*.json.
-        Parsed by :meth:`FileChecksums.recorded_by`, because steps are also listed and deleted whose checksums are damaged.
-      positions_in: the directory below the step's with the states of data iterators; None for the step's.
+        Parsed by :meth:`FileChecksums.recorded_by`.
+      positions_in: the ``generation_dir`` of the save, with the states of data iterators; '' for the step's directory. In the
+        text, the names in ``digests`` and ``tree.stored`` are relative to it, except the manifest's.
       save: for a copy with other names, see :func:`save_id`; else None.
       metrics: those passed to ``save``.
       devices: the largest number of devices of a leaf, if above one; a restore compares it with its template, to detect lost
         shardings.
       custom_metadata: the argument of ``save``, a JSON object.
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
-      completeness: ``'unknown'`` if a copy had no facts to take ``tree`` from: typed PRNG keys are then not recorded.
-        Its key on disk is ``facts``.
       source: of a conversion or of a copy with changes.
-      other: fields that this program does not know, and values that are not usable. :func:`encode_facts` writes them again.
     """
 
     tree: TreeFacts = dataclasses.field(default_factory=TreeFacts)
-    format: int = FORMAT
-    writer: _Object = dataclasses.field(default_factory=dict[str, Any])
+    knows_tree: bool = True
+    writer: _Object = dataclasses.field(default_factory=dict)
     step: int | None = None
     created_unix: float | None = None
     bytes: int | None = None
     files: int | None = None
-    digests: _Object = dataclasses.field(default_factory=dict[str, Any])
-    positions_in: str | None = None
+    digests: _Object = dataclasses.field(default_factory=dict)
+    positions_in: str = ''
     save: str | None = None
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     devices: int | None = None
-    custom_metadata: _Object = dataclasses.field(default_factory=dict[str, Any])
-    keep: _Object = dataclasses.field(default_factory=dict[str, Any])
-    completeness: str | None = None
-    source: _Object = dataclasses.field(default_factory=dict[str, Any])
-    other: _Object = dataclasses.field(default_factory=dict[str, Any])
+    custom_metadata: _Object = dataclasses.field(default_factory=dict)
+    keep: _Object = dataclasses.field(default_factory=dict)
+    source: _Object = dataclasses.field(default_factory=dict)
 
     @property
     def program(self) -> str:
         """The program that wrote the checkpoint, such as ``'t5ckpt 0.1.0'``; '' if unknown."""
         return ' '.join(str(self.writer[key]) for key in ('name', 'version') if key in self.writer)
 
-    def recorded(self, field: str) -> Any:
-        """The recorded value of a field, for an error about a value that is not usable."""
-        return self.other.get(field, getattr(self, field))
 
-
-NO_FACTS = Facts(format=0)
+NO_FACTS = Facts(knows_tree=False)
 """Those of a checkpoint that records none."""
 
 
 def encode_facts(facts: Facts) -> bytes:
     """The bytes of the facts."""
     tree: dict[str, Any] = {
-        field: [[list(path), value] for path, value in getattr(facts.tree, field).items()]
-        for field in ('empty', 'python', 'keys', 'text')
+        field: [[list(path), value] for path, value in getattr(facts.tree, field).items()] for field in _VALUES
     }
-    tree['stored'] = [[directory, dtype] for directory, dtype in facts.tree.stored.items()]
-    fields = {key: value for key in _PARSERS if (value := getattr(facts, _ATTRIBUTES.get(key, key))) not in (None, {})}
-    if 'metrics' in fields:
-        fields['metrics'] = finite_json(fields['metrics'])
-    contents = {**facts.other, **fields, 'tree': tree}
+    tree['stored'] = [[without_generation(location), dtype] for location, dtype in facts.tree.stored.items()]
+    contents = {field: value for field in _TYPES if (value := getattr(facts, field)) not in (None, {}, '')}
+    contents |= {'format': FORMAT, 'tree': tree} | ({} if facts.knows_tree else {'facts': 'unknown'})
+    if facts.digests:
+        contents['digests'] = {without_generation(name): entry for name, entry in facts.digests.items()}
+    if facts.metrics:
+        contents['metrics'] = finite_json(facts.metrics)
     text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
 def decode_facts(data: bytes, where: str) -> Facts:
-    """Decodes the bytes of the facts.
+    """Decodes the bytes of the facts; fields that this program does not know are left out.
 
     Raises:
-      CorruptCheckpointError: the checksum does not match, or ``tree`` has the wrong type.
-      UnsupportedFormatError: a newer version of t5ckpt wrote it, in a format that does not decode.
+      CorruptCheckpointError: the checksum does not match, or a field has the wrong type.
+      UnsupportedFormatError: a newer version of t5ckpt wrote it, in another format.
     """
     head = _HEAD.match(data)
     if head is None or digest(b'{\n' + data[head.end() :]).encode() != head[1]:
@@ -188,25 +155,50 @@ def decode_facts(data: bytes, where: str) -> Facts:
         )
     try:
         contents = json.loads(data)
-        del contents['checksum']
-        tree = contents.pop('tree', {})
-        by_path = {
-            field: {_path(path): _text(value, allowed) for path, value in tree.get(field, [])}
-            for field, allowed in (('empty', _CONTAINERS), ('python', _NUMBERS), ('keys', None), ('text', None))
-        }
-        stored = {_text(directory): _text(dtype) for directory, dtype in tree.get('stored', [])}
-        tree_facts = TreeFacts(**by_path, stored=stored)
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-        newer = newer_format(data)
-        if newer is not None:
-            text = f'{where} has format {newer}, and this version of t5ckpt reads {FORMAT}. Upgrade it.'
-            raise UnsupportedFormatError(text) from error
+        version = contents.get('format', FORMAT)
+        facts = _facts_of(contents) if version <= FORMAT else None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
         ) from error
-    parsed = {key: parse(contents[key]) for key, parse in _PARSERS.items() if key in contents}
-    fields = {_ATTRIBUTES.get(key, key): value for key, value in parsed.items() if value is not None}
-    return Facts(tree_facts, **fields, other={key: value for key, value in contents.items() if parsed.get(key) is None})
+    if facts is None:
+        raise UnsupportedFormatError(
+            f'{where} has facts of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
+        )
+    return facts
+
+
+def _facts_of(contents: Mapping[str, Any]) -> Facts:
+    """The facts; raises TypeError for a value of another type, or out of range."""
+    tree = contents.get('tree', {})
+    by_path = {field: _by_path(tree.get(field, []), allowed) for field, allowed in _VALUES.items()}
+    stored = _by_path(tree.get('stored', []), None)
+    fields = {field: contents[field] for field in _TYPES if field in contents}
+    for field, value in fields.items():
+        limit = 10**11 if field == 'created_unix' else 2**63
+        is_number = isinstance(value, (int, float))
+        if not isinstance(value, _TYPES[field]) or (is_number and (isinstance(value, bool) or not 0 <= value < limit)):
+            raise TypeError(f'{field} is {value!r:.40}')
+    numbers = {name: as_number(value) for name, value in fields.get('metrics', {}).items()}
+    fields['metrics'] = {name: number for name, number in numbers.items() if number is not None}
+    directory = fields['positions_in'] = generation_of(fields.get('positions_in', ''))
+    digests = fields.get('digests', {}).items()
+    fields['digests'] = {
+        name if name == MANIFEST else join(directory, without_generation(name)): entry for name, entry in digests
+    }
+    # Earlier, the names had the directory.
+    stored_at = {join(directory, without_generation(join(*path))): dtype for path, dtype in stored.items()}
+    tree_facts = TreeFacts(**by_path, stored=stored_at)
+    return Facts(tree_facts, 'facts' not in contents, **fields)
+
+
+def _by_path(entries: Any, allowed: Collection[str] | None) -> dict[Path, str]:
+    found = {(path,) if isinstance(path, str) else tuple(path): value for path, value in entries}
+    for path, value in found.items():
+        is_path = 0 < len(path) <= MAX_DEPTH and all(isinstance(key, str) for key in path)
+        if not is_path or not isinstance(value, str) or (allowed is not None and value not in allowed):
+            raise TypeError(f'the facts of a leaf are {path!r:.80}: {value!r:.40}')
+    return found
 
 
 def save_id(facts: bytes) -> str:
@@ -215,24 +207,3 @@ def save_id(facts: bytes) -> str:
         return decode_facts(facts, '').save or digest(facts)
     except (CorruptCheckpointError, UnsupportedFormatError):
         return digest(facts)
-
-
-def newer_format(data: bytes) -> int | None:
-    """The format of facts if it is newer than this program's, else None."""
-    try:
-        version = json.loads(data)['format']
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return version if isinstance(version, int) and version > FORMAT else None
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_DEPTH:
-        raise TypeError(f'expected a list of up to {MAX_DEPTH} keys, got {value!r:.40}')
-    return tuple(map(_text, value))
-
-
-def _text(value: Any, allowed: Collection[str] | None = None) -> str:
-    if not isinstance(value, str) or (allowed is not None and value not in allowed):
-        raise TypeError(f'expected {"a string" if allowed is None else sorted(allowed)}, got {value!r:.40}')
-    return value

@@ -93,7 +93,7 @@ class FileChecksums(Mapping[str, FileEntry]):
         Raises:
           CorruptCheckpointError: as :meth:`from_json`.
         """
-        return cls.from_json(facts.recorded('digests'), where)
+        return cls.from_json(facts.digests, where)
 
     @classmethod
     def recorded_in(cls, facts: bytes, where: str) -> FileChecksums:

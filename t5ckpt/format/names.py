@@ -10,18 +10,18 @@ T5X's names (t5x/checkpoints.py):
 t5ckpt's names:
 
     integrity.<process>.json               the file checksums of a process
-    t5ckpt.json                            the facts: before the commit those of its writer; in the earlier layout, of the step
+    t5ckpt.json                            in the earlier layout, the facts of the step
     copies.json                            in a local directory, the checksums of the files that others upload
     DATASET_REMOVED                        retention has deleted the files of data iterators beside it
-    checkpoint_<step>.deleted-<unix>       a step that is being deleted
-    checkpoint_<step>.replaced-<unix>      the old or the new step during a replacement
+    checkpoint_<step>.tmp-<number>         a step that is being written, or was replaced by the one that was
+    checkpoint_<step>.deleted-<number>     a step that is being deleted
     checkpoint_<step>.damaged-<unix>       a step that could not be restored
     checkpoint_<step>.foreign-<unix>       a directory with files of other programs that had the name of a step
     checkpoint_<step>/t5ckpt-<hex>/        on object stores, all files of one save but the manifest
     checkpoint_<step>/t5ckpt.<hex>.json    on object stores, in the earlier layout, the facts of one save
     held_<step>.<unix>.<who>s<seconds>     a hold of a reader, for <seconds>, until <unix>: the step is not deleted
-    deleting_<step>.<who>                  a marker: the step is about to be hidden or replaced
-    .t5ckpt/                               on object stores, markers and holds, see ``catalog/bucket_catalog.py``
+    busy_<step>.<unix>.<who>               a marker: the step is being written or deleted, see ``commit/markers.py``
+    .t5ckpt/                               on object stores, markers and holds, see ``catalog/run_catalog.py``
 
 :func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
 """
@@ -39,7 +39,7 @@ MANIFEST = 'checkpoint'
 DAMAGED_MANIFEST = 'checkpoint.damaged'
 """The manifest of a damaged step whose directory cannot be renamed."""
 FACTS_FILE = 't5ckpt.json'
-"""The facts of an unfinished directory, which name its writer; in the earlier layout also those of a step."""
+"""The facts of a step in the earlier layout."""
 COPIES = 'copies.json'
 PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
@@ -50,43 +50,27 @@ INDEX = '.t5ckpt'
 TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
 HOLD_PREFIX = 'held_'
-DELETING_PREFIX = 'deleting_'
+BUSY_PREFIX = 'busy_'
 
 _GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
-_BUCKET_FACTS_FILE = re.compile(r't5ckpt\.[0-9a-f]{16}\.json')
 _FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
 _STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
 _PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
-_LEFTOVER = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.(tmp|deleted|replaced)-([0-9]{1,12})')
-_DAMAGED = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.damaged-[0-9]{1,12}')
-_FOREIGN = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.foreign-[0-9]{1,12}')
+_TMP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.tmp-[0-9]{1,20}')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.[0-9a-f]{16}s([0-9]{1,12})')
 _NUMBER = re.compile(r'[0-9]{1,18}')
-_PREFIXED = re.compile(r'[A-Za-z][A-Za-z0-9_\-]*[_\-]([0-9]{1,18})')
-_MARKER = re.compile(r'(?:\.t5ckpt/busy/|deleting_)(0|[1-9][0-9]{0,17})(?:\.([0-9]{1,12}))?\.[0-9a-z]{1,32}')
-# A chunk in its array's directory; '/' may be the separator.
-_CHUNK = re.compile(r'[0-9]+(\.[0-9]+)*')
-_NESTED_CHUNK = re.compile(r'[0-9]+([./][0-9]+)*')
-_ARRAY_METADATA = '.zarray'
+_PREFIXED = re.compile(r'(?:[A-Za-z][A-Za-z0-9_\-]*[_\-])?([0-9]{1,18})')
+_MARKER = re.compile(r'(?:\.t5ckpt/busy/|busy_)(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-f]{1,16})')
+# In an array's directory; '/' may separate the indices of a chunk.
+_IN_ARRAY = re.compile(r'\.zarray|[0-9]+([./][0-9]+)*')
+# The metadata of an array may be deleted already, or not written yet.
+_OWN = re.compile(
+    r'checkpoint(\.damaged)?|copies\.json|PINNED|DATASET_REMOVED|t5ckpt(\.[0-9a-f]{16})?\.json|integrity\.(0|[1-9][0-9]{0,9})\.json'
+    r'|(?s:train_ds-.*)|[^/]+/(\.zarray|[0-9]+(\.[0-9]+)*)'
+)
 PARTIAL_SUFFIX = '.__partial'
-_PARTIAL = (PARTIAL_SUFFIX, '.__lock')
-
-
-@dataclasses.dataclass(frozen=True)
-class Leftover:
-    """The directory of a write, deletion or replacement that is in progress or was interrupted by a crash.
-
-    Attributes:
-      name: of the directory.
-      step: the number of its step.
-      state: ``'tmp'``, ``'deleted'`` or ``'replaced'``.
-      unix: the time in the name, in unix seconds.
-    """
-
-    name: str
-    step: int
-    state: str
-    unix: int
+# Of ``storage/file.py``, of ``storage/direct_io.py``, and of TensorStore.
+_PARTIAL = re.compile(r'((_[0-9a-f]{1,16})?\.__lock)?(\.__partial)?$')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +97,14 @@ class MarkerName:
     Attributes:
       key: the file's.
       step: the step.
-      due: on an object store, when other processes may remove what the work has left, in unix seconds.
+      due: when other processes may remove what the work has left, in unix seconds.
+      nonce: hexadecimal digits that no other marker has.
     """
 
     key: str
     step: int
-    due: int = 0
+    due: int
+    nonce: str
 
 
 def step_dir(step: int, digits: int = 0) -> str:
@@ -140,10 +126,9 @@ def aside_dir(step: int, state: str, unix: int) -> str:
 
     Args:
       step: its number.
-      state: 'tmp' while it is written, 'deleted' while it is deleted, 'replaced' for the old or the new checkpoint of a
-        replacement; 'damaged' for one that could not be restored, and 'foreign' for one with files of other programs, which
-        were renamed.
-      unix: the time, in unix seconds.
+      state: 'tmp' while it is written, 'deleted' while it is deleted; 'damaged' for one that could not be restored, and
+        'foreign' for one with files of other programs, which were renamed.
+      unix: the time, in unix seconds; of the first two, a number of their own.
     """
     return f'checkpoint_{step}.{state}-{unix}'
 
@@ -151,16 +136,6 @@ def aside_dir(step: int, state: str, unix: int) -> str:
 def _number_in(pattern: re.Pattern[str], name: str) -> int | None:
     match = pattern.fullmatch(name)
     return None if match is None else int(match[1])
-
-
-def parse_damaged(name: str) -> int | None:
-    """The step in an :func:`aside_dir` of state 'damaged', or None for any other name."""
-    return _number_in(_DAMAGED, name)
-
-
-def parse_foreign(name: str) -> int | None:
-    """The step in an :func:`aside_dir` of state 'foreign', or None for any other name."""
-    return _number_in(_FOREIGN, name)
 
 
 def hold_file(step: int, until: int, seconds: int, nonce: str) -> str:
@@ -182,20 +157,20 @@ def to_persist_file(step: int) -> str:
     return f'{TO_PERSIST}/{step}'
 
 
-def busy_key(step: int, due: int, nonce: str) -> str:
-    """The key of a marker on an object store: the step is being written or deleted."""
-    return f'{INDEX}/busy/{step}.{due}.{nonce}'
+def busy_key(step: int, due: int, nonce: str, *, in_bucket: bool) -> str:
+    """The key of a marker: the step is being written or deleted."""
+    return f'{f"{INDEX}/busy/" if in_bucket else BUSY_PREFIX}{step}.{due}.{nonce}'
 
 
-def deleting_file(step: int, nonce: str) -> str:
-    """The file of a marker on storage that can rename: the step is about to be hidden or replaced."""
-    return f'{DELETING_PREFIX}{step}.{nonce}'
+def work_dirs(step: int, nonce: str) -> tuple[str, str]:
+    """The directories of the owner of a marker, where they can be renamed: of a new step, and of one that it hides."""
+    return aside_dir(step, 'tmp', int(nonce, 16)), aside_dir(step, 'deleted', int(nonce, 16))
 
 
 def parse_marker(key: str) -> MarkerName | None:
-    """Parses :func:`busy_key` or :func:`deleting_file`; None for any other key."""
+    """Parses :func:`busy_key`; None for any other key."""
     match = _MARKER.fullmatch(key)
-    return None if match is None else MarkerName(key, int(match[1]), int(match[2] or 0))
+    return None if match is None else MarkerName(key, int(match[1]), int(match[2]), match[3])
 
 
 def parse_step_dir(name: str) -> int | None:
@@ -218,14 +193,12 @@ def parse_prefixed_step(name: str) -> int | None:
 
     Other directories may have such names; callers check that Orbax or Levanter wrote the directory.
     """
-    match = _PREFIXED.fullmatch(name)
-    return parse_step_name(name) if match is None else int(match.group(1))
+    return _number_in(_PREFIXED, name)
 
 
-def parse_leftover(name: str) -> Leftover | None:
-    """Parses an :func:`aside_dir` of the first three states; None for any other name."""
-    match = _LEFTOVER.fullmatch(name)
-    return None if match is None else Leftover(name, int(match.group(1)), match.group(2), int(match.group(3)))
+def parse_tmp_dir(name: str) -> int | None:
+    """The step of an :func:`aside_dir` in the state 'tmp', or of such a directory of T5X; None for any other name."""
+    return _number_in(_TMP, name)
 
 
 def file_checksums_name(process: int) -> str:
@@ -274,34 +247,6 @@ def positions_for_t5x(keys: Collection[str]) -> dict[str, str]:
     return {without_generation(key): key for key in keys if generation_of(key) and is_position(key)}
 
 
-def facts_file_of(manifest_checksum: str) -> str:
-    """The file with the facts beside the manifest with this xxh3-64, on an object store in the earlier layout."""
-    return f't5ckpt.{manifest_checksum}.json'
-
-
-def is_bucket_facts_file(name: str) -> bool:
-    """Whether :func:`facts_file_of` returns a name for some manifest."""
-    return _BUCKET_FACTS_FILE.fullmatch(name) is not None
-
-
-def is_facts_file(name: str) -> bool:
-    """Whether a name is that of a file with facts."""
-    return name == FACTS_FILE or is_bucket_facts_file(name)
-
-
-def superseded(keys: Collection[str], current_files: Collection[str]) -> set[str]:
-    """The files in a step's directory that belong to another checkpoint, or to a save that was not committed.
-
-    Args:
-      keys: all files of the directory, relative to it.
-      current_files: those of the current checkpoint, from its file checksums and its facts, and the file with the facts.
-    """
-    if not any(generation_of(key) or is_bucket_facts_file(key) for key in keys):
-        return set()
-    of_step = {MANIFEST, PINNED, *current_files, *removal_marks(current_files), *positions_for_t5x(current_files)}
-    return {*keys} - of_step - {*foreign_keys(keys)}
-
-
 def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
     """The process whose part of a step a local directory has, as 'process 2 of 4'; None if it has the lists of all processes.
 
@@ -333,34 +278,21 @@ def dataset_prefix(shard_id: int, num_shards: int) -> str:
 def foreign_keys(keys: Iterable[str]) -> list[str]:
     """The files in a step's directory that neither T5X nor t5ckpt writes, decided by their names.
 
-    T5X and t5ckpt write the manifest, the files with facts, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin
-    with ``train_ds-``, and metadata and chunks in the directories of arrays; all also in a :func:`generation_dir`.
+    T5X and t5ckpt write the manifest, the facts, the file checksums, ``PINNED``, ``DATASET_REMOVED``, names that begin with
+    ``train_ds-``, and metadata and chunks in the directories of arrays; all also in a :func:`generation_dir`.
 
     Args:
       keys: all files of the directory, relative to it.
     """
-    keys = list(keys)
-    names = [without_generation(key) for key in keys]
-    is_step = any(key == MANIFEST or is_facts_file(key) or generation_of(key) for key in keys)
-    arrays = {key.removesuffix(f'/{_ARRAY_METADATA}') for key in names if key.endswith(f'/{_ARRAY_METADATA}')}
+    names = {key: _PARTIAL.sub('', without_generation(key)) for key in keys}
+    arrays = {name.removesuffix('/.zarray') for name in names.values() if name.endswith('/.zarray')}
     # T5X and t5ckpt put every array directly below the step. A manifest may name deeper ones.
-    arrays = {array for array in arrays if is_step or '/' not in array}
-    return [key for key, name in zip(keys, names, strict=True) if not _is_own(name, arrays)]
+    if not any(key in (MANIFEST, FACTS_FILE) or generation_of(key) for key in names):
+        arrays = {array for array in arrays if '/' not in array}
+    return [key for key, name in names.items() if not (_OWN.fullmatch(name) or _is_in(arrays, name))]
 
 
-def _is_own(key: str, arrays: Collection[str]) -> bool:
-    for suffix in _PARTIAL:
-        key = key.removesuffix(suffix)
-    top, slash, _ = key.partition('/')
-    if is_position(key) or is_file_checksums(key):
-        return True
-    if not slash:
-        return top in (MANIFEST, DAMAGED_MANIFEST, COPIES, PINNED, DATASET_REMOVED) or is_facts_file(top)
-    directory, _, name = key.rpartition('/')
-    if name == _ARRAY_METADATA:
-        return directory in arrays or '/' not in directory
-    if _CHUNK.fullmatch(name) and ('/' not in directory or directory in arrays):
-        # The metadata may be deleted already, or not written yet.
-        return True
-    parents = [directory[: match.start()] for match in re.finditer('/', directory)]
-    return any(array in arrays and _NESTED_CHUNK.fullmatch(key[len(array) + 1 :]) for array in parents)
+def _is_in(arrays: Collection[str], name: str) -> bool:
+    """Whether a file is the metadata or a chunk of one of these arrays."""
+    slashes = [match.start() for match in re.finditer('/', name)]
+    return any(name[:slash] in arrays and _IN_ARRAY.fullmatch(name, slash + 1) for slash in slashes)

@@ -17,6 +17,7 @@ from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.facts import Facts, as_number
+from t5ckpt.tree.leaf_table import flatten_nested
 
 # Files of a step. The last is written at the end where a store cannot rename.
 STEP_METADATA = '_CHECKPOINT_METADATA'
@@ -24,7 +25,6 @@ METRICS = 'metrics/metrics'
 COMMITTED = 'commit_success.txt'
 # Files of a run.
 RUN_METADATA = 'metadata/_ROOT_METADATA'
-LEGACY_RUN_METADATA = 'metadata/metadata'
 # Files of a tree: in the directory of an item, or in the step's directory.
 TREE_METADATA = '_METADATA'
 STRINGS = '_strings.json'
@@ -42,7 +42,6 @@ _ENTRIES = frozenset(
 )
 
 _DATABASE = r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
-_MAX_DEPTH = 20
 _LATEST_UNIX = 10**11
 
 
@@ -72,7 +71,7 @@ def orbax_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def orbax_facts(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Facts:
-    """The contents of these files as facts of format 0, which no file holds.
+    """The contents of these files as facts, which no file holds.
 
     Args:
       metadata: of the step.
@@ -82,7 +81,7 @@ def orbax_facts(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Ma
     nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
     times = [value / 10**9 for value in nanoseconds if isinstance(value, int) and 0 < value < _LATEST_UNIX * 10**9]
     return Facts(
-        format=0,
+        knows_tree=False,
         created_unix=round(times[0], 3) if times else None,
         metrics=_numbers(_object(metadata, 'metrics')) | _numbers(metrics),
         custom_metadata={**run, **_object(metadata, 'custom_metadata')},
@@ -94,11 +93,9 @@ def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _numbers(tree: Mapping[str, Any], depth: int = _MAX_DEPTH) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and depth:
-            numbers |= {f'{name}/{below}': number for below, number in _numbers(value, depth - 1).items()}
-        elif (number := as_number(value)) is not None:
-            numbers[name] = number
-    return numbers
+def _numbers(tree: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        by_path = flatten_nested(tree)
+    except RecursionError:
+        return {}
+    return {'/'.join(path): number for path, value in by_path.items() if (number := as_number(value)) is not None}

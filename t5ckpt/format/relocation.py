@@ -7,8 +7,6 @@ to their own directory. Only the specs in the manifest, and the facts, are chang
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -16,9 +14,10 @@ import msgpack
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import is_spec, location_of
 from t5ckpt.format.facts import decode_facts, encode_facts, save_id
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.manifest import STREAM_ITEM, unpack
+from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.manifest import unpack, version_of
 from t5ckpt.format.names import MANIFEST, without_generation
+from t5ckpt.tree.leaf_table import unique
 
 
 def relocated(name: str, generation: str) -> str:
@@ -32,32 +31,28 @@ def relocated_manifest(manifest: bytes, generation: str, where: str) -> bytes:
     Raises:
       FormatError: the manifest does not decode, or has a spec that is not accepted.
     """
-    if manifest.startswith(STREAM_ITEM):
-        # A stream of EasyLM has no specs.
-        return manifest
-    contents = unpack(manifest, where, msgpack.ExtType)
-    changed = _relocated_specs(contents, generation, where)
-    if generation and isinstance(changed, dict) and 'version' in changed:
+    renamed: list[str] = []
+
+    def relocated_map(items: list[tuple[Any, Any]]) -> Any:
+        fields = unique(items)
+        if not is_spec(fields):
+            return fields
+        location = location_of(fields, 'a spec')
+        target = relocated(location, generation)
+        if target == location:
+            return fields
+        renamed.append(target)
+        # Before tensorstore 0.1.14, the path was at the top.
+        fields.pop('path', None)
+        return {**fields, 'kvstore': {**fields['kvstore'], 'path': f'{target}/'}}
+
+    contents = unpack(manifest, where, msgpack.ExtType, relocated_map)
+    if generation and isinstance(contents, dict) and 'version' in contents and version_of(manifest) is None:
         # The facts follow it; Flax sorts the keys.
-        changed = {'version': changed['version'], **changed}
-    return manifest if changed is contents else msgpack.packb(changed) or b''
-
-
-def _relocated_specs(tree: Any, generation: str, where: str) -> Any:
-    """The tree with other locations in its specs; the tree itself if there are none."""
-    if isinstance(tree, list):
-        changed = [_relocated_specs(item, generation, where) for item in tree]
-        return changed if any(map(operator.is_not, changed, tree)) else tree
-    if not isinstance(tree, Mapping):
-        return tree
-    if is_spec(tree):
-        location = location_of(tree, where)
-        if relocated(location, generation) == location:
-            return tree
-        spec = {key: value for key, value in tree.items() if key != 'path'}
-        return {**spec, 'kvstore': {**tree['kvstore'], 'path': f'{relocated(location, generation)}/'}}
-    items = {key: _relocated_specs(value, generation, where) for key, value in tree.items()}
-    return items if any(items[key] is not value for key, value in tree.items()) else tree
+        contents = {'version': contents['version'], **contents}
+    elif not renamed:
+        return manifest
+    return msgpack.packb(contents) or b''
 
 
 def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str) -> bytes:
@@ -73,17 +68,7 @@ def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str) 
       FormatError: the facts do not decode.
     """
     decoded = decode_facts(facts, where)
-    recorded = FileChecksums.recorded_by(decoded, where)
-    lists = {relocated(name, generation): recorded[name] for name in recorded.keys() - {MANIFEST}}
-    digests = {MANIFEST: entry_of(manifest), **lists}
-    if digests == dict(recorded):
+    digests = {**decoded.digests, MANIFEST: [*entry_of(manifest)]}
+    if (digests, generation) == (decoded.digests, decoded.positions_in):
         return facts
-    return encode_facts(
-        dataclasses.replace(
-            decoded,
-            tree=decoded.tree.below(generation),
-            digests=FileChecksums(digests).to_json(),
-            positions_in=generation or None,
-            save=save_id(facts),
-        )
-    )
+    return encode_facts(dataclasses.replace(decoded, digests=digests, positions_in=generation, save=save_id(facts)))

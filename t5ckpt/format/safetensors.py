@@ -12,15 +12,14 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import refuse_pointer
-from t5ckpt.tree.leaf_table import unique
+from t5ckpt.tree.leaf_table import MAX_RANK, unique
 
 WHOLE_NAMES = ('model.safetensors', 'model.safetensors.index.json')
 """The files that make a directory a checkpoint in this format, in transformers' order of precedence."""
@@ -53,30 +52,27 @@ DTYPE_NAMES = {
     'float8_e8m0fnu': 'F8_E8M0',
 }
 """The format's names of dtypes whose elements have whole bytes in NumPy."""
-_DTYPES = {text: dtype_from_name(name) for name, text in DTYPE_NAMES.items()}
-_BITS = {'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6} | {text: 8 * dtype.itemsize for text, dtype in _DTYPES.items()}
+_DTYPES = {text: DTYPES[name] for name, text in DTYPE_NAMES.items()}
 METADATA = '__metadata__'
 MAX_HEADER = 100_000_000
 """The ``safetensors`` package refuses longer headers."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor in a file; ``offset`` is in bytes from the beginning of the file."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Header:
-    """The contents of a header; ``unread`` has the dtypes, by name, of the tensors whose dtype NumPy lacks."""
+    """The contents of a header.
 
-    tensors: tuple[Tensor, ...]
+    Attributes:
+      arrays: the tensors with their names, in the order of their bytes.
+      size: of the file, in bytes.
+      unread: the dtypes, by name, of the tensors whose dtype NumPy lacks.
+      metadata: of the file.
+    """
+
+    arrays: Sequence[tuple[str, StoredArray]]
+    size: int
+    unread: Mapping[str, str]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def is_tensor_file(name: str) -> bool:
@@ -107,71 +103,45 @@ def header_bytes(first: bytes, size: int, where: str) -> int:
     return length
 
 
-def data_bytes(text: bytes) -> int:
-    """The end of the last tensor, in bytes after the header; 0 for a header that :func:`parse_header` refuses."""
-    try:
-        header = json.loads(text)
-        return max((int(entry['data_offsets'][1]) for name, entry in header.items() if name != METADATA), default=0)
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError):
-        return 0
-
-
-def parse_header(text: bytes, size: int, where: str) -> Header:
-    """Parses a header and checks its offsets against the size of the file.
+def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header:
+    """Parses the header of a file and checks its offsets against the size of the file, if that is known.
 
     Raises:
       CorruptCheckpointError: the header is malformed, or does not match the file.
     """
+    data, end = 8 + len(text), 0
+    arrays: list[tuple[str, StoredArray]] = []
+    unread: dict[str, str] = {}
     try:
         header = json.loads(text, object_pairs_hook=unique)
         # The package takes null for absent.
         metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
-        tensors, unread = _tensors(header, 8 + len(text), size)
-        return Header(tensors, metadata, unread)
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
+            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), entry['dtype'], entry['data_offsets']
+            _check(name, shape, text_of_dtype, start, stop, end)
+            dtype, end = _DTYPES.get(text_of_dtype), stop
+            if dtype is None:
+                unread[name] = text_of_dtype
+            else:
+                place = {'offset': data + start, 'file_bytes': size}
+                arrays.append((name, StoredArray(file, shape, dtype, dtype, place, 'bytes')))
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f'{where}: the header does not decode ({error!s:.300}). Copy the file again.'
         ) from error
+    if size not in (None, data + end):
+        raise CorruptCheckpointError(
+            f'{where}: the tensors end at byte {data + end:,} of {size:,}. Copy the file again.'
+        )
+    return Header(arrays, data + end, unread, metadata)
 
 
-def _tensors(header: dict[str, Any], data: int, size: int) -> tuple[tuple[Tensor, ...], dict[str, str]]:
-    """The tensors, and the dtypes of those whose dtype NumPy lacks."""
-    tensors: list[Tensor] = []
-    unread: dict[str, str] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        text = entry['dtype']
-        if not isinstance(text, str):
-            raise TypeError(f'{name:.80} has the dtype {text!r:.40}')
-        shape = tuple(_size(value, name) for value in entry['shape'])
-        start, end = (_size(value, name) for value in entry['data_offsets'])
-        needed = (math.prod(shape) * _BITS[text] + 7) // 8 if text in _BITS else end - start
-        if len(shape) > 32 or needed != end - start or end < start or data + end > size:
-            raise ValueError(
-                f'{name:.80}: {len(shape)} dimensions of {text:.40} need {needed:,} bytes, but its offsets are {start:,} to '
-                f'{end:,} of {size - data:,}'
-            )
-        spans.append((start, end, name))
-        if text in _DTYPES:
-            tensors.append(Tensor(name, _DTYPES[text], shape, data + start))
-        else:
-            unread[name] = text
-    _check_no_gaps(sorted(spans), size - data)
-    return tuple(tensors), unread
-
-
-def _check_no_gaps(spans: list[tuple[int, int, str]], size: int) -> None:
-    """Checks that each tensor begins where the previous one ends, and that the last one ends at ``size``."""
-    previous_end = 0
-    for start, end, name in spans:
-        if start != previous_end:
-            raise ValueError(f'{name:.80} begins at byte {start:,}, but the tensor before it ends at {previous_end:,}')
-        previous_end = end
-    if previous_end != size:
-        raise ValueError(f'the tensors end at byte {previous_end:,} of {size:,}')
-
-
-def _size(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f'{name:.80}: {value!r:.40} is not a size, expected an integer from 0 to 2**62')
-    return value
+def _check(name: str, shape: tuple[Any, ...], dtype: Any, start: Any, stop: Any, end: int) -> None:
+    """Raises ValueError for a tensor that does not begin where the one before it ends, or has another size."""
+    good = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
+    good = good and start == end <= stop and isinstance(dtype, str)
+    if not good or (dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start):
+        raise ValueError(
+            f'{name:.80}: its shape is {shape!r:.80} of {dtype!r:.40}, its offsets are {start!r:.40} to {stop!r:.40}, and '
+            f'the tensor before it ends at {end:,}'
+        )

@@ -12,7 +12,6 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.codecs import is_in_numcodecs
 from t5ckpt.format.dtypes import dtype_from_typestr, name_of, zarr_typestr
 
@@ -28,7 +27,7 @@ def zarray_of(array: StoredArray) -> dict[str, Any]:
         'chunks': list(array.metadata['chunks']),
         'compressor': array.metadata['compressor'],
         'dimension_separator': '.',
-        'dtype': zarr_typestr(array.dtype),
+        'dtype': zarr_typestr(array.disk_dtype),
         'fill_value': None,
         'filters': None,
         'order': 'C',
@@ -42,33 +41,19 @@ def zarray_bytes(array: StoredArray) -> bytes:
     return json.dumps(zarray_of(array), separators=(',', ':'), sort_keys=True).encode()
 
 
-def rebuilt_zarray(array: StoredArray) -> bytes | None:
-    """The ``.zarray`` of an array as its save wrote it, from the manifest alone; None if another program may have written it."""
-    metadata = array.metadata
-    standard = array.layout.has_chunk_files and (separator_of(metadata), metadata.get('order', 'C')) == ('.', 'C')
-    return zarray_bytes(array) if standard and {'chunks', 'compressor'} <= set(metadata) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class OtherZarray:
     """A ``.zarray`` that TensorStore refuses, although it describes the array.
 
     Attributes:
       metadata: complete, with the name of the dtype that TensorStore has.
+      value_dtype: the dtype of the decoded bytes, with their order.
       codecs: of numcodecs, in the order of decoding; None for chunks that TensorStore reads by the metadata.
     """
 
     metadata: Mapping[str, Any]
+    value_dtype: np.dtype
     codecs: tuple[Mapping[str, Any], ...] | None
-
-    @property
-    def value_dtype(self) -> np.dtype:
-        """The dtype of the decoded bytes, with their order."""
-        typestr = str(self.metadata['dtype'])
-        dtype = dtype_from_typestr(typestr)
-        if dtype is None:
-            raise ValueError(typestr)
-        return dtype.newbyteorder('>') if typestr[0] == '>' else dtype
 
 
 def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | None:
@@ -81,11 +66,11 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
       UnsupportedFormatError: no reader here knows the dtype or a codec, or the manifest has another dtype.
     """
     try:
-        fields = json.loads(data)
-        shape, chunks = tuple(fields['shape']), tuple(fields['chunks'])
-        typestr, codecs = fields['dtype'], [*(fields.get('filters') or ()), fields.get('compressor')]
-        chosen = [codec for codec in codecs if codec is not None]
-        unknown = [codec.get('id') for codec in chosen if not is_in_numcodecs(codec)]
+        fields: dict[str, Any] = {'order': 'C', 'dimension_separator': '.', 'fill_value': None, **json.loads(data)}
+        shape, chunks, typestr = tuple(fields['shape']), tuple(fields['chunks']), str(fields['dtype'])
+        filters, compressor = fields.get('filters') or (), fields.get('compressor')
+        codecs = [*filters, *([] if compressor is None else [compressor])]
+        unknown = [codec.get('id') for codec in codecs if not is_in_numcodecs(codec)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if fields.get('zarr_format') != 2:
@@ -94,24 +79,20 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         raise CorruptCheckpointError(
             f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
         )
-    opaque = f'V{array.dtype.itemsize}'
-    dtype = dtype_from_typestr(typestr) if isinstance(typestr, str) else None
-    if dtype is None and isinstance(typestr, str) and typestr[1:] == opaque:
-        dtype = array.dtype
-    name = typestr if str(typestr).startswith('>') else zarr_typestr(array.dtype)
-    if dtype != array.dtype:
+    is_opaque = typestr[1:] == f'V{array.disk_dtype.itemsize}'
+    if not is_opaque and dtype_from_typestr(typestr) != array.disk_dtype:
         raise UnsupportedFormatError(
-            f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.dtype)}. {_OTHER_TOOL}'
+            f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.disk_dtype)}. {_OTHER_TOOL}'
         )
-    if unknown or fields.get('order', 'C') not in ('C', 'F'):
+    if unknown or fields['order'] not in ('C', 'F'):
         found = f'the codec {unknown[0]!r:.40}' if unknown else f'the order {fields["order"]!r:.40}'
         raise UnsupportedFormatError(f'{where}: .zarray has {found}, which is not read here. {_OTHER_TOOL}')
-    defaults = {'order': 'C', 'dimension_separator': '.'}
-    fill_value = fields.get('fill_value')
-    if isinstance(fill_value, str) and fields['dtype'] != name:
+    if is_opaque and isinstance(fields['fill_value'], str):
         # By the specification, that of an opaque dtype is its bytes.
-        fill_value = np.frombuffer(base64.b64decode(fill_value), array.dtype)[0].astype(np.float32).item()
-    metadata = {**defaults, **fields, 'dtype': name, 'filters': None, 'fill_value': fill_value}
-    refused = bool(fields.get('filters')) or any(codec.get('id') not in _IN_TENSORSTORE for codec in chosen)
-    refused = refused or any('checksum' in codec for codec in chosen)
-    return OtherZarray(metadata, tuple(reversed(chosen)) if refused else None)
+        value = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)[0]
+        fields['fill_value'] = value.astype(np.float32).item()
+    is_big = typestr.startswith('>')
+    fields |= {'dtype': typestr if is_big else zarr_typestr(array.disk_dtype), 'filters': None}
+    refused = filters or any(codec.get('id') not in _IN_TENSORSTORE or 'checksum' in codec for codec in codecs)
+    value_dtype = array.disk_dtype.newbyteorder('>') if is_big else array.disk_dtype
+    return OtherZarray(fields, value_dtype, tuple(reversed(codecs)) if refused else None)

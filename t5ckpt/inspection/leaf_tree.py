@@ -12,7 +12,7 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import leaf_pattern
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.codecs import codec_text
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
@@ -32,7 +32,7 @@ class LeafInfo:
       dtype: the name of the dtype after reading; '' for leaves that are not arrays.
       nbytes: in memory.
       chunks: the chunk shape of a stored leaf; None if the manifest does not have it.
-      codec: of a stored leaf: ``'zstd'``, ``'blosc lz4, bit shuffle'``, ``'none'``, ...
+      codec: of a stored leaf: ``'zstd'``, ``'blosc lz4'``, ``'none'``, ...
       value: a scalar or text, shortened; '' for other leaves.
       text: complete text; '' for other leaves.
     """
@@ -84,8 +84,8 @@ def leaf_infos(leaves: LeafTable) -> list[LeafInfo]:
 
 
 def _info(path: Path, leaf: Any) -> LeafInfo:
-    if isinstance(leaf, StoredLeaf):
-        metadata = leaf.array.metadata
+    if isinstance(leaf, StoredArray):
+        metadata = leaf.metadata
         chunks = metadata.get('chunks')
         return LeafInfo(
             path,

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.locate import not_a_run, open_run_storage, refuse_other_contents
+from t5ckpt.catalog.locate import no_checkpoint, open_run_storage, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, recorded_policy
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.protocols import Progress
@@ -49,7 +49,7 @@ def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping
     """
     storage = open_run_storage(path, storage_options)
     if storage.kind('') != 'dir':
-        raise not_a_run(storage)
+        raise no_checkpoint(storage)
     refuse_other_contents(storage, marks=False)
     return Run(storage)
 
@@ -142,8 +142,7 @@ class Run(Mapping[int, CheckpointView]):
     def _retention(self) -> Retention:
         """The metrics of the steps, under the keep policy of the latest save."""
         source = TensorBoardMetrics(self._storage)
-        policy = Retention(self._storage, KeepAll(), time.time, source=source).recorded_policy()
-        return Retention(self._storage, policy or KeepAll(), time.time, source=source)
+        return Retention(self._storage, recorded_policy(self._storage) or KeepAll(), time.time, source=source)
 
     def __getitem__(self, step: int) -> CheckpointView:
         try:

@@ -51,7 +51,7 @@ def open_checkpoint(
       mmap: maps the files of local, uncompressed arrays; a slice is copied out of the map.
       storage_options: see docs/storage.md.
       verify: 'full' verifies the checksum of every file once, before its first use; 'quick' and 'auto' check only that files
-        exist and have the right sizes; 'auto' also verifies the chunks that are read through ``cache_dir``.
+        exist and have the right sizes.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:
@@ -128,7 +128,7 @@ class CheckpointView(Mapping[str, LazyArray]):
           DatasetStateError: there are several for a data shard.
         """
         located = self._contents.located
-        directory = join(located.directory, self._contents.positions_in)
+        directory = join(located.directory, self._contents.facts.positions_in)
         positions = by_shard(positions_in(located.storage, directory, of_orbax=not located.manifest))
         return {number: position.state() for number, position in positions.items()}
 

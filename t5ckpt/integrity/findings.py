@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError, UnsupportedFormatError
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, size_text
 from t5ckpt.integrity.implied_files import located_in_leaf
@@ -24,7 +24,7 @@ class Findings:
         """Takes the reader of the checkpoint's files."""
         self._files = files
         self.damages: list[Damage] = []
-        self.leaves: dict[str, tuple[str, StoredLeaf]] = {}
+        self.leaves: dict[str, tuple[str, StoredArray]] = {}
 
     def differs(self, name: str, recorded: FileEntry, entry: FileEntry, checksums: FileChecksums) -> None:
         """Adds a file whose size or checksum is not the recorded one; the message names another file with these bytes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import METADATA_FILES, StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.file_checksums import size_text
 from t5ckpt.format.orbax import is_database_file
@@ -44,7 +44,7 @@ class ArrayFiles:
     """
 
     name: str
-    stored: StoredLeaf
+    stored: StoredArray
     store: Any
     grid: ChunkGrid
     file_bytes: int | None
@@ -55,11 +55,11 @@ class ArrayFiles:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
-        return math.prod(self.grid.chunk_shape) * self.stored.array.dtype.itemsize
+        return math.prod(self.grid.chunk_shape) * self.stored.disk_dtype.itemsize
 
     def file(self, chunk_index: ChunkIndex) -> str:
         """The file of a chunk; in an OCDBT database its key."""
-        return f'{self.stored.array.location}/{self.grid.key(chunk_index)}'
+        return f'{self.stored.location}/{self.grid.key(chunk_index)}'
 
 
 class ImpliedFiles:
@@ -72,7 +72,7 @@ class ImpliedFiles:
         self._budget = ByteBudget(_DECODED_BYTES)
         self._databases: dict[str, dict[str, int]] = {}
 
-    def files(self, name: str, stored: StoredLeaf) -> ArrayFiles:
+    def files(self, name: str, stored: StoredArray) -> ArrayFiles:
         """Opens an array and lists its files.
 
         Raises:
@@ -80,16 +80,16 @@ class ImpliedFiles:
           StorageError: a directory cannot be listed.
         """
         array = self._open(name, stored)
-        location = stored.array.location
+        location = stored.location
         present = self._present(array)
-        if stored.array.layout.is_in_database:
+        if stored.is_in_database:
             array.sizes.update(self._database(location))
-        metadata = stored.array.layout.metadata_file
-        if stored.array.layout.has_chunk_files and metadata not in present:
+        metadata = METADATA_FILES.get(stored.driver)
+        if metadata is not None and not stored.is_in_database and metadata not in present:
             text = 'only t5ckpt can open the array without it'
             array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
         implied = array.grid
-        if self._arrays.is_filled(stored.array, array.store):
+        if self._arrays.is_filled(stored, array.store):
             grid_shape = array.grid.grid_shape
             indices = map(array.grid.index, present)
             implied = [index for index in indices if index is not None and all(map(operator.lt, index, grid_shape))]
@@ -129,34 +129,34 @@ class ImpliedFiles:
         if array.file_bytes is not None:
             self._files.digest(file)
             return
-        is_in_database = array.stored.array.layout.is_in_database
+        is_in_database = array.stored.is_in_database
         file_bytes = sum(array.sizes.values()) if is_in_database else array.sizes.get(file)
         if file_bytes is not None:
             check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.name} ({file})')
         self._budget.acquire(array.chunk_bytes)
         try:
             where = f'{array.name} ({self._files.storage.url(join(self._files.directory, file))})'
-            with self._arrays.errors(array.stored.array, where):
+            with self._arrays.errors(array.stored, where):
                 array.store[array.grid.box(chunk_index).slices].read().result()
         finally:
             self._budget.release(array.chunk_bytes)
 
-    def _open(self, name: str, stored: StoredLeaf) -> ArrayFiles:
-        store = self._arrays.open(stored.array, name)
-        metadata = self._arrays.metadata(stored.array, store)
+    def _open(self, name: str, stored: StoredArray) -> ArrayFiles:
+        store = self._arrays.open(stored, name)
+        metadata = self._arrays.metadata(stored, store)
         file_bytes = None
-        if is_uncompressed(stored.array):
-            plain = uncompressed_chunks(json.dumps(metadata).encode(), stored.array)
+        if is_uncompressed(stored):
+            plain = uncompressed_chunks(json.dumps(metadata).encode(), stored)
             file_bytes = None if plain is None else plain.file_bytes
         chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
         return ArrayFiles(name, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
 
     def _present(self, array: ArrayFiles) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
-        if array.stored.array.layout.is_in_database:
-            with self._arrays.errors(array.stored.array, self._arrays.url(array.stored.array)):
+        if array.stored.is_in_database:
+            with self._arrays.errors(array.stored, self._arrays.url(array.stored)):
                 return dict.fromkeys(key.decode() for key in array.store.kvstore.list().result())
-        base = join(self._files.directory, array.stored.array.location)
+        base = join(self._files.directory, array.stored.location)
         return {key.removeprefix(f'{base}/'): size for key, size in self._files.storage.walk(base)}
 
     def _database(self, location: str) -> dict[str, int]:
@@ -169,9 +169,9 @@ class ImpliedFiles:
         return dict(self._databases[base])
 
 
-def located_in_leaf(damage: Damage, name: str, leaf: StoredLeaf, key: str) -> Damage:
+def located_in_leaf(damage: Damage, name: str, leaf: StoredArray, key: str) -> Damage:
     """Adds the leaf's name and, for the file of a chunk, its position and elements."""
-    chunks = leaf.array.metadata.get('chunks')
+    chunks = leaf.metadata.get('chunks')
     grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
     # The manifest does not record the separator of another writer.
     chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))

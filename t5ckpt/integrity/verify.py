@@ -31,17 +31,17 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
 )
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.facts import Facts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
     COPIES,
     DATASET_REMOVED,
+    FACTS_FILE,
     MANIFEST,
     PINNED,
     generation_of,
-    is_facts_file,
     is_file_checksums,
     is_position,
     parse_step_dir,
@@ -49,7 +49,6 @@ from t5ckpt.format.names import (
     positions_for_t5x,
     removal_marks,
     step_dir,
-    superseded,
 )
 from t5ckpt.integrity.findings import Findings
 from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
@@ -146,7 +145,7 @@ def _locate_or_broken(
             parent, name = split_path(path)
             outer = open_storage(parent, storage_options)
         if not any(
-            is_file_checksums(each) or is_facts_file(each) or generation_of(each) for each in outer.names(name, '')
+            is_file_checksums(each) or each == FACTS_FILE or generation_of(each) for each in outer.names(name, '')
         ):
             raise
         return Located(outer, name, MANIFEST, parse_step_dir(name))
@@ -210,11 +209,10 @@ class _Check:
                 'has no facts of t5ckpt, so nothing verifies integrity.*.json; without these it is read as T5X reads it'
             )
             self.findings.add('contradiction', self.located.manifest, text)
-        replaced = superseded({*top, *self.dirs}, recorded)
         for name in sorted(lists):
             if facts is None or name in recorded or name == COPIES:
                 self._read_list(name, recorded, name in top)
-            elif name not in replaced:
+            elif not any(map(generation_of, self.dirs)):
                 self.findings.add(
                     'contradiction', name, f'{self.recorder} does not record it: it belongs to another checkpoint'
                 )
@@ -238,7 +236,7 @@ class _Check:
             return None
 
     def _compare_step(self, facts: Facts) -> None:
-        written = facts.recorded('step')
+        written = facts.step
         if self.located.step is not None and written != self.located.step:
             self.findings.add(
                 'contradiction', self.recorder, f'is of step {written!r:.40}, the directory says {self.located.step}'
@@ -295,12 +293,12 @@ class _Check:
             return
         leaves = self.findings.leaves
         for path, leaf in table.items():
-            if isinstance(leaf, StoredLeaf):
-                leaves.setdefault(leaf.array.location, (leaf_name(path), leaf))
+            if isinstance(leaf, StoredArray):
+                leaves.setdefault(leaf.location, (leaf_name(path), leaf))
         if self.part is not None:
             # The checksums of the other files are on other disks.
             return
-        unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1].array)}
+        unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1])}
         for location, files in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
             name, _ = leaves[location]
             if isinstance(files, T5CkptError):

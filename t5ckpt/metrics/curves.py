@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import ceil_div
-from t5ckpt.format.names import parse_leftover, parse_prefixed_step
+from t5ckpt.format.names import parse_prefixed_step
 from t5ckpt.metrics.event_protobuf import Scalar, all_scalars
 from t5ckpt.metrics.record_file import RecordScan
 from t5ckpt.metrics.tensorboard import is_event_file
@@ -53,15 +53,13 @@ def curves(storage: Storage) -> list[Curve]:
         )
         return []
     points: dict[str, dict[int, tuple[float, float]]] = {}
-    for name in _chosen(root):
-        directory = os.path.dirname(name)
+    for path in _chosen(root):
+        directory = os.path.relpath(os.path.dirname(path), root)
         try:
-            for scalar in _scalars(os.path.join(root, name)):
+            for scalar in _scalars(path):
                 tag = scalar.tag.decode('utf-8', 'replace')
-                points.setdefault(f'{directory}/{tag}' if directory else tag, {})[scalar.step] = (
-                    scalar.time,
-                    scalar.value,
-                )
+                name = tag if directory == os.curdir else f'{directory}/{tag}'
+                points.setdefault(name, {})[scalar.step] = (scalar.time, scalar.value)
         except T5CkptError as error:
             _log.warning('t5ckpt: events are not read: %s', error)
     return [_curve(name, points[name]) for name in sorted(points)[:_MAX_CURVES]]
@@ -69,15 +67,28 @@ def curves(storage: Storage) -> list[Curve]:
 
 def _chosen(root: str) -> list[str]:
     """The newest files within the limit; the oldest first, so that the last attempt of a resumed run replaces the others."""
-    files = [(*_stat(os.path.join(root, name)), name) for name in _event_files(root, '', _MAX_DEPTH)]
+    files: list[tuple[float, int, str]] = []
+    for path in _event_files(root):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            files.append((status.st_mtime, status.st_size, path))
     left, chosen = _MAX_BYTES, list[str]()
-    for _, size, name in sorted(files, reverse=True):
+    for _, size, path in sorted(files, reverse=True):
         if size <= left:
-            chosen.append(name)
+            chosen.append(path)
             left -= size
     if len(chosen) < len(files):
         _log.info('t5ckpt: of %d files of events, %d are read: the others are too large', len(files), len(chosen))
     return chosen[::-1]
+
+
+def _event_files(root: str) -> Iterator[str]:
+    for parent, directories, names in os.walk(root):
+        if parent == root:
+            directories[:] = [name for name in directories if parse_prefixed_step(name.partition('.')[0]) is None]
+        elif parent.count(os.sep) - root.count(os.sep) == _MAX_DEPTH:
+            directories.clear()
+        yield from (os.path.join(parent, name) for name in names if is_event_file(name))
 
 
 def _curve(name: str, values: dict[int, tuple[float, float]]) -> Curve:
@@ -86,27 +97,6 @@ def _curve(name: str, values: dict[int, tuple[float, float]]) -> Curve:
     # From the end, so that the last point is always there.
     kept = steps[::-1][::every][::-1]
     return Curve(name, tuple((step, *values[step]) for step in kept), len(steps))
-
-
-def _event_files(root: str, directory: str, depth: int) -> Iterator[str]:
-    listed: list[tuple[str, bool]] = []
-    with contextlib.suppress(OSError), os.scandir(os.path.join(root, directory)) as entries:
-        listed = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-    for name, is_dir in listed:
-        path = os.path.join(directory, name)
-        is_step = not directory and (parse_prefixed_step(name) is not None or parse_leftover(name) is not None)
-        if is_dir and depth and not is_step:
-            yield from _event_files(root, path, depth - 1)
-        elif not is_dir and is_event_file(name):
-            yield path
-
-
-def _stat(path: str) -> tuple[float, int]:
-    """The modification time and the size of a file."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return status.st_mtime, status.st_size
-    return 0.0, 0
 
 
 def _scalars(path: str) -> Iterator[Scalar]:

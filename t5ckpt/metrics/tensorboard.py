@@ -6,6 +6,7 @@ store, a file that has changed is fetched completely, and its new part is parsed
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from array import array
@@ -17,9 +18,9 @@ import numpy as np
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.metrics.event_protobuf import scalars
+from t5ckpt.metrics.event_protobuf import all_scalars
 from t5ckpt.metrics.record_file import RecordScan
-from t5ckpt.storage import Storage, foreign_errors, open_storage
+from t5ckpt.storage import Storage, open_storage
 
 _log = logging.getLogger('t5ckpt')
 
@@ -80,48 +81,29 @@ class _EventFile:
 
     def read_on(self, storage: Storage) -> None:
         """Reads the events that were added."""
-        broken = self._scan.broken
-        path = storage.local_path(self._key)
-        if path is None:
-            self._read_object(storage)
-        else:
-            self._read_file(storage, path)
+        key, broken = self._key, self._scan.broken
+        if storage.is_file_system:
+            # The device and the inode, which change when the file is replaced.
+            identity, size = (storage.stamp(key) or ())[:2], storage.size(key) or 0
+            is_other = identity != self._identity
+            self._take(size, identity, lambda start, count: storage.read(key, start, start + count), is_other)
+        elif (version := storage.version(key)) not in (None, self._identity):
+            with contextlib.suppress(CheckpointNotFoundError):
+                data = storage.read(key)
+                self._take(len(data), version, lambda start, count: data[start : start + count], is_other=False)
         if self._scan.broken > broken:
-            _log.warning('t5ckpt: %s is damaged, so some of its metrics are missing', storage.url(self._key))
+            _log.warning('t5ckpt: %s is damaged, so some of its metrics are missing', storage.url(key))
 
-    def _read_object(self, storage: Storage) -> None:
-        version = storage.version(self._key)
-        if version is None or version == self._identity:
-            return
-        try:
-            data = storage.read(self._key)
-        except CheckpointNotFoundError:
-            return
-        if len(data) < self._scan.offset:
+    def _take(self, size: int, identity: Any, read: Callable[[int, int], bytes], is_other: bool) -> None:
+        if size < self._scan.offset or is_other:
             self._begin()
-        self._take(len(data), lambda start, count: data[start : start + count])
-        self._identity = version
-
-    def _read_file(self, storage: Storage, path: str) -> None:
-        size, stamp = storage.size(self._key), storage.stamp(self._key)
-        if size is None:
-            return
-        identity = None if stamp is None else stamp[:2]
-        if size < self._scan.offset or identity != self._identity:
-            # The file was replaced.
-            self._begin()
-            self._identity = identity
-        with foreign_errors(storage.url(self._key)), open(path, 'rb', buffering=0) as file:
-            self._take(size, lambda start, count: os.pread(file.fileno(), count, start))
-
-    def _take(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        if size <= self._scan.offset or self._scan.ended:
-            return
+        self._identity = identity
         for record in self._scan.records(size, read):
             try:
-                for step, value in scalars(record, self._tag):
-                    self._steps.append(step)
-                    self._values.append(value)
+                for scalar in all_scalars(record):
+                    if scalar.tag == self._tag:
+                        self._steps.append(scalar.step)
+                        self._values.append(scalar.value)
             except ValueError:
                 self._scan.broken += 1
 

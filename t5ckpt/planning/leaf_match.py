@@ -10,7 +10,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import lines
 from t5ckpt.errors import UnsupportedLeafError
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import LeafTemplate, as_key_data, base_number, check_has_values
@@ -22,7 +22,7 @@ def as_leaf(path: Path, value: Any, giver: str = 'a state transformation') -> An
     Raises:
       UnsupportedLeafError: the caller gave something that cannot be a leaf, or that has no values.
     """
-    if value is None or isinstance(value, (StoredLeaf, np.ndarray, np.generic, Empty, str)):
+    if value is None or isinstance(value, (StoredArray, np.ndarray, np.generic, Empty, str)):
         return value
     if hasattr(value, 'shape') and hasattr(value, 'dtype'):
         check_has_values(path, value)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.planning.device_boxes import boxes_wanted, uses_host_buffer
 from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.tree.leaves import LeafTemplate
@@ -23,7 +24,7 @@ class StoredRead:
 
     path: Path
     name: str
-    leaf: StoredLeaf
+    leaf: StoredArray
     template: LeafTemplate
     dtype: np.dtype
 
@@ -39,7 +40,7 @@ class StoredRead:
 
     def chunk_files(self, *, whole: bool) -> Iterator[str]:
         """Yields the chunk files of ``source_boxes`` or of the whole array, by the manifest; some of them more than once."""
-        array = self.leaf.array
+        array = self.leaf
         for box in [Box.whole(array.shape)] if whole else self.source_boxes:
             yield from (f'{array.location}/{array.grid.key(index)}' for index in array.grid.chunks_of(box))
 
@@ -56,9 +57,8 @@ class StoredRead:
     @property
     def changes_bits(self) -> bool:
         """Whether the bits in memory differ from those on disk."""
-        array = self.leaf.array
-        stored = array.dtype if array.bits_of is None else array.bits_of
-        return self.dtype != self.leaf.dtype or self.leaf.dtype != stored
+        leaf = self.leaf
+        return leaf.dtype != leaf.disk_dtype == stored_dtype(leaf.dtype) or self.dtype != leaf.dtype
 
 
 @dataclasses.dataclass(frozen=True)

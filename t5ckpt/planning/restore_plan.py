@@ -16,7 +16,7 @@ Rules that T5X leaves open, or that differ from T5X:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, mismatch_error, near_names
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
@@ -67,7 +67,6 @@ class RestoreOptions:
       strict: see :func:`strictness`.
       resize: leaves that may be padded or truncated to the template's shape.
       on_devices: whether leaves are put on devices; a lazy restore does not, and ignores shardings.
-      parts: the objects of the template with a state dict.
     """
 
     cast: Cast | None = None
@@ -77,7 +76,6 @@ class RestoreOptions:
     strict: str = 'up_to_dtype'
     on_devices: bool = True
     resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
-    parts: Sequence[Path] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +218,6 @@ class _Matcher:
         self._names = {path: leaf_name(path) for path in {**templates, **leaves, **options.fallback}}
         # Possibly misspelt.
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
-        self._parts = [leaf_name(path) for path in options.parts]
         self._shardings = ShardingCheck() if options.on_devices else None
         self.stored: list[StoredRead] = []
         self.inline: list[InlineRead] = []
@@ -237,16 +234,6 @@ class _Matcher:
         for path, template in self._templates.items():
             self._match(path, template)
         self._match_rest()
-        self.problems = [self._with_part(problem) for problem in self.problems]
-
-    def _with_part(self, problem: LeafProblem) -> LeafProblem:
-        part = next((name for name in self._parts if problem.leaf.startswith(f'{name}/')), None)
-        if part is None:
-            return problem
-        hint = (
-            f'{part} is an object with a state_dict(): if its structure changes, pass it as dataset_iterator= instead.'
-        )
-        return dataclasses.replace(problem, hint=f'{problem.hint} {hint}'.strip())
 
     def _match(self, path: Path, template: LeafTemplate) -> None:
         pair = _Pair(path, self._names[path], template, as_leaf(path, self._leaves.get(path)))
@@ -262,7 +249,7 @@ class _Matcher:
         elif leaf is None or isinstance(leaf, (Empty, str)):
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
-            if isinstance(leaf, StoredLeaf):
+            if isinstance(leaf, StoredArray):
                 self.stored.append(StoredRead(path, pair.name, leaf, template, dtype))
             else:
                 resizes = tuple(leaf.shape) != template.shape

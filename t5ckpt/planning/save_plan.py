@@ -75,7 +75,7 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayWrite:
-    """One stored leaf. ``value`` is the caller's array, ``dtype`` its dtype after the cast, ``array.dtype`` the one on disk.
+    """One stored leaf. ``value`` is the caller's array, ``dtype`` its dtype after the cast, ``array.disk_dtype`` the one on disk.
 
     ``boxes_of_others`` are those of the chunks that are assigned to other processes, see ``WriteAssignment.with_copies``.
     """
@@ -91,7 +91,7 @@ class ArrayWrite:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk on disk, uncompressed."""
-        return math.prod(self.array.metadata['chunks']) * self.array.dtype.itemsize
+        return math.prod(self.array.metadata['chunks']) * self.array.disk_dtype.itemsize
 
     @property
     def zarray(self) -> str:
@@ -248,7 +248,7 @@ def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment:
     leaf, on_disk = array.leaf, stored_dtype(array.dtype)
     chunk_shape, chunks, boxes_of_others = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
-    stored = StoredArray(directory, leaf.shape, on_disk, metadata=metadata)
+    stored = StoredArray(directory, leaf.shape, array.dtype, on_disk, metadata)
     write = ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, boxes_of_others)
     if not takes(metadata['compressor'], write.chunk_bytes):
         raise UnsupportedLeafError(
@@ -263,7 +263,7 @@ def _facts(leaves: Sequence[LeafToSave], writes: Sequence[ArrayWrite]) -> TreeFa
     for leaf in leaves:
         if leaf.kind in notes:
             notes[leaf.kind][leaf.path] = leaf.note
-    stored = {write.array.location: write.dtype.name for write in writes if write.dtype != write.array.dtype}
+    stored = {write.array.location: write.dtype.name for write in writes if write.dtype != write.array.disk_dtype}
     return TreeFacts(notes['empty'], notes['scalar'], notes['key'], notes['text'], stored)
 
 

@@ -3,11 +3,10 @@
 ``ArrayReader`` chooses how an array is read. It uses the first method that the array supports. A restore first calls
 ``map_boxes`` for all arrays (``restore/read_arrays.py``), and then reads the others:
 
-1. through a cache of chunks (``reading/cached_chunks.py``), for reads by index in a bucket with ``cache_dir``;
-2. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
-3. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
-4. as ranges of bytes of an object, for tensor files in a bucket, or
-5. through TensorStore, which reads every zarr array (both: ``reading/open_array.py``).
+1. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
+2. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
+3. as ranges of bytes of an object, for tensor files in a bucket, or
+4. through TensorStore, which reads every zarr array (both: ``reading/open_array.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from t5ckpt.catalog.locate import Located, locate, with_links
 from t5ckpt.core.keys import join
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.basic_index import basic_index, relative_to_box
-from t5ckpt.reading.cached_chunks import CachedChunks
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
 from t5ckpt.reading.contents import Contents, decode_contents
@@ -59,7 +57,6 @@ class ArrayReader:
         checksums: FileChecksums | None = None,
         only_whole_chunks: bool = False,
         identity: Identity | None = None,
-        cache: CachedChunks | None = None,
     ):
         """Makes a reader.
 
@@ -70,7 +67,6 @@ class ArrayReader:
           only_whole_chunks: verifies an uncompressed chunk only if one request reads all of it.
           identity: each :meth:`read` checks that the checkpoint is still this one; None if the caller checks it once for
             many reads.
-          cache: fetches the chunks of an object store.
         """
         self._storage = storage = located.storage
         self._directory = directory = located.directory
@@ -84,30 +80,24 @@ class ArrayReader:
         self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
         self._direct = None if root is None else DirectReader(root, checks=self._checks, follow_links=follow_links)
         self._arrays = TensorStoreArrays(self._files, self._checks)
-        self._cache = cache
         self._around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether chunks are fetched through a cache, by many threads for each array."""
-        return self._cache is not None
 
     @property
     def is_local(self) -> bool:
         """Whether the checkpoint's files are on a local file system."""
         return self._direct is not None
 
-    def map_boxes(self, leaf: StoredLeaf, name: str, boxes: Sequence[Box]) -> dict[Box, np.ndarray] | None:
+    def map_boxes(self, leaf: StoredArray, name: str, boxes: Sequence[Box]) -> dict[Box, np.ndarray] | None:
         """Verified buffers on private maps, by box, in the leaf's dtype; None if the array is not mapped."""
-        views = None if self._mapper is None else self._mapper.map_boxes(leaf.array, name, boxes)
+        views = None if self._mapper is None else self._mapper.map_boxes(leaf, name, boxes)
         if views is None:
             return None
-        for task in self._check_tasks(leaf.array, name, boxes):
+        for task in self._check_tasks(leaf, name, boxes):
             task()
         return {box: from_stored(view, leaf.dtype) for box, view in views.items()}
 
     def start_open(
-        self, leaf: StoredLeaf, name: str, boxes: Sequence[Box], pool: Pool | None = None
+        self, leaf: StoredArray, name: str, boxes: Sequence[Box], pool: Pool | None = None
     ) -> Callable[[], OpenArray]:
         """Starts to open an array for reads of some boxes.
 
@@ -120,22 +110,21 @@ class ArrayReader:
         Returns:
           A function that waits for the opened array; raises as the one that ``TensorStoreArrays.start_open`` returns.
         """
-        array = leaf.array
-        where = f'{name} ({self._arrays.url(array)})'
+        where = f'{name} ({self._arrays.url(leaf)})'
         direct = self._direct
-        if array.is_byte_range:
+        if leaf.driver == 'bytes':
             opened = (
                 RangeArray(leaf, where, self._storage, self._directory)
                 if direct is None
                 else direct.open_range(leaf, name, where)
             )
             return lambda: opened
-        if direct is None or pool is None or not is_read_natively(array):
+        if direct is None or pool is None or not is_read_natively(leaf):
             return self._arrays.start_open(leaf, name, where)
         opening = pool.submit(direct.open, leaf, name, where, boxes)
         return lambda: opening.result() or self._arrays.start_open(leaf, name, where)()
 
-    def read(self, leaf: StoredLeaf, name: str, index: Any = ...) -> np.ndarray:
+    def read(self, leaf: StoredArray, name: str, index: Any = ...) -> np.ndarray:
         """Reads a numpy basic index of an array; only the chunks that it overlaps are read.
 
         Args:
@@ -154,17 +143,15 @@ class ArrayReader:
         with self._around_read():
             return self._read_identified(leaf, name, index)
 
-    def _read_identified(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
+    def _read_identified(self, leaf: StoredArray, name: str, index: Any) -> np.ndarray:
         if self._identity is None:
             return self._read(leaf, name, index)
         # A read that verifies checksums needs no check of the checkpoint's identity.
-        file = leaf.array.location if leaf.array.is_byte_range else None
+        file = leaf.location if leaf.driver == 'bytes' else None
         with self._identity.checked_on_failure() if self._compares_all() else self._identity.reading(file=file):
             return self._read(leaf, name, index)
 
     def _compares_all(self) -> bool:
-        if self._cache is not None:
-            return self._cache.has_checksums
         return self._checks is not None and not self._checks.only_whole_chunks
 
     def in_one(self) -> Self:
@@ -179,18 +166,15 @@ class ArrayReader:
         reader._around_read = context  # noqa: SLF001 - a copy of itself
         return reader
 
-    def _read(self, leaf: StoredLeaf, name: str, index: Any) -> np.ndarray:
+    def _read(self, leaf: StoredArray, name: str, index: Any) -> np.ndarray:
         basic = basic_index(index, leaf.shape)
         if basic is None:
             return self._read(leaf, name, ...)[index]
         slices, after = basic
-        cached = None if self._cache is None else self._cache.read(leaf, name, slices)
-        if cached is not None:
-            return from_stored(cached, leaf.dtype)[after]
         box = Box.from_slices(slices, leaf.shape)
-        for task in self._check_tasks(leaf.array, name, [box]):
+        for task in self._check_tasks(leaf, name, [box]):
             task()
-        values = self._read_mapped(leaf.array, name, slices, whole=index is Ellipsis)
+        values = self._read_mapped(leaf, name, slices, whole=index is Ellipsis)
         if values is None:
             values = self.start_open(leaf, name, [box])().read(slices)
         return from_stored(values, leaf.dtype)[after]
@@ -232,7 +216,7 @@ class ArrayReader:
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
     """A lazy array of a leaf, stored or inline, cast to ``dtype`` when it is read."""
     wanted = np.dtype(leaf.dtype) if dtype is None else dtype
-    if not isinstance(leaf, StoredLeaf):
+    if not isinstance(leaf, StoredArray):
         value = np.asarray(leaf)
         return LazyThreadPoolArray(
             value.shape,
@@ -273,14 +257,12 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     """
     located = contents.located
     _check_step_of_directory(contents, strictly=reading.verify == 'full')
-    cache = CachedChunks(contents) if located.storage.caches else None
     return ArrayReader(
         located,
         reading.mmap,
-        checksums=contents.checksums if cache is None or reading.verify == 'full' else None,
+        checksums=contents.checksums,
         only_whole_chunks=reading.verify == 'auto',
         identity=contents.identity,
-        cache=cache,
     )
 
 
@@ -290,7 +272,7 @@ def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     Raises:
       CorruptCheckpointError: with ``strictly``, the name has another step; otherwise a warning is logged.
     """
-    written, step = contents.facts.recorded('step'), contents.located.step
+    written, step = contents.facts.step, contents.located.step
     if written is None or step is None or written == step:
         return
     text = f'{contents.located.url} was saved as step {written!r:.40}: its directory was renamed, or is a copy'

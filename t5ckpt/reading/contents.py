@@ -18,13 +18,12 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of, without_cure_of_damage
 from t5ckpt.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     T5CkptError,
     TreeMismatchError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import StoredLeaf, checkpoint_leaves, is_spec, typed_by_zarray, untyped_specs, with_facts
+from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import Manifest, begins_state, decode_manifest, refuse_pointer
@@ -78,11 +77,6 @@ class Contents:
     def identity(self) -> Identity:
         """The identity of the checkpoint."""
         return Identity(self.located, self.versions)
-
-    @property
-    def positions_in(self) -> str:
-        """The directory with the positions of data iterators, relative to that of the checkpoint."""
-        return self.facts.positions_in or ''
 
     def check_not_part(self) -> None:
         """Checks that the directory has all files, and not only the part of one of several processes, see ``save/parts.py``.
@@ -163,15 +157,11 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         if name == MANIFEST or parse_step_dir(name) is not None or begins_state(raw.manifest):
             raise
         # Only the path suggests that this file is a checkpoint, so the path is more likely to be wrong than the file.
-        what = foreign_bytes(raw.manifest) or 'not a checkpoint. Check the path'
+        what = next((each for _, each in foreign_bytes(raw.manifest)), 'not a checkpoint. Check the path')
         raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:
         return Contents(located, orbax.manifest, orbax.facts, None, raw.versions)
-    # Specs without a dtype are rare.
-    for path, spec in untyped_specs(manifest.state):
-        with contextlib.suppress(CheckpointNotFoundError):
-            typed_by_zarray(spec, leaf_name(path), files.read)
     return Contents(located, manifest, facts, _file_checksums(located, raw, recorded), raw.versions)
 
 
@@ -259,8 +249,7 @@ def leaves_of(
       FormatError: a spec is not accepted.
     """
     manifest, tree_facts = contents.manifest, contents.facts.tree
-    table = with_facts(flatten_nested(manifest.state, is_spec), tree_facts)
-    before = checkpoint_leaves(table, manifest.version, tree_facts)
+    before = checkpoint_leaves(manifest.state, manifest.version, tree_facts)
     if not transforms:
         return before, tree_facts
     state: Any = unflatten(before)
@@ -279,7 +268,7 @@ def leaves_of(
     table = flatten_nested(state)
     origin = {id(leaf): path for path, leaf in before.items()}
     for path, leaf in table.items():
-        if isinstance(leaf, StoredLeaf) and id(leaf) not in origin:
+        if isinstance(leaf, StoredArray) and id(leaf) not in origin:
             raise UnsupportedFormatError(
                 f'{leaf_name(path)}: a state transformation put an array of another checkpoint there, which is not read from '
                 'this one. Put its values there: t5ckpt.open_checkpoint(path)[leaf][...].'

@@ -8,7 +8,6 @@ import errno
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
@@ -95,7 +94,7 @@ class Identity:
                 raise error from cause
             # The check itself failed; the first error is more useful.
             return
-        if change == 'deleted' and has_read and catalog_of(self.located.storage).is_deleted_whole:
+        if change == 'deleted' and has_read and self.located.storage.commits_by_rename:
             return
         cure = 'Read another step, or pin a step to keep it' if change == 'deleted' else 'Open it again'
         if change == 'deleted' and is_tensor_file(self.located.manifest):

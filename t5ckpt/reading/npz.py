@@ -22,7 +22,7 @@ from typing import BinaryIO
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
-from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.storage import foreign_errors
 from t5ckpt.tree.leaves import native_dtype
 
@@ -108,9 +108,7 @@ def _array(archive: zipfile.ZipFile, member: str, where: str) -> NpzArray | str:
         header = file.tell()
     stored = native_dtype(dtype)
     native = np.dtype('bfloat16') if stored == np.dtype('V2') and dtype.names is None else stored
-    try:
-        dtype_from_name(native.name)
-    except KeyError:
+    if native.name not in DTYPES:
         return str(dtype)
     info = archive.getinfo(member)
     _check_size(info, header, math.prod(shape) * dtype.itemsize, where)
@@ -177,8 +175,5 @@ def is_extended(dtype: np.dtype) -> bool:
 
 def extended_dtype(name: str, stored: np.dtype) -> np.dtype | None:
     """The dtype at the end of a name, if npz lacks it and ``stored`` is the dtype of its bits."""
-    try:
-        dtype = dtype_from_name(name)
-    except KeyError:
-        return None
-    return dtype if is_extended(dtype) and stored == BITS[dtype.itemsize] else None
+    dtype = DTYPES.get(name)
+    return dtype if dtype is not None and is_extended(dtype) and stored == BITS[dtype.itemsize] else None

@@ -33,7 +33,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import CorruptCheckpointError, StorageError, T5CkptError, UnsupportedFormatError
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.codecs import decoded
 from t5ckpt.format.dtypes import zarr_typestr
@@ -80,7 +80,7 @@ class TensorStoreArrays:
         """The TensorStore of an array; raises as :meth:`start_open` and the function that it returns."""
         return self._finish_open(array, self._start_open(array), name)
 
-    def start_open(self, leaf: StoredLeaf, name: str, where: str) -> Callable[[], OpenArray]:
+    def start_open(self, leaf: StoredArray, name: str, where: str) -> Callable[[], OpenArray]:
         """Starts to open an array.
 
         Returns:
@@ -90,18 +90,18 @@ class TensorStoreArrays:
         Raises:
           FormatError: a file of the array is a link out of the checkpoint.
         """
-        opening = self._start_open(leaf.array)
+        opening = self._start_open(leaf)
 
         def finish() -> OpenArray:
-            store = self._finish_open(leaf.array, opening, name)
-            errors = functools.partial(self.errors, leaf.array, where)
+            store = self._finish_open(leaf, opening, name)
+            errors = functools.partial(self.errors, leaf, where)
             return _TensorStoreArray(leaf, name, where, store, self._storage, self._checks, errors)
 
         return finish
 
     def errors(self, array: StoredArray, where: str) -> contextlib.AbstractContextManager[None]:
         """Maps the errors of TensorStore for an array; those of a database name the files that it lacks."""
-        if not array.layout.is_in_database:
+        if not array.is_in_database:
             return foreign_errors(where)
         return database_errors(self._storage, join(self._directory, array.root), where)
 
@@ -131,7 +131,7 @@ class TensorStoreArrays:
 
     def _reopened(self, array: StoredArray, name: str) -> Any:
         """Opens an array whose ``.zarray`` is missing, or refused by TensorStore; returns None if that is damaged."""
-        if array.layout is not ArrayLayout.ZARR:
+        if not array.is_zarr_directory:
             return None
         file = f'{array.location}/{ZARRAY}'
         try:
@@ -181,7 +181,7 @@ class TensorStoreArrays:
             out[...] = whole[box.relative_to(grid.full_box(grid.index_of(box))).slices]
 
         layout = ts.ChunkLayout(chunk_shape=chunks)
-        return ts.virtual_chunked(read, dtype=ts.dtype(array.dtype.name), shape=array.shape, chunk_layout=layout)
+        return ts.virtual_chunked(read, dtype=ts.dtype(array.disk_dtype.name), shape=array.shape, chunk_layout=layout)
 
     def is_filled(self, array: StoredArray, store: Any) -> bool:
         """As :func:`is_filled`, also for an array that numcodecs decodes."""
@@ -197,8 +197,8 @@ class TensorStoreArrays:
         # A shard of zarr3 is one file of many chunks. The chunks of an empty array are empty, too.
         shard = store.chunk_layout.write_chunk.shape or ()
         chunks = ChunkGrid(array.shape, tuple(size or 1 for size in shard)).num_chunks
-        chunk_bytes = math.prod(store.chunk_layout.read_chunk.shape or ()) * array.dtype.itemsize
-        if array.layout.is_in_database:
+        chunk_bytes = math.prod(store.chunk_layout.read_chunk.shape or ()) * array.disk_dtype.itemsize
+        if array.is_in_database:
             # A database keeps all values in a few files.
             check_count(chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes(array.root)), where)
             check_chunk(chunk_bytes, lambda: sum(self._sizes(array.root)), where)
@@ -214,12 +214,12 @@ class TensorStoreArrays:
 
     def _spec(self, array: StoredArray) -> dict[str, Any]:
         kvstore = self._storage.array_kvstore(join(self._directory, array.root))
-        if array.layout.is_in_database:
+        if array.is_in_database:
             kvstore = {'driver': 'ocdbt', 'base': kvstore, 'path': array.key_prefix}
         return {
-            'driver': array.layout.driver,
+            'driver': array.driver,
             'kvstore': kvstore,
-            'schema': {'dtype': array.dtype.name, 'domain': {'shape': list(array.shape)}},
+            'schema': {'dtype': array.disk_dtype.name, 'domain': {'shape': list(array.shape)}},
             'fill_missing_data_reads': False,
             'recheck_cached_data': False,
             'recheck_cached_metadata': False,
@@ -228,7 +228,7 @@ class TensorStoreArrays:
     def _open_with(self, array: StoredArray, fields: Mapping[str, Any], name: str) -> Any:
         metadata = {key: value for key, value in fields.items() if value is not None or key == 'compressor'}
         metadata |= {'shape': list(array.shape), 'zarr_format': 2}
-        metadata.setdefault('dtype', zarr_typestr(array.dtype))
+        metadata.setdefault('dtype', zarr_typestr(array.disk_dtype))
         filled = metadata.get('fill_value') is not None and not array.stores_all
         spec = self._spec(array) | {'metadata': metadata, 'fill_missing_data_reads': filled}
         with foreign_errors(f'{name} ({self.url(array)}, not by its .zarray)'):
@@ -317,7 +317,7 @@ class OpenArray(abc.ABC):
       can_convert: whether buffers may have the dtype to convert to instead of the dtype on disk.
     """
 
-    def __init__(self, leaf: StoredLeaf, where: str, *, can_convert: bool = False):
+    def __init__(self, leaf: StoredArray, where: str, *, can_convert: bool = False):
         """Takes the array; ``where`` has the names of the leaf and of the array, for errors."""
         self.can_convert = can_convert
         self._leaf = leaf
@@ -332,8 +332,8 @@ class OpenArray(abc.ABC):
         """Reads forward slices, in the dtype on disk. A caller who wants checksums compared does that before."""
 
     def _new_buffer(self, shape: tuple[int, ...]) -> np.ndarray:
-        check_memory(math.prod(shape) * self._leaf.array.dtype.itemsize, self._where)
-        return aligned_empty(shape, self._leaf.array.dtype)
+        check_memory(math.prod(shape) * self._leaf.disk_dtype.itemsize, self._where)
+        return aligned_empty(shape, self._leaf.disk_dtype)
 
 
 class FileArray(OpenArray):
@@ -360,7 +360,7 @@ class _TensorStoreArray(OpenArray):
 
     def __init__(
         self,
-        leaf: StoredLeaf,
+        leaf: StoredArray,
         name: str,
         where: str,
         store: Any,
@@ -377,7 +377,7 @@ class _TensorStoreArray(OpenArray):
 
     def fill(self, buffers: Mapping[Box, np.ndarray], pool: Pool | None = None) -> Filling:
         views = {box: self._store[box.slices] for box in buffers}
-        checks = () if self._checks is None else self._checks.tasks(self._leaf.array, self._name, buffers)
+        checks = () if self._checks is None else self._checks.tasks(self._leaf, self._name, buffers)
         verifying = _started(checks, pool)
         reads = [_StoreRead(self._storage, views[box], buffer) for box, buffer in buffers.items()]
         return Filling(self._errors, [*verifying, *reads])
@@ -406,7 +406,7 @@ def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:
       CorruptCheckpointError: the file ends before the end of the range.
       CheckpointNotFoundError: there is no such file.
     """
-    data = storage.read_range(key, start, stop)
+    data = storage.read(key, start, stop)
     if len(data) != stop - start:
         raise CorruptCheckpointError(f'{storage.url(key)} ends before byte {stop:,}. Copy it again.')
     return data
@@ -415,15 +415,15 @@ def read_range(storage: Storage, key: str, start: int, stop: int) -> bytes:
 class RangeArray(FileArray):
     """An array that is a range of bytes of an object."""
 
-    def __init__(self, leaf: StoredLeaf, where: str, storage: Storage, directory: str):
+    def __init__(self, leaf: StoredArray, where: str, storage: Storage, directory: str):
         """Takes the array, and the checkpoint's directory."""
         super().__init__(leaf, where)
         self._storage = storage
-        self._key = join(directory, leaf.array.location)
+        self._key = join(directory, leaf.location)
 
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """One task for each request."""
-        array = self._leaf.array
+        array = self._leaf
         boxes = [box for box in buffers if not box.is_empty]
         if not boxes:
             return []
@@ -432,17 +432,17 @@ class RangeArray(FileArray):
         return [
             functools.partial(self._read_block, block, {box: buffers[box] for box in boxes})
             for region in regions
-            for block in _blocks(array.shape, region, array.dtype.itemsize)
+            for block in _blocks(array.shape, region, array.disk_dtype.itemsize)
         ]
 
     def _read_block(self, block: Box, buffers: Mapping[Box, np.ndarray]) -> None:
-        array = self._leaf.array
-        steps = strides_of(array.shape, array.dtype.itemsize)
+        array = self._leaf
+        steps = strides_of(array.shape, array.disk_dtype.itemsize)
         first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
-        last = sum((stop - 1) * step for (_, stop), step in zip(block, steps, strict=True)) + array.dtype.itemsize
+        last = sum((stop - 1) * step for (_, stop), step in zip(block, steps, strict=True)) + array.disk_dtype.itemsize
         offset = array.metadata['offset']
         data = read_range(self._storage, self._key, offset + first, offset + last)
-        values = np.ndarray(block.shape, array.dtype, data, strides=steps)
+        values = np.ndarray(block.shape, array.disk_dtype, data, strides=steps)
         for box, buffer in buffers.items():
             shared = box.intersect(block)
             if not shared.is_empty:

@@ -36,7 +36,7 @@ from t5ckpt.errors import (
     UnsafeSpecError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray, is_spec, shape_of
+from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, is_spec, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
@@ -52,7 +52,7 @@ from t5ckpt.format.orbax import (
     TREE_METADATA,
     orbax_object,
 )
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, check_size
 from t5ckpt.reading.open_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten, unique
@@ -60,6 +60,7 @@ from t5ckpt.tree.train_state import BARE_ARRAY
 
 _log = logging.getLogger('t5ckpt')
 
+_METADATA_BYTES = 2**20
 # Also the default of an early v1 of Orbax.
 _ITEMS = ('', 'state', 'default', 'pytree')
 _STRINGS = ('str', 'string')
@@ -232,7 +233,8 @@ def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
     # Versions before the flag left out the chunks of zarr3 that equal the fill value.
     stores_all = bool(metadata.get('store_array_data_equal_to_fill_value'))
-    arrays = array_leaves(files, item, names, zarr3=bool(metadata.get('use_zarr3')), stores_all=stores_all)
+    driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
+    arrays = array_leaves(files, item, names, driver, stores_all=stores_all)
     table = {path: arrays.get(path, table.get(path)) for path, _ in leaves}
     if set(table) == {_ARRAY} and _handlers(storage, files.directory).get(item, '').endswith(_ARRAY_HANDLER):
         return {(): table[_ARRAY]}
@@ -274,7 +276,7 @@ def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxCon
         path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
     }
     names = {path: leaf.removeprefix(PLACEHOLDER) for path, leaf in placeholders.items()}
-    state = unflatten(table | array_leaves(files, '', names, zarr3=False))
+    state = unflatten(table | array_leaves(files, '', names, 'zarr'))
     return OrbaxContents(dataclasses.replace(manifest, state=state), _facts(files))
 
 
@@ -282,8 +284,8 @@ def array_leaves(
     files: CheckpointFiles,
     item: str,
     names: Mapping[Path, str],
+    driver: str,
     *,
-    zarr3: bool,
     stores_all: bool = False,
     unread: dict[Path, str] | None = None,
 ) -> dict[Path, StoredArray]:
@@ -293,7 +295,7 @@ def array_leaves(
       files: of the checkpoint.
       item: in whose directory the arrays are.
       names: of the arrays, by path.
-      zarr3: whether they are in zarr's version 3.
+      driver: ``'zarr'`` or ``'zarr3'``.
       stores_all: see :class:`StoredArray`.
       unread: gets the arrays of unknown dtypes, with the name of the dtype. Without it, such an array is an error.
 
@@ -307,12 +309,14 @@ def array_leaves(
         kvstore = {'driver': 'ocdbt', 'base': kvstore}
     # The names in a database are keys, which lead nowhere.
     by_path = dict(names) if ocdbt else {path: _safe(name) for path, name in names.items()}
-    layout = ArrayLayout.of_zarr(zarr3=zarr3, ocdbt=ocdbt)
-    file = layout.metadata_file
+    file = METADATA_FILES[driver]
     where = storage.url(base)
-    # TensorStore follows every link.
+    # TensorStore follows every link, and ends the process at a file that no memory holds.
     for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
         files.check(name, where)
+        if storage.is_file_system and not ocdbt:
+            key = join(files.directory, name)
+            check_size(storage.size(key) or 0, _METADATA_BYTES, storage.url(key))
     with database_errors(storage, base, where) if ocdbt else foreign_errors(where):
         store = ts.KvStore.open(kvstore, context=storage.context()).result()
         futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
@@ -326,7 +330,7 @@ def array_leaves(
             lost = OCDBT_MANIFEST if of_database and not ocdbt else f'{name}/{file}'
             raise CorruptCheckpointError(f'{storage.url(join(base, lost))} is missing. {CURE_OF_DAMAGE}')
         location = f'{item}//{name}' if ocdbt else join(item, name)
-        array = _array(bytes(result.value), location, layout, f'{where}: {name}')
+        array = _array(bytes(result.value), location, driver, f'{where}: {name}')
         if isinstance(array, str):
             if unread is None:
                 raise UnsupportedFormatError(
@@ -345,16 +349,16 @@ def _safe(name: str) -> str:
     return name
 
 
-def _array(data: bytes, location: str, layout: ArrayLayout, where: str) -> StoredArray | str | None:
+def _array(data: bytes, location: str, driver: str, where: str) -> StoredArray | str | None:
     """The array of this metadata, the name of its dtype if it is unknown, or None for a group."""
     try:
         metadata = json.loads(data)
         if metadata.get('node_type') == 'group':
             return None
         claimed = metadata['shape']
-        name = str(metadata['data_type'] if layout.driver == 'zarr3' else metadata['dtype'])
+        name = str(metadata['data_type'] if driver == 'zarr3' else metadata['dtype'])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
     dtype = dtype_from_typestr(name)
-    return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, layout=layout)
+    return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, dtype, driver=driver)

@@ -27,12 +27,10 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check_word('verify', self.verify, _VERIFY_LEVELS)
 
-    def verifies_checksums(self, storage: Storage, *, lazy: bool, by_index: bool = True) -> bool:
+    def verifies_checksums(self, storage: Storage, *, lazy: bool) -> bool:
         """Whether checksums are verified: always, never, or with 'auto' only for files that are read completely.
 
-        On storage without local files, verification would fetch each file twice, except through a cache, which serves
-        reads ``by_index`` (``ArrayReader.read``).
+        On storage without local files, verification would fetch each file twice.
         """
         reads_whole_chunks = storage.is_file_system and not self.mmap and not lazy
-        is_cached = storage.caches and by_index
-        return self.verify == 'full' or (self.verify == 'auto' and (reads_whole_chunks or is_cached))
+        return self.verify == 'full' or (self.verify == 'auto' and reads_whole_chunks)

@@ -9,6 +9,7 @@ Process 0 reads the headers and broadcasts them as JSON.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -20,16 +21,14 @@ from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray
-from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import Manifest, refuse_pointer
 from t5ckpt.format.safetensors import (
     INDEX,
     MAX_HEADER,
     SHARD,
     Header,
-    Tensor,
-    data_bytes,
     header_bytes,
     is_npz,
     parse_header,
@@ -48,17 +47,18 @@ def read_tensors(
 ) -> tuple[bytes, dict[str, Any]]:
     """The tensors of :func:`read_headers` as JSON for :func:`decode_tensors`, and the versions."""
     files, versions = read_headers(storage, directory, name, follow_links=follow_links)
-    tensors = {
-        file: (size, [(tensor.name, tensor.dtype.name, tensor.shape, tensor.offset) for tensor in header.tensors])
-        for file, (header, size) in files.items()
-    }
-    return json.dumps(tensors).encode(), versions
+    arrays = [
+        (name, array.location, array.shape, array.dtype.name, array.metadata)
+        for header in files.values()
+        for name, array in header.arrays
+    ]
+    return json.dumps(arrays).encode(), versions
 
 
 def read_headers(
     storage: Storage, directory: str, name: str, *, follow_links: bool = False
-) -> tuple[dict[str, tuple[Header, int]], dict[str, Any]]:
-    """The header and the size of a file, or of each file that an index names.
+) -> tuple[dict[str, Header], dict[str, Any]]:
+    """The header of a file, or of each file that an index names.
 
     A tensor is in one of the headers. Logs the tensors that are left out because of their dtype.
 
@@ -74,7 +74,7 @@ def read_headers(
     source = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
     versions: dict[str, Any] = {}
 
-    def header(file: str) -> tuple[Header, int]:
+    def header(file: str) -> Header:
         versions[file] = storage.version(join(directory, file))
         where = storage.url(join(directory, file))
         return source.npz(file, where) if is_npz(file) else source.header(file, where)
@@ -88,17 +88,17 @@ def read_headers(
         index = CheckpointFiles.at(storage, directory, follow_links=follow_links).read(name, MAX_HEADER)
         by_tensor = weight_map(index, where)
         files = _chosen(by_tensor, {file: header(file) for file in sorted(set(by_tensor.values()))}, where)
-    unread = {tensor: dtype for found, _ in files.values() for tensor, dtype in found.unread.items()}
+    unread = {tensor: dtype for found in files.values() for tensor, dtype in found.unread.items()}
     if unread:
         text = some_of([f'{tensor} ({dtype})' for tensor, dtype in unread.items()], 5)
         text = f'{where}: t5ckpt does not read the dtypes of these tensors, which are left out: {text}'
-        if not any(found.tensors for found, _ in files.values()):
+        if not any(found.arrays for found in files.values()):
             raise UnsupportedFormatError(
                 f'{text}. There is no other tensor. Load the file with the library that wrote it, as the init_fn of '
                 'restore_or_init (docs/migration.md).'
             )
         _log.warning('t5ckpt: %s', printable(text))
-    _check_places([tensor.name for found, _ in files.values() for tensor in found.tensors], where)
+    _check_places([tensor for found in files.values() for tensor, _ in found.arrays], where)
     return files, versions
 
 
@@ -132,9 +132,7 @@ def weight_map(text: bytes, where: str) -> dict[str, str]:
     return by_tensor
 
 
-def _chosen(
-    by_tensor: Mapping[str, str], files: Mapping[str, tuple[Header, int]], where: str
-) -> dict[str, tuple[Header, int]]:
+def _chosen(by_tensor: Mapping[str, str], files: Mapping[str, Header], where: str) -> dict[str, Header]:
     """The headers, each with the tensors for which the index names its file, and with those that only this file has.
 
     Several files may have a tensor. If the index does not list it, it is none of the model's.
@@ -143,8 +141,8 @@ def _chosen(
       CorruptCheckpointError: a file lacks a tensor that the index assigns to it.
     """
     files_of: dict[str, list[str]] = {}
-    for file, (header, _) in files.items():
-        for name in (*(tensor.name for tensor in header.tensors), *header.unread):
+    for file, header in files.items():
+        for name in (*dict(header.arrays), *header.unread):
             files_of.setdefault(name, []).append(file)
     wrong = sorted(tensor for tensor, file in by_tensor.items() if file not in files_of.get(tensor, ()))
     if wrong:
@@ -156,15 +154,12 @@ def _chosen(
         )
     home = {name: having[0] for name, having in files_of.items() if len(having) == 1} | dict(by_tensor)
     return {
-        file: (
-            Header(
-                tuple(tensor for tensor in header.tensors if home.get(tensor.name) == file),
-                header.metadata,
-                {name: dtype for name, dtype in header.unread.items() if home.get(name) == file},
-            ),
-            size,
+        file: dataclasses.replace(
+            header,
+            arrays=[(name, array) for name, array in header.arrays if home.get(name) == file],
+            unread={name: dtype for name, dtype in header.unread.items() if home.get(name) == file},
         )
-        for file, (header, size) in files.items()
+        for file, header in files.items()
     }
 
 
@@ -194,20 +189,20 @@ class _Local:
     def __init__(self, root: str, follow_links: bool):
         self._contained = ContainedDirectory(root, follow_links=follow_links)
 
-    def header(self, file: str, where: str) -> tuple[Header, int]:
-        """The header of a file, and the file's size."""
+    def header(self, file: str, where: str) -> Header:
+        """The header of a file."""
         with self._opened(file, where) as (opened, size):
             text = opened.read(header_bytes(opened.read(8), size, where))
-        return parse_header(text, size, where), size
+        return parse_header(text, size, file, where)
 
-    def npz(self, file: str, where: str) -> tuple[Header, int]:
-        """The arrays of an npz file as a header, and the file's size."""
+    def npz(self, file: str, where: str) -> Header:
+        """The arrays of an npz file as a header."""
         with self._opened(file, where) as (opened, size):
             refuse_pointer(opened.read(64), where)
             with npz_errors(where), zipfile.ZipFile(opened) as archive:
                 arrays, unread = npz_arrays(archive, where)
-                tensors = tuple(_npz_entry(opened, archive, array, where) for array in arrays)
-                return Header(tensors, unread=unread), size
+                entries = [_npz_entry(opened, archive, array, file, size, where) for array in arrays]
+                return Header(entries, size, unread)
 
     @contextlib.contextmanager
     def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:
@@ -228,38 +223,32 @@ class _Bucket:
         self._storage = storage
         self._directory = directory
 
-    def header(self, file: str, where: str) -> tuple[Header, int]:
-        """The header of a file, and the file's size."""
+    def header(self, file: str, where: str) -> Header:
+        """The header of a file."""
         key = join(self._directory, file)
-        length = header_bytes(self._storage.read_range(key, 0, 8), 2**62, where)
-        text = read_range(self._storage, key, 8, 8 + length)
-        size = 8 + length + data_bytes(text)
-        return parse_header(text, size, where), size
+        length = header_bytes(self._storage.read(key, 0, 8), 2**62, where)
+        return parse_header(read_range(self._storage, key, 8, 8 + length), None, file, where)
 
-    def npz(self, file: str, where: str) -> tuple[Header, int]:  # noqa: ARG002
+    def npz(self, file: str, where: str) -> Header:  # noqa: ARG002
         """Raises UnsupportedFormatError, since the directory of the archive is at the end of an object of unknown size."""
         raise UnsupportedFormatError(f'{where}: npz files are read on local file systems. Copy it to a disk.')
 
 
-def _npz_entry(opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, where: str) -> Tensor:
+def _npz_entry(
+    opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, file: str, size: int, where: str
+) -> tuple[str, StoredArray]:
     if array.obstacle:
         raise UnsupportedFormatError(
             f'{where}: {array.name} is {array.obstacle}, so it cannot be read in place. Convert the file: '
             't5ckpt import npz FILE RUN.'
         )
-    return Tensor(array.name, array.dtype, array.shape, stored_range(opened, archive, array))
+    place = {'offset': stored_range(opened, archive, array), 'file_bytes': size}
+    return array.name, StoredArray(file, array.shape, array.dtype, array.dtype, place, 'bytes')
 
 
 def decode_tensors(data: bytes) -> Manifest:
     """The tree of the tensors; a '/' in a name begins a level of it."""
     table: dict[Path, Any] = {}
-    for file, (size, tensors) in json.loads(data).items():
-        for name, dtype, shape, offset in tensors:
-            table[path_of(name)] = StoredArray(
-                file,
-                tuple(shape),
-                dtype_from_name(dtype),
-                metadata={'offset': offset, 'file_bytes': size},
-                layout=ArrayLayout.BYTE_RANGE,
-            )
+    for name, file, shape, dtype, place in json.loads(data):
+        table[path_of(name)] = StoredArray(file, tuple(shape), DTYPES[dtype], DTYPES[dtype], place, 'bytes')
     return Manifest(3, unflatten(table))

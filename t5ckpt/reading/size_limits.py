@@ -45,7 +45,7 @@ def check_memory(nbytes: int, where: str) -> None:
     if nbytes <= _NEEDS_NO_PROOF:
         return
     limit = memory_limit()
-    if limit is not None and nbytes > limit:
+    if nbytes > limit:
         raise NotEnoughMemoryError(
             f'{where}: {nbytes:,} bytes are needed, this machine has {limit:,}. Read a slice of it '
             '(open_checkpoint(path)[name][:100]), map it (mmap=True), or restore it sharded.'

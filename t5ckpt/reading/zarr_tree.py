@@ -17,6 +17,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.array_spec import METADATA_FILES
 from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.orbax import OCDBT_MANIFEST
@@ -39,18 +40,21 @@ def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents
     """
     where = files.storage.url(files.directory)
     keys = _keys(files, where)
-    by_file = {file: {key.removesuffix(f'/{file}') for key in keys if key.endswith(f'/{file}')} for file in _METADATA}
+    by_file = {
+        file: {key.removesuffix(f'/{file}') for key in keys if key.endswith(f'/{file}')}
+        for file in METADATA_FILES.values()
+    }
     # A group of v3 has the same file as an array.
     groups = {name[: end.start()] for name in by_file['zarr.json'] for end in re.finditer('/', name)}
     unread: dict[Path, str] = {}
     leaves = {
         path: leaf
-        for file, zarr3 in _METADATA.items()
+        for driver, file in METADATA_FILES.items()
         for path, leaf in array_leaves(
             files,
             '',
             {tuple(name.split('/')): name for name in sorted(by_file[file] - groups)},
-            zarr3=zarr3,
+            driver,
             unread=unread,
         ).items()
     }
@@ -81,9 +85,6 @@ def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents
     return OrbaxContents(Manifest(3, unflatten(leaves)), _facts(files), left_out, by_name)
 
 
-_METADATA = {'.zarray': False, 'zarr.json': True}
-
-
 def _keys(files: CheckpointFiles, where: str) -> list[str]:
     storage, directory = files.storage, files.directory
     if not storage.is_file(join(directory, OCDBT_MANIFEST)):
@@ -101,4 +102,4 @@ def _facts(files: CheckpointFiles) -> Facts:
         metadata = json.loads(files.read(LEVANTER, 2**20))
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError, RecursionError):
         return NO_FACTS
-    return Facts(format=0, custom_metadata=metadata if isinstance(metadata, dict) else {})
+    return Facts(knows_tree=False, custom_metadata=metadata if isinstance(metadata, dict) else {})

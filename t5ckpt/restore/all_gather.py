@@ -44,7 +44,7 @@ def split_replicated(reads: Sequence[StoredRead], processes: int) -> tuple[list[
 def _sharding_in_parts(read: StoredRead) -> Any:
     sharding, shape = read.template.sharding, read.template.shape
     mesh = getattr(sharding, 'mesh', None)
-    if mesh is None or read.template.kind != 'array' or read.leaf.array.nbytes < _MIN_BYTES:
+    if mesh is None or read.template.kind != 'array' or read.leaf.nbytes < _MIN_BYTES:
         return None
     if not sharding.is_fully_replicated or sharding.is_fully_addressable:
         return None

@@ -24,7 +24,6 @@ from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
 from t5ckpt.restore.report import report_plan
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.restore.resolve import contents_to_restore
-from t5ckpt.storage import requests_between
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.template import leaf_templates
@@ -44,7 +43,7 @@ def run_restore(request: RestoreRequest) -> Any:
       StorageError: a file cannot be read.
       RemoteError: the restore failed in another process.
     """
-    started, before = time.monotonic(), request.storage.requests()
+    started = time.monotonic()
     last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
     with request.round.failing_together(last if request.local_part is None else Phase.NEED):
         planned = _planned(request)
@@ -61,7 +60,7 @@ def run_restore(request: RestoreRequest) -> Any:
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     leaves, data = summary
-    data += request.sources() + requests_between(before, request.storage.requests())
+    data += request.sources()
     _log.info('t5ckpt: restored %s: %s, in %.2f s%s', _source(planned.contents.located), leaves, seconds, data)
     return restored
 
@@ -100,11 +99,10 @@ def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
         request.cast,
         fallback,
         tree_facts.keys,
-        knows_keys=bool(contents.facts.format) and contents.facts.completeness != 'unknown',
+        knows_keys=contents.facts.knows_tree,
         strict=request.call.strict,
         on_devices=not request.call.lazy,
         resize=request.call.resize,
-        parts=view.parts,
     )
     templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
     with contents.naming_unread():
@@ -166,7 +164,7 @@ def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Conte
     Returns:
       Where the data continues, for the log; empty if the iterator is unchanged.
     """
-    dataset, located, below = request.dataset, contents.located, contents.positions_in
+    dataset, located, below = request.dataset, contents.located, contents.facts.positions_in
     directory = join(located.directory, below)
     if dataset is not None:
         is_part = request.local_part is not None

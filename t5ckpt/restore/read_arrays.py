@@ -99,8 +99,8 @@ def read_arrays(
             rest.append(read)
         else:
             values[read.path] = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
-    meter = Meter(progress, sum(read.leaf.array.nbytes for read in reads))
-    meter.add(sum(read.leaf.array.nbytes for read in reads if read.path in values))
+    meter = Meter(progress, sum(read.leaf.nbytes for read in reads))
+    meter.add(sum(read.leaf.nbytes for read in reads if read.path in values))
     in_host = [read for read in rest if read.uses_host_buffer]
     if in_host:
         more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
@@ -186,7 +186,7 @@ class _RestoreScheduler:
                 return
 
     def _start(self, read: StoredRead, opened: OpenArray, size: int) -> _LeafInFlight:
-        dtype = read.dtype if read.changes_bits and opened.can_convert else read.leaf.array.dtype
+        dtype = read.dtype if read.changes_bits and opened.can_convert else read.leaf.disk_dtype
         buffers = {box: _buffer(box, dtype) for box in read.source_boxes}
         return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
 
@@ -204,7 +204,7 @@ class _RestoreScheduler:
             self._budget.release(item.size)
         else:
             self._moving.append((leaf, item.size))
-        self._meter.add(read.leaf.array.nbytes)
+        self._meter.add(read.leaf.nbytes)
 
     def _release_next(self) -> None:
         on_devices, size = self._moving[0]
@@ -215,16 +215,16 @@ class _RestoreScheduler:
 
 def _bytes_wanted(read: StoredRead) -> int:
     """The boxes of a leaf that this process restores."""
-    return sum(box.size for box in read.boxes) * read.leaf.array.dtype.itemsize
+    return sum(box.size for box in read.boxes) * read.leaf.disk_dtype.itemsize
 
 
 def _bytes_read(read: StoredRead) -> int:
     """The boxes of a leaf that this process reads."""
-    return sum(box.size for box in read.source_boxes) * read.leaf.array.dtype.itemsize
+    return sum(box.size for box in read.source_boxes) * read.leaf.disk_dtype.itemsize
 
 
 def _bytes_in_flight(read: StoredRead) -> int:
-    size = sum(box.size for box in read.source_boxes) * max(read.leaf.array.dtype.itemsize, read.dtype.itemsize)
+    size = sum(box.size for box in read.source_boxes) * max(read.leaf.disk_dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
 
 

@@ -99,8 +99,7 @@ class RestoreRequest:
 
     def verifies_checksums(self, located: Located) -> bool:
         """Whether the checksums of the chunks are compared when they are read."""
-        # Only LazyArrays are read by index.
-        return self.reading.verifies_checksums(located.storage, lazy=self.call.lazy, by_index=self.call.lazy)
+        return self.reading.verifies_checksums(located.storage, lazy=self.call.lazy)
 
 
 def check_source(step: Any, path: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from t5ckpt.commit.retention import RunFacts
-from t5ckpt.commit.step_facts import missing_from_all
+from t5ckpt.commit.retention import RunFacts, missing_from_all
 from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.core.call_site import Notices
 from t5ckpt.errors import MissingMetricWarning
@@ -80,7 +79,7 @@ def _infos_with(facts: RunFacts, metric: str, awaited: Collection[str] = ()) -> 
     Raises:
       ValueError: the steps have metrics, but not this one, and it is not awaited.
     """
-    infos = facts.infos_in_any_layout({metric, *facts.policy.metric_names})
+    infos = facts.infos({metric, *facts.policy.metric_names})
     missing = missing_from_all(infos, metric)
     if missing is not None and metric not in awaited and any(info.metrics for info in infos):
         raise ValueError(f'best_step: {missing} Pass one of these.')
@@ -96,15 +95,28 @@ def candidates(monitored: Sequence[tuple[str, str]], metric: str | None, mode: s
 
 
 def warn_of_missing_metrics(
-    notices: Notices, missing: Mapping[str, tuple[int, Collection[str]]], *, has_source: bool
+    notices: Notices, policy: KeepPolicy, infos: Sequence[StepInfo], *, has_source: bool
 ) -> None:
-    """Warns of metrics that a keep policy needs; by name, a step without the metric and the metrics of that step."""
+    """Warns of the metrics that a keep policy compares and no step has.
+
+    Args:
+      notices: of the checkpointer.
+      policy: the keep policy.
+      infos: the step that is about to be saved. With a metric source, all steps: one of them may lack a metric that others have,
+        since T5X's training loop saves the first step before any evaluation, and the last step was not evaluated yet.
+      has_source: whether there is a metric source.
+    """
+    if has_source and len(infos) < 3:
+        return
     source = 'Pass'
     if has_source:
         source = 'metric_source has not returned it for any step so far. If no evaluator is about to write it, pass'
-    for name, (step, held) in missing.items():
-        text = (
-            f'step {step} has no metric {name!r}, which the keep policy compares; it has: {", ".join(held) or "none"}. '
-            f'{source} metrics={{{name!r}: ...}} to save, or name another metric in the policy.'
-        )
-        notices.warn(('keep_policy', name), MissingMetricWarning(text))
+    found = {name for info in infos for name in info.metrics}
+    for name in policy.metric_names:
+        if name not in found:
+            text = (
+                f'step {infos[0].step} has no metric {name!r}, which the keep policy compares; it has: '
+                f'{", ".join(infos[0].metrics) or "none"}. {source} metrics={{{name!r}: ...}} to save, or name another metric '
+                'in the policy.'
+            )
+            notices.warn(('keep_policy', name), MissingMetricWarning(text))

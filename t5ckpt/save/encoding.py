@@ -190,7 +190,9 @@ def _free_cores() -> float:
 
 def _cost(sample: np.ndarray, codec: dict[str, Any], rate: float, cores: float) -> float:
     """Seconds that a byte of the sample takes with a codec."""
-    array = StoredArray('sample', sample.shape, sample.dtype, metadata={'chunks': sample.shape, 'compressor': codec})
+    array = StoredArray(
+        'sample', sample.shape, sample.dtype, sample.dtype, {'chunks': sample.shape, 'compressor': codec}
+    )
     nbytes, seconds = 0, math.inf
     for _ in range(_TURNS):
         # Not the elapsed time, in which other threads run.
@@ -218,13 +220,13 @@ def is_encoded(array: StoredArray, values: np.ndarray) -> bool:
     """Whether the file of a chunk has other bytes than the values."""
     # A chunk at the end of an axis is padded on disk.
     is_padded = values.shape != tuple(array.metadata['chunks'])
-    return is_padded or array.metadata['compressor'] is not None or name_of(array.dtype) in _SUB_BYTE
+    return is_padded or array.metadata['compressor'] is not None or name_of(array.disk_dtype) in _SUB_BYTE
 
 
 def encode_chunk(array: StoredArray, values: np.ndarray) -> bytes:
     """The bytes of the file of a chunk; ``values`` are those inside the array, in C order and the dtype on disk."""
     compressor, chunks = array.metadata['compressor'], tuple(array.metadata['chunks'])
-    if name_of(array.dtype) in _SUB_BYTE or not (compressor is None or is_native(compressor)):
+    if name_of(array.disk_dtype) in _SUB_BYTE or not (compressor is None or is_native(compressor)):
         return _encoded_by_tensorstore(array, values)
     if values.shape != chunks:
         # A chunk at the end of an axis is stored in full.
@@ -242,7 +244,7 @@ def _encoded_by_tensorstore(array: StoredArray, values: np.ndarray) -> bytes:
         'metadata': {
             'shape': chunks,
             'chunks': chunks,
-            'dtype': zarr_typestr(array.dtype),
+            'dtype': zarr_typestr(array.disk_dtype),
             'compressor': array.metadata['compressor'],
         },
         'store_data_equal_to_fill_value': True,

@@ -10,7 +10,6 @@ from typing import Any
 
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import Marker, seconds_for
-from t5ckpt.commit.occupancy import listed_elsewhere
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
@@ -28,7 +27,6 @@ from t5ckpt.save.manifest_and_facts import facts_of_save, manifest_bytes
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.write import WriteReport, write_arrays
-from t5ckpt.storage import requests_between
 
 _log = logging.getLogger('t5ckpt')
 
@@ -45,7 +43,6 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
       The checkpoint; None if the step exists already.
     """
     request, context = prepared.request, prepared.request.context
-    before = context.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             leader = _Leader(prepared, stack)
@@ -77,7 +74,7 @@ def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) 
     if done.get('skip'):
         return None
     arrays = join(step_dir(request.step), started['generation'])
-    return after_commit(prepared, written, arrays, done['facts_checksum'], done['bytes'], before)
+    return after_commit(prepared, written, arrays, done['facts_checksum'], done['bytes'])
 
 
 class _Leader:
@@ -100,13 +97,11 @@ class _Leader:
         reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(context.storage))
         codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
-            _, listed = collect(context.storage, context.clock)
-            context.retention.note_listing(listed)
-            elsewhere = None if listed is None else listed_elsewhere(context.storage, request.step, listed.names)
-            if elsewhere is not None and not request.decide_to_replace(elsewhere):
-                return {'skip': True}
+            context.retention.listed = listed = collect(context.storage, context.clock)
             nbytes = prepared.staging.total_bytes
-            options = TransactionOptions(may_replace=request.may_replace, listed=listed, seconds=seconds_for(nbytes))
+            options = TransactionOptions(
+                may_replace=request.may_replace, listed=listed, is_shared=not is_single, seconds=seconds_for(nbytes)
+            )
             work = open_transaction(context.storage, request.step, context.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
@@ -231,11 +226,10 @@ def after_commit(
     directory: str,
     facts_checksum: str,
     nbytes: int,
-    requests_before: Mapping[str, int],
 ) -> CommittedCheckpoint:
     """After the commit: logs it and runs retention, once for each storage, and keeps the checkpoint for the next save.
 
-    ``written`` is relative to ``directory``, that of the arrays. ``requests_before`` were sent before the save.
+    ``written`` is relative to ``directory``, that of the arrays.
     """
     request, context, step = prepared.request, prepared.request.context, prepared.request.step
     storage = context.storage
@@ -244,9 +238,8 @@ def after_commit(
     if request.round.is_leader or request.in_parts:
         how = 'linked' if storage.links else 'copied in the store'
         linked = f', {written.linked_bytes} bytes of arrays {how}' if written.linked_bytes else ''
-        text = linked + requests_between(requests_before, storage.requests())
         _log.info(
-            'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, text
+            'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, linked
         )
         try:
             context.retention.carry_out(step)

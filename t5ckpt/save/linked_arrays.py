@@ -18,10 +18,10 @@ import numpy as np
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
-from t5ckpt.format.zarray import zarray_bytes
+from t5ckpt.format.zarray import zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
@@ -68,7 +68,7 @@ class SourceArray:
     """A stored array of another checkpoint, whose files can be linked."""
 
     checkpoint: SourceCheckpoint
-    leaf: StoredLeaf
+    leaf: StoredArray
 
 
 class LinkedArray(LazyThreadPoolArray):
@@ -91,7 +91,7 @@ class LinkedArray(LazyThreadPoolArray):
         self.source = source
 
     @classmethod
-    def of(cls, checkpoint: SourceCheckpoint, leaf: StoredLeaf, name: str) -> LinkedArray:
+    def of(cls, checkpoint: SourceCheckpoint, leaf: StoredArray, name: str) -> LinkedArray:
         """The array of a leaf, which has this name in errors."""
         read = checkpoint.reader.read
         return cls(
@@ -117,7 +117,7 @@ def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None
     checkpoint = checkpoint or SourceCheckpoint.open(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
-        value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredLeaf) else leaf
+        value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredArray) else leaf
         if path in tree_facts.keys:
             value = KeyData(value, tree_facts.keys[path])
         elif path in tree_facts.python and not isinstance(value, LinkedArray):
@@ -132,20 +132,18 @@ def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None
     The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
     version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
-    stored = source.leaf.array
-    plain = stored.layout is ArrayLayout.ZARR and stored.bits_of is None
-    if not plain or write.dtype != source.leaf.dtype or stored.dtype != write.array.dtype:
+    leaf = source.leaf
+    if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
         return None
     storage = source.checkpoint.storage
-    key = join(source.checkpoint.directory, stored.location, '.zarray')
+    key = join(source.checkpoint.directory, leaf.location, '.zarray')
     if storage.kind(key) != 'file':
         return None
     try:
         zarray = json.loads(storage.read(key))
         metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
         array = dataclasses.replace(write.array, metadata=metadata)
-        expected = json.loads(zarray_bytes(array))
-        same = {**zarray, 'dimension_separator': separator_of(zarray)} == expected
+        same = {**zarray, 'dimension_separator': separator_of(zarray)} == zarray_of(array)
     except (ValueError, TypeError, KeyError):
         return None
     return array if same else None
@@ -167,10 +165,10 @@ def link_or_copy_chunks(
       CorruptCheckpointError: a file is missing, or does not match its checksum.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    checkpoint, location = array.checkpoint, array.leaf.array.location
+    checkpoint, location = array.checkpoint, array.leaf.location
     entries: dict[str, FileEntry] = {}
     chunk_files = set(write.chunk_files)
-    chunk_bytes = math.prod(write.array.metadata['chunks']) * write.array.dtype.itemsize
+    chunk_bytes = math.prod(write.array.metadata['chunks']) * write.array.disk_dtype.itemsize
     # A file that is verified by its checksum needs no check of the checkpoint's identity.
     identity = checkpoint.identity
     with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
@@ -188,7 +186,7 @@ def link_or_copy_chunks(
             checkpoint.checksums.check(old, entry, where, _CURE)
             if name in chunk_files and write.array.metadata['compressor'] is None and len(data) != chunk_bytes:
                 raise CorruptCheckpointError(f'{where} {size_text(len(data), chunk_bytes)}. {_CURE}')
-            if not storage.link_from(checkpoint.storage, source, target):
+            if not storage.link(source, target, checkpoint.storage):
                 storage.make_dir(join(directory, write.array.location))
                 storage.write(target, data)
             entries[name] = entry

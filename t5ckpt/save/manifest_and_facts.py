@@ -9,7 +9,6 @@ import numpy as np
 
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.gc_pause import paused
-from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import SaveFailedError, StepMismatchWarning
 from t5ckpt.format.array_spec import StoredArray, spec_of
@@ -91,8 +90,7 @@ def facts_of_save(
       SaveFailedError: the files are not those of the arrays.
     """
     files = {MANIFEST: manifest}
-    lists = [join(work.generation, file_checksums_name(index)) for index in range(len(votes))]
-    files |= {name: tuple(vote['checksums']) for name, vote in zip(lists, votes, strict=True)}
+    files |= {file_checksums_name(index): tuple(vote['checksums']) for index, vote in enumerate(votes)}
     arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
     if arrays['files'] != expected:
@@ -100,7 +98,7 @@ def facts_of_save(
             f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
         )
     facts = Facts(
-        prepared.tree_facts.below(work.generation),
+        prepared.tree_facts,
         devices=prepared.devices if prepared.devices > 1 else None,
         custom_metadata=prepared.request.call.custom_metadata,
         metrics=prepared.request.call.metrics,

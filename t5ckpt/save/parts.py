@@ -27,8 +27,9 @@ from typing import Any
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.replacement import remove_replaced, take_back
-from t5ckpt.commit.strategy import open_transaction, strategy_of
+from t5ckpt.commit.occupancy import occupant_of
+from t5ckpt.commit.replacement import take_back
+from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.rounds import Phase
@@ -51,7 +52,6 @@ _MOST_POSITION_BYTES = 2**20
 def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits, as :func:`run_save` does; each process in its own storage."""
     request, context = prepared.request, prepared.request.context
-    before = context.storage.requests()
     try:
         with contextlib.ExitStack() as stack:
             with request.round.failing_together(Phase.PLAN):
@@ -82,7 +82,7 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             context.reuse.previous = None
         raise
     context.retention.note_saved(request.step, decode_facts(facts, context.storage.url(work.directory)))
-    return after_commit(prepared, written, work.directory, digest(facts), done['bytes'], before)
+    return after_commit(prepared, written, work.directory, digest(facts), done['bytes'])
 
 
 def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
@@ -100,9 +100,8 @@ def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
 def _opened(prepared: PreparedSave) -> Transaction:
     """Makes the directory of this process."""
     request, context = prepared.request, prepared.request.context
-    _, listed = collect(context.storage, context.clock)
-    context.retention.note_listing(listed)
-    if not request.call.overwrite and strategy_of(context.storage).occupant(context.storage, request.step) is not None:
+    listed = collect(context.storage, context.clock)
+    if not request.call.overwrite and occupant_of(context.storage, request.step) is not None:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(context.storage, request.step, context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
@@ -181,7 +180,7 @@ def _commit(
     If the commit of a process fails, all of them take the step back: they put back the checkpoint that it replaced, or delete it.
     If a process dies, the others leave it: it may be complete.
     """
-    request, context = prepared.request, prepared.request.context
+    request = prepared.request
     with request.round.failing_together(Phase.COMMIT), contextlib.ExitStack() as stack:
         facts = request.round.receive('facts')
         if digest(manifest) != done['manifest']:
@@ -201,9 +200,9 @@ def _commit(
             raise
         except T5CkptError:
             _take_back(request, work.replaced)
+            work.finish()
             raise
-    if work.replaced is not None:
-        remove_replaced(context.storage, request.step, work.replaced, context.clock)
+    work.finish()
     return facts
 
 

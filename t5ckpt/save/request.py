@@ -13,9 +13,9 @@ from t5ckpt.catalog.layouts import ListedStep, other_layout
 from t5ckpt.catalog.listing import newest, steps_in
 from t5ckpt.catalog.locate import contents_of_new_run
 from t5ckpt.commit.holds import held_steps
+from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.commit.removal import check_not_kept, check_removable
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
@@ -103,13 +103,6 @@ class SaveRequest:
             self.log_skipped(occupant)
         return occupant is None
 
-    def decide_to_replace(self, occupant: ListedStep) -> bool:
-        """Returns whether the save replaces a complete step. Logs a save that is skipped."""
-        is_replaced = self._is_replaced(occupant)
-        if not is_replaced:
-            self.log_skipped(occupant)
-        return is_replaced
-
     def find_kept(self) -> ListedStep | None:
         """The complete step that exists, unless the save replaces it; None if the save may write the step.
 
@@ -118,7 +111,7 @@ class SaveRequest:
         """
         if self.context.retention.is_surely_new(self.step):
             return None
-        occupant = strategy_of(self.context.storage).occupant(self.context.storage, self.step)
+        occupant = occupant_of(self.context.storage, self.step)
         return None if occupant is None or self.frees_step() or self._is_replaced(occupant) else occupant
 
     def _is_replaced(self, occupant: ListedStep) -> bool:
@@ -154,10 +147,10 @@ class SaveRequest:
         Raises:
           StepKeptError: it is pinned, or held by a reader.
         """
-        storage, directory = self.context.storage, step_dir(self.step)
-        if not self.call.overwrite or not storage.is_file(join(directory, MANIFEST)):
+        storage, old = self.context.storage, ListedStep(self.step, step_dir(self.step))
+        if not self.call.overwrite or not storage.is_file(join(old.name, MANIFEST)):
             return False
-        check_not_kept(storage, self.step, held_steps(storage, self.context.clock), 'replaced')
+        check_not_kept(storage, old, held_steps(storage, self.context.clock), 'replaced', even_waiting=True)
         return True
 
 

@@ -267,7 +267,7 @@ class SaveSchedule:
         try:
             steps = self._facts.steps()
             if self._watched.names:
-                for info in self._facts.infos_in_any_layout():
+                for info in self._facts.infos():
                     self._best = with_best(self._best, info.metrics)
         except StorageError as error:
             if not self._facts.may_be_away:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.strategy import open_transaction
@@ -100,7 +101,8 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     plan = plan_save(leaves_to_save(table, is_storable), {}, request.options, t5x_inlines=request.t5x_inlines)
     with taken_step_exists('Write to another directory, or try again.'):
         planned = sum(write.array.nbytes for write in plan.writes)
-        options = TransactionOptions(may_replace=lambda: request.overwrite, collects=True, seconds=seconds_for(planned))
+        listed = collect(request.storage, request.clock)
+        options = TransactionOptions(lambda: request.overwrite, seconds=seconds_for(planned), listed=listed)
         work = open_transaction(request.storage, request.step, request.clock, options)
     with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)
@@ -127,7 +129,7 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     checksums = report.checksums | {join(work.generation, name): entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
     counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
-    facts = dataclasses.replace(request.facts, tree=plan.tree_facts.below(work.generation), source=request.source or {})
+    facts = dataclasses.replace(request.facts, tree=plan.tree_facts, source=request.source or {})
     locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
     return work.commit_with_checksums(manifest, facts, counts, checksums, locations)
 

@@ -103,7 +103,7 @@ class TemplateCheck:
     def _plan_restore(self, table: LeafTable, template: StateView, options: RestoreOptions) -> None:
         leaves, keys = _as_saved(table)
         templates = leaf_templates(template, self._template, self._partitioner)
-        options = dataclasses.replace(options, keys=keys, knows_keys=True, parts=template.parts)
+        options = dataclasses.replace(options, keys=keys, knows_keys=True)
         plan_restore(leaves, templates, options, 'the state')
 
     def _warn(self, step: int) -> None:

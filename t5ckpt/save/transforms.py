@@ -73,7 +73,7 @@ def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
 
     on_disk = stored_dtype(np.dtype(dtype)) if isinstance(dtype, np.dtype) else np.dtype(np.uint32)
     metadata = {'chunks': choose_chunks(shape, on_disk.itemsize, DEFAULT_CHUNK_BYTES), 'compressor': None}
-    return ts.Spec(spec_of(StoredArray(name.replace('/', '.'), shape, on_disk, metadata=metadata), 'file'))
+    return ts.Spec(spec_of(StoredArray(name.replace('/', '.'), shape, on_disk, on_disk, metadata), 'file'))
 
 
 @dataclasses.dataclass(frozen=True)

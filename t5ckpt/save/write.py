@@ -155,7 +155,6 @@ class _Writer:
         self._codec_selection = codec_selection
         self._storage, self._directory = storage, directory = reused.storage, reused.directory
         self._where = storage.url(directory)
-        self._kvstore = storage.open_kvstore(directory)
         direct_bytes = storage.direct_bytes(in_background=staging.in_background)
         self._direct_bytes = math.inf if direct_bytes is None else direct_bytes
         self._direct_writers = Pool(_DIRECT_WRITERS)
@@ -219,7 +218,7 @@ class _Writer:
                 self._written[key] = entry
         if not write.chunks:
             # All of its chunks are written by other processes.
-            self._begin_array(write, np.empty(0, write.array.dtype))
+            self._begin_array(write, np.empty(0, write.array.disk_dtype))
 
     def _encode(self, write: ArrayWrite, key: str, data: np.ndarray) -> Any:
         """Encodes a chunk and starts to write it, in a thread; returns the future of the write, None if it was linked."""
@@ -235,7 +234,7 @@ class _Writer:
         self._written[key] = entry
         if len(encoded) >= self._direct_bytes:
             return self._write_direct(key, np.frombuffer(encoded, np.uint8))
-        return self._kvstore.write(key, encoded)
+        return self._storage.start_write(join(self._directory, key), encoded)
 
     def _link_if_equal(self, write: ArrayWrite, key: str, data: np.ndarray, entry: FileEntry | None) -> bool:
         """Links or copies a chunk that the previous checkpoint has; returns whether it did."""
@@ -261,7 +260,7 @@ class _Writer:
     def _write_metadata(self, array: StoredArray, name: str) -> None:
         data = zarray_bytes(array)
         key = join(array.location, '.zarray')
-        self._in_flight.append(_InFlight(name, self._kvstore.write(key, data), 0, key))
+        self._in_flight.append(_InFlight(name, self._storage.start_write(join(self._directory, key), data), 0, key))
         self._written[key] = entry_of(data)
 
     def _open(self, array: StoredArray, name: str) -> Any:
@@ -342,7 +341,7 @@ class _Writer:
             return self.reused.versions
         versions = {key: self._storage.stamp(join(self._directory, key)) for key in self.checksums}
         for key in [key for key, version in versions.items() if version is None]:
-            if self._storage.known_size(join(self._directory, key)) is None:
+            if self._storage.size(join(self._directory, key)) is None:
                 where = self._storage.url(join(self._directory, key))
                 raise StorageError(errno.EIO, f'{where}: was written without an error, but does not exist. Save again.')
         return versions

@@ -1,14 +1,14 @@
 """The storage of checkpoints: one class per backend, behind one small interface.
 
 Only this package knows URL schemes and TensorStore drivers. A new backend is a module here: a subclass of ``base.Storage``, or
-of ``bucket.BucketStorage`` for an object store, and a function ``open_at``. ``open.py`` lists the module by its scheme,
+of ``bucket.BucketStorage`` for an object store, and ``open_at``, which makes it. ``open.py`` lists the module by its scheme,
 ``options.py`` has its options, and ``testing/conformance.py`` tests it.
 """
 
 from __future__ import annotations
 
 from t5ckpt.storage.absent import AbsentStorage, require_directory
-from t5ckpt.storage.base import Entry, Storage, requests_between
+from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors, is_disk_error, means_damage
 from t5ckpt.storage.open import is_same_kind, open_storage, option_values, split_path
 from t5ckpt.storage.options import storage_defaults
@@ -24,7 +24,6 @@ __all__ = [
     'means_damage',
     'open_storage',
     'option_values',
-    'requests_between',
     'require_directory',
     'split_path',
     'storage_defaults',

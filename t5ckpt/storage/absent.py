@@ -36,4 +36,4 @@ class AbsentStorage(Storage):
         return key
 
     read = write = kind = size = entries = walk = make_dir = try_lock = _refuse
-    sync_tree = publish = delete_file = delete_tree = array_kvstore = context = _refuse
+    sync_tree = publish = delete_files = delete_tree = array_kvstore = context = _refuse

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t5ckpt.errors import StorageError
 from t5ckpt.storage.error_mapping import foreign_errors
 
 if TYPE_CHECKING:
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
-_METHODS = ('PUT', 'COPY', 'GET', 'LIST', 'DELETE')
-
-__all__ = ['Entry', 'Lock', 'Storage', 'foreign_errors', 'requests_between']
+__all__ = ['Entry', 'Lock', 'Storage', 'foreign_errors']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +33,11 @@ class Entry:
       name: the last component.
       is_dir: whether it is a directory or a prefix of other keys.
       size: bytes; 0 for a directory, None if the listing does not have it.
-      mtime: unix seconds; 0.0 if the backend does not have it.
     """
 
     name: str
     is_dir: bool
     size: int | None = 0
-    mtime: float = 0.0
-
-
-def requests_between(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """The text of a log line for the requests between two results of ``Storage.requests``; empty if there were none."""
-    sent = {method: count - before.get(method, 0) for method, count in after.items()}
-    named = ', '.join(f'{sent[method]} {method}' for method in _METHODS if sent.get(method, 0) > 0)
-    return f'; requests: {named}' if named else ''
 
 
 class Lock(ABC):
@@ -85,8 +73,6 @@ class Storage(ABC):
     """Whether Orbax writes in place here, and marks a complete checkpoint with a file ``commit_success.txt``."""
     is_shared = True
     """Whether other processes can see the same root, as far as is known."""
-    caches = False
-    """Whether ``read_cached`` keeps files on this machine."""
     is_absent = False
     """Whether it is the storage of a checkpointer without a directory, so that every operation is an error."""
     driver: str
@@ -97,20 +83,8 @@ class Storage(ABC):
         """The path or URL of a key."""
 
     @abstractmethod
-    def read(self, key: str) -> bytes:
-        """The bytes of a key. Raises CheckpointNotFoundError if it does not exist."""
-
-    def read_range(self, key: str, start: int, stop: int) -> bytes:
-        """Bytes of a key from ``start`` to ``stop``; fewer if the file is shorter."""
-        return self.read(key)[start:stop]
-
-    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        """As :meth:`read`, through the cache of this machine, if the storage has one (``caches``).
-
-        ``is_good`` returns whether cached bytes are those of the file; None compares the file's version instead.
-        """
-        del is_good
-        return self.read(key)
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of a key, or of a range of it; fewer if it is shorter. CheckpointNotFoundError if it does not exist."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
@@ -136,37 +110,25 @@ class Storage(ABC):
     def kind(self, key: str) -> str | None:
         """``'file'``, ``'dir'`` or None."""
 
-    def broken_links(self) -> Mapping[str, StorageError]:
-        """An error for each name in the root that is a symbolic link to nothing, which ``entries`` leaves out."""
-        return {}
-
     def root_kind(self) -> str | None:
         """``kind`` of the root, without a request: always ``'dir'`` on an object store, which has no directories."""
         return self.kind('')
 
     def is_file(self, key: str) -> bool:
         """Whether a key is a file; cheaper than ``kind`` on object stores."""
-        return self.kind(key) == 'file'
+        return self.are_files([key])[0]
 
     def are_files(self, keys: Sequence[str]) -> list[bool]:
         """``is_file`` of each key, with concurrent requests where possible."""
-        return [self.is_file(key) for key in keys]
+        return [head is not None for head in self.heads(keys, 0)]
 
     def heads(self, keys: Sequence[str], nbytes: int) -> list[bytes | None]:
         """The first ``nbytes`` of each key, None where there is no file, with concurrent requests where possible."""
-        return [self.read_range(key, 0, nbytes) if self.is_file(key) else None for key in keys]
-
-    def check_reachable(self, key: str) -> None:
-        """Called before a missing checkpoint is reported: raises StorageError if the bucket does not exist."""
-        del key
+        return [(self.read(key, 0, nbytes) if nbytes else b'') if self.kind(key) == 'file' else None for key in keys]
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """Returns the size of a file in bytes, or None if it does not exist. On an object store this reads the file."""
-
-    def known_size(self, key: str) -> int | None:
-        """The size of a file, or None if it does not exist; -1 on an object store, where only :meth:`size` finds it."""
-        return self.size(key)
+        """The size of a file, or None if it does not exist; -1 on an object store, where only a read finds it."""
 
     def stamp(self, key: str, before: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """Returns a value that changes when a file is replaced, written to, or gets or loses a hard link; None if unsupported.
@@ -211,7 +173,10 @@ class Storage(ABC):
 
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
-        """Returns the entries directly below ``key``, by name; an empty list if there are none."""
+        """Returns the entries directly below ``key``, by name; an empty list if there are none.
+
+        A symbolic link to nothing is listed as a directory; ``kind`` and ``size`` of it raise StorageError.
+        """
 
     def names(self, key: str, beginning: str | tuple[str, ...]) -> list[str]:
         """The names directly below ``key`` with this beginning, in order."""
@@ -222,40 +187,38 @@ class Storage(ABC):
         """Every file below ``key`` as (key, bytes), by name; the bytes are None if the listing does not have them."""
 
     @abstractmethod
-    def make_dir(self, key: str, exclusive: bool = False) -> bool:
-        """Creates a directory and its parents. With ``exclusive`` returns False if it exists already."""
+    def make_dir(self, key: str) -> None:
+        """Creates a directory and its parents, unless they exist."""
 
-    @abstractmethod
     def try_lock(self, key: str) -> Lock | None:
         """Locks a directory for its writer without waiting; returns None if another live process has the lock.
+
+        Only with ``commits_by_rename``: elsewhere each save writes to a directory of its own.
 
         Returns:
           The lock. Its ``is_held`` is False if locks do not work.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         """Makes the entries of a directory, and of the directories ``below`` it, durable; files are durable already.
 
         The caller names the directories, since finding them would list every file of a huge checkpoint.
         """
+        del key, below
 
-    @abstractmethod
     def publish(self, source: str, target: str) -> None:
         """Renames a directory durably to a name that does not exist. Only with ``commits_by_rename``."""
+        raise NotImplementedError
 
     def exchange(self, source: str, target: str) -> bool:
         """Swaps two directories durably in one atomic operation; returns False if the storage cannot."""
         del source, target
         return False
 
-    def link(self, source: str, target: str) -> bool:
-        """Hard-links the file ``source`` to ``target``, and creates parents; returns False if the storage cannot."""
-        return self.link_from(self, source, target)
-
-    def link_from(self, other: Storage, source: str, target: str) -> bool:
-        """As :meth:`link`, for a file ``source`` of another storage."""
-        del other, source, target
+    def link(self, source: str, target: str, of: Storage | None = None) -> bool:
+        """Hard-links a file, ``of`` another storage, to ``target``, and creates parents; returns False if the storage cannot."""
+        del source, target, of
         return False
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
@@ -265,9 +228,13 @@ class Storage(ABC):
         """
         del source, target, version
 
-    @abstractmethod
     def delete_file(self, key: str) -> None:
         """Removes a key; does nothing if it does not exist."""
+        self.delete_files([key])
+
+    @abstractmethod
+    def delete_files(self, keys: Sequence[str]) -> None:
+        """Removes keys, with concurrent requests where possible; ignores those that do not exist."""
 
     def delete_unchanged(self, key: str, version: Any) -> bool:
         """Removes a key that was just read with this version; returns False if it was replaced or removed since then.
@@ -280,11 +247,6 @@ class Storage(ABC):
         del version
         self.delete_file(key)
         return True
-
-    def delete_files(self, keys: Sequence[str]) -> None:
-        """Removes many keys, with concurrent requests where possible."""
-        for key in keys:
-            self.delete_file(key)
 
     @abstractmethod
     def delete_tree(self, key: str) -> None:
@@ -305,20 +267,12 @@ class Storage(ABC):
     def context(self) -> ts.Context:
         """The TensorStore context for that spec; an error in a process that was forked after the first use."""
 
-    def requests(self) -> Mapping[str, int]:
-        """The number of requests that this process has sent to servers of this kind, by method; empty without a server.
-
-        On object stores these are the requests of TensorStore (``storage/connection.py``) and those that t5ckpt sends itself
-        (``storage/server_requests.py``). ``save/execute.py`` logs those of a save.
-        """
-        return {}
-
-    def open_kvstore(self, key: str) -> Any:
-        """The TensorStore kvstore of the directory ``key``, or one with the same ``write``, for many concurrent writes."""
+    def start_write(self, key: str, data: bytes) -> Any:
+        """Starts to write a chunk of an unfinished checkpoint; returns a future for :meth:`wait`."""
         import tensorstore as ts
 
         with foreign_errors(self.url(key)):
-            return ts.KvStore.open(self.array_kvstore(key), context=self.context()).result()
+            return ts.KvStore.open(self.array_kvstore(''), context=self.context()).result().write(key, data)
 
     def wait(self, future: Any) -> Any:
         """The result of a TensorStore future; on an object store, the wait for a silent server is bounded.

@@ -59,7 +59,7 @@ def lock_directory(path: str) -> DirectoryLock | None:
 
     Returns:
       None if the directory does not exist or another process has the lock. On a file system without locks, a lock with
-      ``is_held`` False; garbage collection then uses the time in the name of the directory.
+      ``is_held`` False.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -41,8 +41,8 @@ def write_synced(path: str, data: bytes) -> os.stat_result:
         os.close(fd)
 
 
-def make_dir_durably(path: str, *, exclusive: bool, syncs_name: bool) -> bool:
-    """Creates a directory and its parents; returns False, with ``exclusive``, if it existed before.
+def make_dir_durably(path: str, *, syncs_name: bool) -> None:
+    """Creates a directory and its parents, unless they exist.
 
     The names of the parents are durable, that of the directory only with ``syncs_name``.
     """
@@ -60,11 +60,8 @@ def make_dir_durably(path: str, *, exclusive: bool, syncs_name: bool) -> bool:
         if syncs_name:
             sync_dir(os.path.dirname(path))
     except FileExistsError:
-        if exclusive:
-            return False
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-    return True
 
 
 def rename_durably(source: str, target: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from t5ckpt.errors import (
@@ -112,7 +111,7 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
 # Errors of the disk or of the file system's structures on it. All others are of the process, the machine, a mount or the rights.
 _OF_THE_DISK = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 # The meaning of these depends on the operation.
-_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+_OF_THE_FILE = {errno.ENOENT, errno.EEXIST}
 
 
 def is_disk_error(error: Exception) -> bool:
@@ -141,18 +140,15 @@ def map_tensorstore_error(error: Exception, where: str, *, writing: bool = False
     ``action`` is the operation that the credentials must permit, 'reading' or 'writing' by default.
     """
     text = _SIGNATURE.sub('', _SPEC.sub('', str(error)))
-    lowered = text.lower()
     system = _OS_CODE.search(text)
     if system is not None and int(system.group(1)) in _SYSTEM.keys() - _OF_THE_FILE:
         return map_os_error(OSError(int(system.group(1)), _OS_CODE.sub('', text)), where, writing=writing)
-    if 'no space left' in lowered or 'quota exceeded' in lowered:
+    if 'quota exceeded' in text.lower():
         return NoSpaceError(errno.ENOSPC, f'{where}: {text}. {_NO_SPACE}')
     is_expired = EXPIRED.search(text) is not None
-    if is_expired or 'permission denied' in lowered or 'read-only file system' in lowered or text.startswith(_REFUSALS):
+    if is_expired or text.startswith(_REFUSALS):
         cure = _cure_of_refusal(text, action or ('writing' if writing else 'reading'))
         return AccessDeniedError(errno.EACCES, f'{where}: {text}. {cure}')
-    if 'not a directory' in lowered or 'is a directory' in lowered:
-        return NotADirectoryStorageError(errno.ENOTDIR, f'{where}: {text}. Move this file away.')
     return (None if writing else _error_of_bytes(text, where)) or StorageError(errno.EIO, f'{where}: {text}')
 
 
@@ -204,19 +200,14 @@ def transient_answer(error: Exception) -> str | None:
     return ' '.join(part for part in (f'HTTP {code[1]}' if code else '', message.rstrip('.')) if part)
 
 
-def _shown_cause(error: Exception) -> Exception | None:
-    """The error, for tracebacks; None if it has a signature in it."""
-    return None if _SIGNATURE.search(str(error)) else error
-
-
 class _MappedErrors:
     """Maps the errors inside the block.
 
     In Python 3.13 an error that a generator of contextlib maps holds a cycle of frames, and all that their callers hold.
     """
 
-    def __init__(self, where: str, *, writing: bool, of_tensorstore: Callable[[Exception], Exception]) -> None:
-        self._where, self._writing, self._of_tensorstore = where, writing, of_tensorstore
+    def __init__(self, where: str, *, writing: bool, action: str = '') -> None:
+        self._where, self._writing, self._action = where, writing, action
 
     def __enter__(self) -> None:
         pass
@@ -227,16 +218,18 @@ class _MappedErrors:
         if isinstance(error, OSError):
             raise map_os_error(error, self._where, writing=self._writing) from error
         if isinstance(error, TENSORSTORE_ERRORS):
-            raise self._of_tensorstore(error) from _shown_cause(error)
+            # The cause is for tracebacks, unless it has a signature in it.
+            cause = None if _SIGNATURE.search(str(error)) else error
+            if self._action:
+                raise map_bucket_error(error, self._where, self._action) from cause
+            raise map_tensorstore_error(error, self._where, writing=self._writing) from cause
 
 
 def bucket_errors(where: str, action: str = 'reading') -> AbstractContextManager[None]:
     """Maps the errors of TensorStore inside the block, for requests to a bucket; ``action`` is their operation on a key."""
-    return _MappedErrors(where, writing=True, of_tensorstore=lambda error: map_bucket_error(error, where, action))
+    return _MappedErrors(where, writing=True, action=action)
 
 
 def foreign_errors(where: str, *, writing: bool = False) -> AbstractContextManager[None]:
     """Maps the errors of the operating system and of TensorStore inside the block."""
-    return _MappedErrors(
-        where, writing=writing, of_tensorstore=lambda error: map_tensorstore_error(error, where, writing=writing)
-    )
+    return _MappedErrors(where, writing=writing)

@@ -1,9 +1,9 @@
 """POSIX file systems.
 
 Small files are written with ``os.write`` and ``fsync``. Chunk files are written without the page cache
-(``storage/direct_io.py``), or by TensorStore's file driver, which writes to ``<name>.__lock``, fsyncs and renames. Neither makes
-directory entries durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after
-the rename.
+(``storage/direct_io.py``), or by TensorStore's file driver, which writes to ``<name>_<hex>.__lock``, fsyncs and renames. Neither
+makes directory entries durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent
+after the rename.
 
 The umask determines the permissions of files.
 """
@@ -15,7 +15,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5ckpt.core.keys import join
@@ -34,7 +34,7 @@ from t5ckpt.storage.durable import (
 from t5ckpt.storage.error_mapping import foreign_errors
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.memory_limit import check_whole_read
-from t5ckpt.storage.options import FileOptions, parse_options
+from t5ckpt.storage.options import FileOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,42 +47,22 @@ _IO_CONCURRENCY = 32
 _RIVAL_ATTEMPTS = 1000
 
 
-def _entry(item: os.DirEntry[str]) -> Entry | None:
-    """The entry of a name; None for a name that was just deleted or is a dangling link, which must not stop a listing.
+def _status(path: str, *, may_dangle: bool) -> os.stat_result | None:
+    """The status of a file, following links; None if it does not exist.
 
     Raises:
-      OSError: the name cannot be inspected, so the listing would be incomplete.
+      StorageError: it is a symbolic link to nothing, and may not be.
     """
     try:
-        info = item.stat()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if may_dangle or not os.path.islink(path):
             return None
-        raise
-    is_dir = stat.S_ISDIR(info.st_mode)
-    return Entry(item.name, is_dir, 0 if is_dir else info.st_size, info.st_mtime)
-
-
-def _leads_nowhere(path: str) -> bool:
-    """Whether a link leads to no file. ``os.path.exists`` is also False if the disk fails or access is denied."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return True
-        raise
-    return False
-
-
-def _is_broken(item: os.DirEntry[str]) -> bool:
-    return item.is_symlink() and _leads_nowhere(item.path)
-
-
-def _broken_link(path: str) -> StorageError:
-    return StorageError(
-        errno.ENOENT,
-        f'{path} is a symbolic link to {os.readlink(path)}, which does not exist. Mount the disk with it, or remove the link.',
-    )
+        raise StorageError(
+            errno.ENOENT,
+            f'{path} is a symbolic link to {os.readlink(path)}, which does not exist. Mount the disk with it, or remove the '
+            'link.',
+        ) from None
 
 
 def _remove_tree(path: str) -> None:
@@ -112,22 +92,12 @@ class FileStorage(Storage):
         self._context: ts.Context | None = None
         open_standard_descriptors()
 
-    def _path(self, key: str) -> str:
+    def url(self, key: str = '') -> str:
         return self._prefix + key if key else self._root
 
-    def url(self, key: str = '') -> str:
-        return self._path(key)
+    local_path = _path = url
 
-    def local_path(self, key: str) -> str | None:
-        return self._path(key)
-
-    def read(self, key: str) -> bytes:
-        return self._read(key, 0, -1)
-
-    def read_range(self, key: str, start: int, stop: int) -> bytes:
-        return self._read(key, start, stop - start)
-
-    def _read(self, key: str, start: int, count: int) -> bytes:
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         with foreign_errors(self.url(key)):
             # Non-blocking, since opening a FIFO would wait for its writer.
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -135,10 +105,10 @@ class FileStorage(Storage):
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL, 'not a regular file')
-                if count < 0:
+                if stop is None:
                     check_whole_read(status.st_size, self.url(key))
                 file.seek(start)
-                return file.read(count)
+                return file.read(None if stop is None else stop - start)
 
     def write(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -155,8 +125,9 @@ class FileStorage(Storage):
                 raise
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
-        is_direct = {'auto': in_background, 'always': True, 'never': False}[self._options.direct_io]
-        return self._options.direct_bytes if is_direct else None
+        options = self._options
+        is_direct = options.direct_io == 'always' or (options.direct_io == 'auto' and in_background)
+        return options.direct_bytes if is_direct else None
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
         # Imports numpy, which listings do not need.
@@ -165,18 +136,13 @@ class FileStorage(Storage):
         write_direct(self._path(key), data)
 
     def _stat(self, key: str) -> os.stat_result | None:
-        """The status of a key, following links; None if it does not exist."""
         with foreign_errors(self.url(key)):
-            try:
-                return os.stat(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            return _status(self._path(key), may_dangle='/' in key)
 
     def kind(self, key: str) -> str | None:
         info = self._stat(key)
-        if info is None:
-            return None
-        return 'dir' if stat.S_ISDIR(info.st_mode) else 'file' if stat.S_ISREG(info.st_mode) else None
+        mode = 0 if info is None else info.st_mode
+        return 'dir' if stat.S_ISDIR(mode) else 'file' if stat.S_ISREG(mode) else None
 
     def size(self, key: str) -> int | None:
         info = self._stat(key)
@@ -219,31 +185,39 @@ class FileStorage(Storage):
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
 
+    def _scan(self, key: str) -> list[os.DirEntry[str]] | None:
+        try:
+            with os.scandir(self._path(key)) as scan:
+                return sorted(scan, key=lambda item: item.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def entries(self, key: str = '') -> list[Entry]:
+        entries: list[Entry] = []
         with foreign_errors(self.url(key)):
-            try:
-                with os.scandir(self._path(key)) as scan:
-                    entries = [entry for item in scan if (entry := _entry(item)) is not None]
-            except (FileNotFoundError, NotADirectoryError):
+            items = self._scan(key)
+            if items is None:
                 self._check_links()
-                return []
-        return sorted(entries, key=lambda entry: entry.name)
+            for item in items or ():
+                try:
+                    info = item.stat()
+                except OSError as error:
+                    # The name was just deleted or is a dangling link. After any other error, the listing would be incomplete.
+                    if error.errno not in (errno.ENOENT, errno.ELOOP):
+                        raise
+                    if item.is_symlink():
+                        entries.append(Entry(item.name, is_dir=True))
+                else:
+                    is_dir = stat.S_ISDIR(info.st_mode)
+                    entries.append(Entry(item.name, is_dir, 0 if is_dir else info.st_size))
+        return entries
 
     def _check_links(self) -> None:
         """Raises StorageError if a symbolic link on the way to the root leads to nothing: no run can be created there."""
         path = self._root
         while not os.path.lexists(path):
             path = os.path.dirname(path)
-        if _leads_nowhere(path):
-            raise _broken_link(path)
-
-    def broken_links(self) -> dict[str, StorageError]:
-        with foreign_errors(self.url()):
-            try:
-                with os.scandir(self._root) as scan:
-                    return {item.name: _broken_link(item.path) for item in scan if _is_broken(item)}
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
+        _status(path, may_dangle=False)
 
     def walk(self, key: str) -> Iterator[tuple[str, int | None]]:
         for entry in self.entries(key):
@@ -255,12 +229,12 @@ class FileStorage(Storage):
             else:
                 yield below, entry.size
 
-    def make_dir(self, key: str, exclusive: bool = False) -> bool:
+    def make_dir(self, key: str) -> None:
         # Before every save, since the program may have closed them.
         open_standard_descriptors()
         with foreign_errors(self.url(key), writing=True):
             # The name of a step's directory becomes durable by a rename, that of the root does not.
-            return make_dir_durably(self._path(key), exclusive=exclusive, syncs_name=not key)
+            make_dir_durably(self._path(key), syncs_name=not key)
 
     def try_lock(self, key: str) -> DirectoryLock | None:
         with foreign_errors(self.url(key)):
@@ -269,9 +243,8 @@ class FileStorage(Storage):
     def sync_tree(self, key: str, below: Sequence[str]) -> None:
         parents = {key}
         for name in below:
-            *above, _ = name.split('/')
-            parents |= {join(key, *above[: depth + 1]) for depth in range(len(above))}
-            parents.add(join(key, name))
+            parts = name.split('/')
+            parents |= {join(key, *parts[:depth]) for depth in range(1, len(parts) + 1)}
         with foreign_errors(self.url(key)):
             # Leaves first, since a directory is durable only with its entry in the parent.
             for directory in sorted(parents, key=lambda name: (-name.count('/'), name)):
@@ -285,8 +258,8 @@ class FileStorage(Storage):
         with foreign_errors(self.url(target)):
             return exchange_durably(self._path(source), self._path(target))
 
-    def link_from(self, other: Storage, source: str, target: str) -> bool:
-        path = other.local_path(source)
+    def link(self, source: str, target: str, of: Storage | None = None) -> bool:
+        path = (of or self).local_path(source)
         try:
             if path is None or not stat.S_ISREG(os.lstat(path).st_mode):
                 # A hard link to a symbolic link would depend on its target.
@@ -298,12 +271,13 @@ class FileStorage(Storage):
             return False
         return True
 
-    def delete_file(self, key: str) -> None:
-        with foreign_errors(self.url(key)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path(key))
-            with contextlib.suppress(FileNotFoundError):
-                sync_dir(os.path.dirname(self._path(key)))
+    def delete_files(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with foreign_errors(self.url(key)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path(key))
+                with contextlib.suppress(FileNotFoundError):
+                    sync_dir(os.path.dirname(self._path(key)))
 
     def delete_tree(self, key: str) -> None:
         path = self._path(key)
@@ -333,15 +307,15 @@ class FileStorage(Storage):
 
             self._context = ts.Context(
                 {
-                    'cache_pool': {'total_bytes_limit': 0},
                     'file_io_concurrency': {'limit': _IO_CONCURRENCY},
-                    'file_io_locking': {'mode': self._options.locking},
+                    # A chunk has one writer.
+                    'file_io_locking': {'mode': 'none'},
                 }
             )
         return self._context
 
 
-def open_at(bucket: str, path: str, given: Mapping[str, Any] | None) -> FileStorage:
-    """Opens a directory with ``storage_options``; ``bucket`` is empty."""
+def open_at(bucket: str, path: str, options: FileOptions) -> FileStorage:
+    """Opens a directory; ``bucket`` is empty."""
     del bucket
-    return FileStorage(path, parse_options(FileOptions, given, path))
+    return FileStorage(path, options)

@@ -19,16 +19,16 @@ def check_whole_read(nbytes: int, where: str) -> None:
     if nbytes <= _NEEDS_NO_PROOF:
         return
     limit = memory_limit()
-    if limit is not None and nbytes > limit // 2:
+    if nbytes > limit // 2:
         raise NotEnoughMemoryError(
             f'{where} has {nbytes:,} bytes and is read at once, which takes more than the {limit:,} bytes of memory that this '
             'machine has. If no program of yours has written so large a file, copy the checkpoint again.'
         )
 
 
-def memory_limit() -> int | None:
-    """The memory limit of this process in bytes, from the machine or its control group; None if unknown."""
-    limits = [_sysconf()] if hasattr(os, 'sysconf') else []
+def memory_limit() -> int:
+    """The memory limit of this process in bytes, from the machine or its control group."""
+    limits = [os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')]
     for name in ('memory.max', 'memory/memory.limit_in_bytes'):
         try:
             with open(os.path.join(_CGROUP, name), encoding='ascii') as file:
@@ -36,12 +36,4 @@ def memory_limit() -> int | None:
         except (OSError, ValueError):
             # Another version of control groups, or no limit ("max").
             continue
-    known_limits = [limit for limit in limits if limit is not None]
-    return min(known_limits, default=None)
-
-
-def _sysconf() -> int | None:
-    try:
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (OSError, ValueError):
-        return None
+    return min(limits)

@@ -1,28 +1,26 @@
 """Requests to an object store that TensorStore does not send: listings with a delimiter, copies, conditional or bulk deletions.
 
-The requests are sent with the standard library, from any thread, over connections that are kept. A failed request is
-retried with growing, random delays until the patience is over. Errors have the texts of TensorStore's, so
-``storage/error_mapping.py`` maps them.
+They are sent from any thread. A failed request is retried with growing, random delays until the patience is over. Errors have the
+texts of TensorStore's, so ``storage/error_mapping.py`` maps them. S3 and Google's storage get them over urllib3's connections,
+which botocore and requests bring along.
 
-Without credentials that this module can read, or through an HTTP proxy, an object store has none of these requests: arrays are
-uploaded, keys are deleted one by one, and a listing of steps lists the keys of their chunks.
+Without the libraries and the credentials, an object store has none of these requests: arrays are uploaded, keys are deleted one
+by one, and a listing of steps lists the keys of their chunks.
 """
 
 from __future__ import annotations
 
-import collections
-import http.client
+import functools
+import importlib
 import logging
 import random
 import re
-import ssl
 import time
 import urllib.parse
 import urllib.request
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from t5ckpt.storage.error_mapping import EXPIRED
 
@@ -31,9 +29,11 @@ _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 41
 # Of S3: another request to the same key was under way. Other answers of this status do not change.
 _CONFLICT = re.compile(r'\b(ConditionalRequestConflict|OperationAborted)\b')
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
-_LONGEST_PAUSE = 3600.0
+_MOST_CONNECTIONS = 100
 _log = logging.getLogger('t5ckpt')
 _Answer = TypeVar('_Answer')
+Sign = Callable[[Mapping[str, str], str, str, bytes], Mapping[str, str]]
+"""Returns the headers of a request with those that show who sends it; takes its headers, method, URL and body."""
 
 
 class RefusedError(ValueError):
@@ -93,46 +93,42 @@ def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
         delay = min(2 * delay, _LAST_DELAY)
 
 
+@functools.cache
+def log_lack(scheme: str, cause: str) -> None:
+    """Logs once why there are none of these requests."""
+    _log.warning('t5ckpt: each listing of steps at %s:// lists the keys of all chunks: %s', scheme, cause)
+
+
 class ServerRequests(ABC):
     """The requests to one bucket.
 
     Attributes:
+      bulk_keys: how many keys one request deletes, where there is such a request.
       copies: whether objects are copied inside the store, as far as is known.
-      sent: the number of requests by kind, retries included.
     """
 
-    def __init__(self, endpoint: str, url: str, patience: float):
-        """Takes the server's address, that of the bucket for log lines, and the seconds for retries; sends nothing."""
-        self.copies = True
-        self.sent: collections.Counter[str] = collections.Counter()
-        self._endpoint = urllib.parse.urlsplit(endpoint)
+    bulk_keys = 1000
+
+    def __init__(self, url: str, patience: float):
+        """Takes the bucket's address for log lines, and the seconds for retries; sends nothing."""
+        self.copies = self._deletes_many = True
         self._url = url
         self._patience = patience
-        # After a copy that failed for all of the patience, none is sent for a while: as long at first, then twice as long.
-        self._pause, self._paused_until = patience, 0.0
-        self._idle: list[http.client.HTTPConnection] = []
-        weakref.finalize(self, _close, self._idle)
+        # After a copy that failed for all of the patience, none is sent for a while.
+        self._paused_until = 0.0
 
     def copy(self, source: str, target: str, version: bytes) -> bytes | None:
         """Copies an object if it has this version; returns the version of the copy, None if nothing is known to be copied."""
         if not self.copies or time.monotonic() < self._paused_until:
             return None
         try:
-            copied = self._copy(source, target, version)
+            return self._copy(source, target, version)
         except RefusedError as error:
             if not error.is_of_object:
-                self.copies = self.copies and (error.is_transient or error.is_of_credentials)
-                self._pause_copies(error)
+                self.copies = error.is_transient or error.is_of_credentials
+                self._paused_until = time.monotonic() + 4 * self._patience
+                _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
             return None
-        self._pause = self._patience
-        return copied
-
-    def _pause_copies(self, error: RefusedError) -> None:
-        now = time.monotonic()
-        if now >= self._paused_until:
-            self._paused_until = now + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
 
     @abstractmethod
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
@@ -141,26 +137,50 @@ class ServerRequests(ABC):
     def children(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix and have no slash after it, and the directories, which end with one."""
 
-    def delete_unchanged(self, key: str, version: bytes) -> bool | None:
-        """Deletes an object if it has this version; returns False if it has another or is gone, None if unsupported."""
-        del key, version
-
     def delete_many(self, keys: Sequence[str]) -> bool:
         """Deletes objects with few requests; returns False if it is not known that all are gone."""
+        try:
+            return self._deletes_many and all(
+                self._delete_batch(keys[start : start + self.bulk_keys])
+                for start in range(0, len(keys), self.bulk_keys)
+            )
+        except RefusedError as error:
+            if error.is_transient:
+                raise
+            # The server has no such request. If it refuses the deletion itself, that of each key is refused, too.
+            self._deletes_many = error.is_of_credentials
+            return False
+
+    def _delete_batch(self, keys: Sequence[str]) -> bool:
         del keys
         return False
 
-    @abstractmethod
-    def signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-        """The headers of a request with those that show who sends it."""
+
+class HttpRequests(ServerRequests):
+    """Requests that are sent over connections of urllib3."""
+
+    def __init__(self, endpoint: str, url: str, patience: float, sign: Sign):
+        """Takes the server's address and a function that signs requests, too."""
+        super().__init__(url, patience)
+        self._sign, self._endpoint = sign, endpoint
+        urllib3: Any = importlib.import_module('urllib3')
+        # An attempt must end before the patience does.
+        settings = {'timeout': max(1.0, patience / 2), 'maxsize': _MOST_CONNECTIONS}
+        parts = urllib.parse.urlsplit(endpoint)
+        proxy = urllib.request.getproxies().get(parts.scheme)
+        if proxy is None or urllib.request.proxy_bypass(parts.netloc):
+            self._pool: Any = urllib3.PoolManager(**settings)
+        else:
+            owner = urllib.parse.unquote(urllib3.util.parse_url(proxy).auth or '')
+            headers = urllib3.make_headers(proxy_basic_auth=owner)
+            self._pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
 
     def _list(self, target: str) -> bytes:
         """Sends a request for a listing, for half of the patience: TensorStore's listing follows if it fails."""
-        return self._send('LIST', 'GET', target, {}, patience=self._patience / 2)
+        return self._request('GET', target, {}, patience=self._patience / 2)
 
-    def _send(
+    def _request(
         self,
-        kind: str,
         method: str,
         target: str,
         headers: Mapping[str, str],
@@ -174,57 +194,15 @@ class ServerRequests(ABC):
         """
 
         def attempt() -> bytes:
-            self.sent[kind] += 1
             try:
-                status, data = self._exchange(method, target, self.signed(method, target, headers, body), body)
-            except (OSError, http.client.HTTPException) as error:
+                url = f'{self._endpoint}{target}'
+                signed = self._sign(headers, method, url, body)
+                reply = self._pool.urlopen(method, url, body=body, headers=signed, retries=False, redirect=False)
+            except Exception as error:
+                # Of urllib3, or of the library that finds the credentials.
                 raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
-            if 200 <= status < 300:
-                return data
-            raise RefusedError.of(status, data[:300].decode(errors='replace'))
+            if 200 <= reply.status < 300:
+                return reply.data
+            raise RefusedError.of(reply.status, reply.data[:300].decode(errors='replace'))
 
         return retried(attempt, self._patience if patience is None else patience)
-
-    def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        while True:
-            connection = self._reused()
-            is_new = connection is None
-            connection = self._connected() if connection is None else connection
-            try:
-                connection.request(method, f'{self._endpoint.path}{target}', body, dict(headers))
-                reply = connection.getresponse()
-                status, data = reply.status, reply.read()
-            except BaseException as error:
-                connection.close()
-                # A server closes connections that are idle, and each of them would take one of the attempts.
-                while (idle := self._reused()) is not None:
-                    idle.close()
-                if is_new or isinstance(error, TimeoutError) or not isinstance(error, OSError):
-                    raise
-            else:
-                self._idle.append(connection)
-                return status, data
-
-    def _reused(self) -> http.client.HTTPConnection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
-
-    def _connected(self) -> http.client.HTTPConnection:
-        # An attempt must end before the patience does.
-        host, seconds = self._endpoint.netloc, max(1.0, self._patience / 2)
-        if self._endpoint.scheme == 'https':
-            return http.client.HTTPSConnection(host, timeout=seconds, context=ssl.create_default_context())
-        return http.client.HTTPConnection(host, timeout=seconds)
-
-
-def _close(connections: list[http.client.HTTPConnection]) -> None:
-    for connection in connections:
-        connection.close()
-
-
-def needs_no_proxy(endpoint: str) -> bool:
-    """Whether a server is reached without an HTTP proxy, according to the environment."""
-    parts = urllib.parse.urlsplit(endpoint)
-    return parts.scheme not in urllib.request.getproxies() or bool(urllib.request.proxy_bypass(parts.netloc))

@@ -1,13 +1,13 @@
 """A storage whose n-th operation fails.
 
-It wraps a real storage and forwards all other operations, so that it leaves the files of a real failure. TensorStore writes most
+It wraps a real storage and forwards all other operations, so that it leaves the files of a real failure. TensorStore writes some
 array chunks directly; for these, the operation that can fail is the request for the kvstore.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,6 @@ class FaultyStorage(Storage):
         self.links = inner.links
         self.orbax_commits = inner.orbax_commits
         self.is_shared = inner.is_shared
-        self.caches = inner.caches
         self.copies = inner.copies
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
@@ -62,17 +61,9 @@ class FaultyStorage(Storage):
     def local_path(self, key: str) -> str | None:
         return self._inner.local_path(key)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         self.before_operation('read', key)
-        return self._inner.read(key)
-
-    def read_range(self, key: str, start: int, stop: int) -> bytes:
-        self.before_operation('read_range', key)
-        return self._inner.read_range(key, start, stop)
-
-    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        self.before_operation('read_cached', key)
-        return self._inner.read_cached(key, is_good)
+        return self._inner.read(key, start, stop)
 
     def write(self, key: str, data: bytes) -> None:
         self.before_operation('write', key)
@@ -89,9 +80,6 @@ class FaultyStorage(Storage):
     def delete_unchanged(self, key: str, version: Any) -> bool:
         self.before_operation('delete_unchanged', key)
         return self._inner.delete_unchanged(key, version)
-
-    def requests(self) -> Mapping[str, int]:
-        return self._inner.requests()
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
         self.before_operation('copy_unchanged', target)
@@ -144,14 +132,6 @@ class FaultyStorage(Storage):
         self.before_operation('size', key)
         return self._inner.size(key)
 
-    def known_size(self, key: str) -> int | None:
-        self.before_operation('known_size', key)
-        return self._inner.known_size(key)
-
-    def broken_links(self) -> Mapping[str, StorageError]:
-        self.before_operation('broken_links', '')
-        return self._inner.broken_links()
-
     def root_kind(self) -> str | None:
         self.before_operation('root_kind', '')
         return self._inner.root_kind()
@@ -164,9 +144,9 @@ class FaultyStorage(Storage):
         self.before_operation('walk', key)
         return self._inner.walk(key)
 
-    def make_dir(self, key: str, exclusive: bool = False) -> bool:
+    def make_dir(self, key: str) -> None:
         self.before_operation('make_dir', key)
-        return self._inner.make_dir(key, exclusive)
+        self._inner.make_dir(key)
 
     def try_lock(self, key: str) -> Lock | None:
         self.before_operation('try_lock', key)
@@ -184,17 +164,14 @@ class FaultyStorage(Storage):
         self.before_operation('exchange', target)
         return self._inner.exchange(source, target)
 
-    def link(self, source: str, target: str) -> bool:
+    def link(self, source: str, target: str, of: Storage | None = None) -> bool:
         self.before_operation('link', target)
-        return self._inner.link(source, target)
+        return self._inner.link(source, target, of)
 
-    def link_from(self, other: Storage, source: str, target: str) -> bool:
-        self.before_operation('link', target)
-        return self._inner.link_from(other, source, target)
-
-    def delete_file(self, key: str) -> None:
-        self.before_operation('delete_file', key)
-        self._inner.delete_file(key)
+    def delete_files(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.before_operation('delete_file', key)
+            self._inner.delete_file(key)
 
     def delete_tree(self, key: str) -> None:
         self.before_operation('delete_tree', key)
@@ -204,9 +181,9 @@ class FaultyStorage(Storage):
         self.before_operation('delete_empty', key)
         return self._inner.delete_empty(key)
 
-    def open_kvstore(self, key: str) -> Any:
-        self.before_operation('open_kvstore', key)
-        return self._inner.open_kvstore(key)
+    def start_write(self, key: str, data: bytes) -> Any:
+        self.before_operation('start_write', key)
+        return self._inner.start_write(key, data)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         self.before_operation('array_kvstore', key)

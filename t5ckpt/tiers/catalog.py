@@ -218,11 +218,11 @@ class TierCatalog(StepCatalog):
         """The keep policy of the run."""
         return self._run_retention.policy
 
-    def infos_in_any_layout(self, names: Collection[str] | None = None) -> list[StepInfo]:
+    def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts of the steps of both tiers, ascending."""
-        local = self._retention.infos_in_any_layout(names) if self._opened() else []
+        local = self._retention.infos(names) if self._opened() else []
         with self._guard:
-            run = self._query_run(lambda: self._run_retention.infos_in_any_layout(names), lambda: local or None)
+            run = self._query_run(lambda: self._run_retention.infos(names), lambda: local or None)
         return [info for _, info in sorted({info.step: info for info in [*run, *local]}.items())]
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
@@ -231,7 +231,7 @@ class TierCatalog(StepCatalog):
         Raises:
           CheckpointNotFoundError: there is no such step.
         """
-        infos = {info.step: info for info in self.infos_in_any_layout()}
+        infos = {info.step: info for info in self.infos()}
         wanted = max(infos, default=None) if step is None else step
         if wanted is not None and wanted not in infos:
             raise self.no_step(wanted)
@@ -247,9 +247,8 @@ class TierCatalog(StepCatalog):
 
     def retain(self, step: int) -> None:
         """Runs garbage collection and retention on the run's storage after the upload of a step."""
-        _, listed = collect(self.run, self.clock)
+        self._run_retention.listed = collect(self.run, self.clock)
         with self._guard:
-            self._run_retention.note_listing(listed)
             self._run_retention.carry_out(step)
 
     def delete(self, step: int) -> None:

@@ -58,9 +58,9 @@ def _has_written(fetch: Fetch, names: Sequence[str], where: str) -> bool:
     """Fetches files; returns whether the local disk could be written."""
     try:
         fetch.run(names)
-    except StorageError:
-        if fetch.target_error is None:
+    except StorageError as error:
+        if fetch.source_error is not None:
             raise
-        _log.warning('t5ckpt: %s could not be repaired: %s', where, fetch.target_error)
+        _log.warning('t5ckpt: %s could not be repaired: %s', where, error)
         return False
     return True

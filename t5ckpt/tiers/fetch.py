@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 from t5ckpt.catalog.locate import Located
-from t5ckpt.commit.transfer import IN_FLIGHT_BYTES, in_flight
-from t5ckpt.core.keys import join, parents_of
+from t5ckpt.commit.transfer import IN_FLIGHT_BYTES, copy_files
+from t5ckpt.core.keys import join
 from t5ckpt.errors import StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import TRAIN_DS_PREFIX, generation_of, without_generation
@@ -22,7 +21,7 @@ class Fetch:
 
     Attributes:
       entries: of the files that were copied; also after an error.
-      target_error: of a write to the local directory, after which a copy failed; None without one.
+      source_error: of a read, after which a copy failed; None without one.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Fetch:
         self._target, self._directory = target, directory
         self._budget_bytes = min(budget_bytes, IN_FLIGHT_BYTES)
         self.entries: dict[str, FileEntry] = {}
-        self.target_error: StorageError | None = None
+        self.source_error: StorageError | None = None
 
     def positions(self) -> list[str]:
         """The files with positions of data iterators that the run's storage has."""
@@ -63,25 +62,19 @@ class Fetch:
           CheckpointNotFoundError: a file does not exist.
           StorageError: a file could not be read or written.
         """
-        with self._noting_error():
-            for parent in parents_of(names):
-                self._target.make_dir(join(self._directory, parent))
+        found: dict[str, FileEntry] = {}
+
+        def read(name: str) -> bytes:
+            try:
+                data = self._files.read(join(self._generation, name))
+            except StorageError as error:
+                self.source_error = error
+                raise
+            found[name] = entry_of(data)
+            self._checksums.check(name, found[name], self._source.storage.url(join(self._source.directory, name)))
+            return data
+
         sizes = {name: self._checksums.get(name, (0,))[0] for name in names}
-        for _ in in_flight(sizes, self._copy, _WORKERS, lambda _: check(), budget_bytes=self._budget_bytes):
-            pass
-
-    @contextlib.contextmanager
-    def _noting_error(self) -> Generator[None]:
-        try:
-            yield
-        except StorageError as error:
-            self.target_error = error
-            raise
-
-    def _copy(self, name: str) -> None:
-        data = self._files.read(join(self._generation, name))
-        entry = entry_of(data)
-        self._checksums.check(name, entry, self._source.storage.url(join(self._source.directory, name)))
-        with self._noting_error():
-            self._target.write(join(self._directory, name), data)
-        self.entries[name] = entry
+        copies = copy_files(read, sizes, self._target, self._directory, _WORKERS, lambda _: check(), self._budget_bytes)
+        for name, _ in zip(sizes, copies, strict=True):
+            self.entries[name] = found[name]

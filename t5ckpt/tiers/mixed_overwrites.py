@@ -1,7 +1,7 @@
 """Ends overwrites that a dead process has left between the commits of a job: all disks get the same save of the step again.
 
-A process commits an overwrite when the new files of all processes are durable, and keeps the old checkpoint, in the state
-``'replaced'`` of ``format/names.py``, until all have committed theirs. If one dies before that, some disks have the new save of
+A process commits an overwrite when the new files of all processes are durable, and keeps the old checkpoint, in its
+temporary directory, until all have committed theirs. If one dies before that, some disks have the new save of
 the step and others the old one, and neither may be complete. The next start puts the save in place that all of them have.
 """
 
@@ -15,7 +15,7 @@ from t5ckpt.commit.replacement import take_back
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.facts import save_id
-from t5ckpt.format.names import parse_leftover
+from t5ckpt.format.names import parse_tmp_dir
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -25,15 +25,15 @@ def replaced_in(storage: Storage) -> dict[int, dict[str, str]]:
     """The replaced checkpoints in a local directory: by step, the name of each by its save."""
     replaced: dict[int, dict[str, str]] = {}
     for entry in storage.entries():
-        leftover = parse_leftover(entry.name) if entry.is_dir else None
-        if leftover is None or leftover.state != 'replaced':
+        step = parse_tmp_dir(entry.name) if entry.is_dir else None
+        if step is None:
             continue
         try:
             save = save_id(read_facts(storage, entry.name))
         except CheckpointNotFoundError:
             # Its writer died before it was complete.
             continue
-        replaced.setdefault(leftover.step, {})[save] = entry.name
+        replaced.setdefault(step, {})[save] = entry.name
     return replaced
 
 

@@ -15,7 +15,7 @@ from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.facts import decode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import split_facts
@@ -28,7 +28,7 @@ from t5ckpt.format.names import (
     parse_step_dir,
     step_dir,
 )
-from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
+from t5ckpt.format.zarray import ZARRAY, zarray_bytes
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Storage, means_damage
@@ -140,7 +140,7 @@ class Part:
     def arrays(self) -> dict[str, StoredArray]:
         """The arrays of the step, by location."""
         leaves = self.contents().leaves()
-        return {leaf.array.location: leaf.array for leaf in leaves.values() if isinstance(leaf, StoredLeaf)}
+        return {leaf.location: leaf for leaf in leaves.values() if isinstance(leaf, StoredArray)}
 
     def numbers(self) -> ChunkNumbers:
         """The numbers of all chunks of the step."""
@@ -154,8 +154,9 @@ class Part:
         """
         written: dict[str, FileEntry] = {}
         for location, array in self.arrays().items():
-            name, data = f'{location}/{ZARRAY}', rebuilt_zarray(array) if location in locations else None
-            if data is not None and name not in self.there:
+            name = f'{location}/{ZARRAY}'
+            if location in locations and name not in self.there:
+                data = zarray_bytes(array)
                 self.storage.write(join(step_dir(self.step), name), data)
                 written[name] = entry_of(data)
         return written

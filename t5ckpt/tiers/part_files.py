@@ -8,7 +8,7 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.errors import CheckpointNotFoundError, NotADirectoryStorageError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES, step_dir
-from t5ckpt.format.zarray import ZARRAY, rebuilt_zarray
+from t5ckpt.format.zarray import ZARRAY, zarray_bytes
 from t5ckpt.storage import is_disk_error
 from t5ckpt.tiers.local_reads import LocalReads
 from t5ckpt.tiers.part import Part
@@ -98,8 +98,8 @@ class PartFiles:
         """Writes the metadata that the disk cannot read again, from the manifest; the reader of an array needs it."""
         unreadable = {name for name in self._reads.unreadable[self._part.step] if name.endswith(f'/{ZARRAY}')}
         for location, array in self._part.arrays().items() if unreadable else ():
-            name, data = join(location, ZARRAY), rebuilt_zarray(array)
-            if name in unreadable and data is not None and entry_of(data) == self.entries.get(name):
+            name, data = join(location, ZARRAY), zarray_bytes(array)
+            if name in unreadable and entry_of(data) == self.entries.get(name):
                 self.write(name, self.entries[name], data)
 
     def record(self) -> None:

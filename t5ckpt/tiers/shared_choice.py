@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.commit.run_clock import time_text
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.tiers.coverage import Candidate, DiskStep, candidates, encode_bits, num_bits, union
@@ -168,4 +168,4 @@ def log_other_saves(found: SharedChoice, run_url: str) -> None:
 
 
 def _time_of(created: float) -> str:
-    return time_text(created) if created else 'an unknown time'
+    return time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(created)) if created else 'an unknown time'

@@ -202,5 +202,4 @@ class Tiers(StepTiers):
         try:
             self._uploads.close()
         finally:
-            self.retention.wait()
             self._dir.end()

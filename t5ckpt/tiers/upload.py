@@ -7,16 +7,14 @@ The facts of both tiers say of which save they are.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import has_step, read_facts
-from t5ckpt.catalog.locate import locate_step
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.commit.transfer import CopyOptions, Transfer
-from t5ckpt.core.protocols import Clock
+from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -25,13 +23,10 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.facts import save_id
 from t5ckpt.format.names import step_dir
-from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.part import save_in, save_of
 
 _log = logging.getLogger('t5ckpt')
-# An upload must not take all connections or the processor from the training.
-_WORKERS = 4
 Copy = Callable[[bool], int]
 
 
@@ -47,23 +42,6 @@ class NotUploadableError(Exception):
 
 class UnreadableStepError(StorageError):
     """A file of the local step cannot be read. A later attempt may succeed, if the disk has failed for a moment."""
-
-
-def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], None], rate: float, clock: Clock) -> Copy:
-    """Copies a step of a job of one process, for :func:`upload`; ``pace`` and ``rate`` as in ``Transfer``."""
-
-    def copy(replaces: bool) -> int:
-        source = Identity.now(locate_step(local, step))
-        transfer = Transfer(source, run, step, CopyOptions(workers=_WORKERS, overwrite=replaces), pace=pace, rate=rate)
-        try:
-            with source.checked_on_failure('uploaded'):
-                return transfer.run(clock).nbytes
-        except StorageError as error:
-            if transfer.source_error is not None:
-                raise unreadable(local.url(step_dir(step)), error) from error
-            raise
-
-    return copy
 
 
 def upload(local: Storage, run: Storage, step: int, copy: Copy, *, overwrite: bool) -> int:
@@ -99,7 +77,7 @@ def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, *, overwri
     """As :func:`upload`, and raises CheckpointNotFoundError if the local step is overwritten meanwhile."""
     try:
         save = _save(local, step)
-        occupant = strategy_of(run).occupant(run, step)
+        occupant = occupant_of(run, step)
         if occupant is not None and occupant.is_t5x and save_in(run, step) == save:
             return 0
         if occupant is not None and not (overwrite and occupant.is_t5x):
@@ -110,15 +88,18 @@ def _upload_once(local: Storage, run: Storage, step: int, copy: Copy, *, overwri
 
 
 def _save(local: Storage, step: int) -> str:
-    try:
+    with reading(local, step):
         return save_id(read_facts(local, step_dir(step)))
+
+
+@contextlib.contextmanager
+def reading(local: Storage, step: int) -> Generator[None]:
+    """Raises UnreadableStepError for a file of a local step that cannot be read, to distinguish it from an error of the run."""
+    try:
+        yield
     except StorageError as error:
-        raise unreadable(local.url(step_dir(step)), error) from error
-
-
-def unreadable(url: str, error: StorageError) -> UnreadableStepError:
-    """The error of a local file or directory that cannot be read."""
-    return UnreadableStepError(error.errno or errno.EIO, f'{url} cannot be read: {error}')
+        text = f'{local.url(step_dir(step))} cannot be read: {error}'
+        raise UnreadableStepError(error.errno or errno.EIO, text) from error
 
 
 def _kind_and_cure(occupant: ListedStep) -> str:

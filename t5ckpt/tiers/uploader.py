@@ -23,8 +23,9 @@ from t5ckpt.tiers.orders import Close, Ended, Failed, Order, Refused
 from t5ckpt.tiers.part import save_of
 from t5ckpt.tiers.queue import UploadOutdated, UploadStopped
 from t5ckpt.tiers.rate_limit import RateLimit, SavesFirst
+from t5ckpt.tiers.send_lists import copy_alone
 from t5ckpt.tiers.shared_upload import Leader
-from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError, copy_alone, upload
+from t5ckpt.tiers.upload import NotUploadableError, UnreadableStepError, upload
 
 _log = logging.getLogger('t5ckpt')
 

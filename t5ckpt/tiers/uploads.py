@@ -269,7 +269,6 @@ class Uploads:
                     self.local.url(),
                     self.run.url(),
                 )
-            self._uploader.retention.wait()
             self._has_resumed = False
 
     def _waiting(self) -> list[int]:

@@ -67,28 +67,26 @@ def unflatten(table: Mapping[Path, Any]) -> dict[str, Any]:
     return root
 
 
-def flatten_nested(tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool] = lambda _: False) -> LeafTable:
-    """Converts nested dicts to a table; empty containers become ``Empty``, and mappings with ``is_leaf`` are leaves."""
+def flatten_nested(
+    tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool] = lambda _: False, prefix: Path = ()
+) -> LeafTable:
+    """Converts nested dicts to a table; empty containers become ``Empty``, and mappings with ``is_leaf`` are leaves.
+
+    The paths begin with ``prefix``.
+    """
     table: LeafTable = {}
-    _flatten_into(table, tree, is_leaf, ())
-    return table
-
-
-def _flatten_into(table: LeafTable, tree: Mapping[Any, Any], is_leaf: Callable[[Any], bool], prefix: Path) -> None:
     for key, value in tree.items():
         path = (*prefix, str(key))
-        if isinstance(value, np.ndarray):
-            # First, because most leaves are arrays, and a check for Mapping takes ten times as long.
+        # First, because most leaves are arrays, and a check for Mapping takes ten times as long.
+        if isinstance(value, np.ndarray) or not isinstance(value, (Mapping, list, tuple)) or is_leaf(value):
             table[path] = value
-        elif isinstance(value, Mapping) and not is_leaf(value):
-            if value:
-                _flatten_into(table, value, is_leaf, path)
-            else:
-                table[path] = Empty('dict')
-        elif isinstance(value, (list, tuple)) and not value:
-            table[path] = Empty('list' if isinstance(value, list) else 'tuple')
+        elif isinstance(value, Mapping) and value:
+            table |= flatten_nested(value, is_leaf, path)
         else:
-            table[path] = value
+            table[path] = value or Empty(
+                'dict' if isinstance(value, Mapping) else 'list' if isinstance(value, list) else 'tuple'
+            )
+    return table
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -75,17 +75,24 @@ def _as_leaf(leaf: Any) -> str:
     """The cure for an object that is not a leaf."""
     from jax.sharding import PartitionSpec, Sharding
 
-    if isinstance(leaf, Iterator):
-        return 'Pass it as Checkpointer(dataset_iterator=...), which saves its position'
-    if isinstance(leaf, (PartitionSpec, Sharding)):
-        sharding = 'x' if isinstance(leaf, Sharding) else 'jax.NamedSharding(mesh, x)'
-        return f'In a template, give jax.ShapeDtypeStruct(shape, dtype, sharding={sharding})'
-    if isinstance(leaf, np.ma.MaskedArray):
-        return 'Give x.data and x.mask as two arrays'
-    if callable(leaf):
-        return 'Leave functions out (equinox.filter(model, equinox.is_array))'
-    if isinstance(leaf, bytes):
-        return 'Give it as an array (numpy.frombuffer(x, numpy.uint8))'
+    sharding = 'x' if isinstance(leaf, Sharding) else 'jax.NamedSharding(mesh, x)'
+    cures = (
+        (isinstance(leaf, Iterator), 'Pass it as Checkpointer(dataset_iterator=...), which saves its position'),
+        (
+            hasattr(leaf, 'load_state_dict'),
+            'Pass it as Checkpointer(dataset_iterator=...), or put its state_dict() there and load that after a restore',
+        ),
+        (
+            isinstance(leaf, (PartitionSpec, Sharding)),
+            f'In a template, give jax.ShapeDtypeStruct(shape, dtype, sharding={sharding})',
+        ),
+        (isinstance(leaf, np.ma.MaskedArray), 'Give x.data and x.mask as two arrays'),
+        (callable(leaf), 'Leave functions out (equinox.filter(model, equinox.is_array))'),
+        (isinstance(leaf, bytes), 'Give it as an array (numpy.frombuffer(x, numpy.uint8))'),
+    )
+    cure = next((text for applies, text in cures if applies), None)
+    if cure is not None:
+        return cure
     try:
         is_numeric = np.asarray(leaf).dtype.kind in 'biufc'
     except Exception:  # noqa: BLE001 - the conversion may run code of any class
@@ -463,9 +470,12 @@ def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> 
             f'{name[:200]}: nested {len(path)} deep with {len(leaf.shape)} dimensions, the format holds '
             f'{MAX_SAVED_DEPTH} and {MAX_RANK}. Flatten the state.'
         )
-    # Most names are ASCII, which is a fast check.
-    if not name.isascii():
-        _check_unicode(name)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedLeafError(
+            f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
+        ) from error
     if '__msgpack_chunked_array__' in path:
         raise UnsupportedLeafError(f'{name}: Flax uses this key for split arrays. Rename it.')
     if leaf.dtype == object and isinstance(leaf.value, int):
@@ -480,26 +490,12 @@ def _check_format(leaf: LeafToSave, is_storable: Callable[[np.dtype], bool]) -> 
         )
 
 
-def _check_unicode(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(
-            f'{name!r}: the key is not valid Unicode text ({error.reason}). Rename it.'
-        ) from error
-
-
 def _spec_lookalikes(table: LeafTable) -> list[tuple[Path, str]]:
     """Subtrees that every reader of the format would take for a stored array."""
-    children: dict[Path, set[str]] = {}
-    # Few states have such a key, and this check takes a fifth of the time.
-    if not any('kvstore' in path for path in table):
-        return []
-    for path in table:
-        for length in range(len(path)):
-            children.setdefault(path[:length], set()).add(path[length])
     text = 'a subtree with the keys driver, kvstore and metadata reads as a stored array. Rename one of the keys.'
-    return [(path, text) for path, names in children.items() if names >= {'driver', 'kvstore', 'metadata'}]
+    inside = {path[:level] for path in table if 'kvstore' in path for level, key in enumerate(path) if key == 'kvstore'}
+    keys = {above: {path[len(above)] for path in table if path[: len(above)] == above != path} for above in inside}
+    return [(above, text) for above, names in keys.items() if names >= {'driver', 'kvstore', 'metadata'}]
 
 
 def native_dtype(dtype: Any) -> np.dtype:

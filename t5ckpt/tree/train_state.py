@@ -1,8 +1,4 @@
-"""A train state as a flat table of leaves, and its step.
-
-An object with ``state_dict()`` and ``load_state_dict()`` as a leaf is a part (torch's Stateful). Its state dict is saved below
-its name. A restore loads it into the live object and returns that object in the result.
-"""
+"""A train state as a flat table of leaves, and its step."""
 
 from __future__ import annotations
 
@@ -38,12 +34,10 @@ class StateView:
     Attributes:
       table: path to leaf; ``Empty`` stands for an empty container.
       rebuild: makes a state of the same type from a table with the same paths.
-      parts: the paths of the parts.
     """
 
     table: LeafTable
     rebuild: Callable[[LeafTable], Any]
-    parts: tuple[Path, ...] = ()
 
 
 def flatten_state(state: Any) -> StateView:
@@ -58,14 +52,8 @@ def flatten_state(state: Any) -> StateView:
     return _view_pytree(state)
 
 
+@paused()
 def _view_pytree(tree: Any) -> StateView:
-    with paused():
-        view = _flattened(tree)
-    # Not in the pause, since a part's state_dict() is the user's code.
-    return _with_parts(view)
-
-
-def _flattened(tree: Any) -> StateView:
     import jax
 
     _check_depth(tree)
@@ -76,20 +64,15 @@ def _flattened(tree: Any) -> StateView:
         clash = next(_clashes(tree, ()), None)
         text = f'the state is not a pytree: {error}' if clash is None else _clash_text(clash)
         raise UnsupportedLeafError(text) from error
-    table: LeafTable = {}
-    paths: list[Path] = []
-    originals: dict[Path, Any] = {}
+    originals: LeafTable = {}
     for keys, leaf in flat:
         path = tuple(map(_key_text, keys)) or _path_of_single(leaf)
-        if path in table:
+        if path in originals:
             raise UnsupportedLeafError(_clash_text(path))
-        empty = _empty_kind(leaf)
-        table[path] = leaf if empty is None else Empty(empty)
         originals[path] = leaf
-        paths.append(path)
 
     def rebuild(values: LeafTable) -> Any:
-        leaves = {p: originals[p] if isinstance(values[p], Empty) else values[p] for p in paths}
+        leaves = {p: leaf if isinstance(values[p], Empty) else values[p] for p, leaf in originals.items()}
         try:
             return jax.tree_util.tree_unflatten(treedef, leaves.values())
         except Exception as error:
@@ -101,6 +84,7 @@ def _flattened(tree: Any) -> StateView:
                 )
             raise
 
+    table = {p: leaf if (kind := _empty_kind(leaf)) is None else Empty(kind) for p, leaf in originals.items()}
     return StateView(table, rebuild)
 
 
@@ -183,59 +167,6 @@ def _key_text(key: Any) -> str:
 def _is_bare_array(state: Any) -> bool:
     """Whether a state that is a single leaf is an array. A number or NumPy scalar is more likely a misplaced step."""
     return hasattr(state, 'shape') and hasattr(state, 'dtype') and not isinstance(state, np.generic)
-
-
-def _is_part(leaf: Any) -> bool:
-    """Whether a leaf is an object with a state dict."""
-    return hasattr(type(leaf), 'load_state_dict') and hasattr(type(leaf), 'state_dict')
-
-
-def _with_parts(view: StateView) -> StateView:
-    """A view of a state in which each part is replaced by the result of its ``state_dict()``.
-
-    Raises:
-      UnsupportedLeafError: the state dict of a part is not a mapping, or is empty.
-    """
-    parts = {path: leaf for path, leaf in view.table.items() if _is_part(leaf)}
-    if not parts:
-        return view
-    inner = {path: _view_of_part(path, part) for path, part in parts.items()}
-    table: LeafTable = {}
-    for path, leaf in view.table.items():
-        below = inner[path].table if path in inner else {(): leaf}
-        table |= {(*path, *rest): value for rest, value in below.items()}
-
-    def rebuild(values: LeafTable) -> Any:
-        for path, part in parts.items():
-            of_part = inner[path]
-            state = of_part.rebuild({rest: _read(values[(*path, *rest)]) for rest in of_part.table})
-            try:
-                part.load_state_dict(state)
-            except Exception as error:
-                loaded = ', '.join(map(leaf_name, list(parts)[: list(parts).index(path)])) or 'nothing'
-                error.add_note(
-                    f'{leaf_name(path)}: load_state_dict() of {type(part).__name__} failed in a restore, which loaded '
-                    f'{loaded} before it. Correct it and restore again: the objects are not reset.'
-                )
-                raise
-        return view.rebuild({path: parts[path] if path in parts else values[path] for path in view.table})
-
-    return StateView(table, rebuild, tuple(parts))
-
-
-def _read(value: Any) -> Any:
-    """The values of a LazyArray, since ``load_state_dict`` expects arrays."""
-    return value.get() if isinstance(value, LazyArray) else value
-
-
-def _view_of_part(path: Path, part: Any) -> StateView:
-    state = part.state_dict()
-    if not isinstance(state, Mapping) or not state:
-        raise UnsupportedLeafError(
-            f'{leaf_name(path)}: state_dict() of {type(part).__name__} returned {state!r:.80}, expected a dict with at least '
-            'one entry. Leave the object out of the state.'
-        )
-    return _view_pytree(state)
 
 
 def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:

@@ -71,11 +71,9 @@ def test_what_versions_without_metadata_of_steps_wrote(tmp_path):
     save_run(tmp_path / 'run')
     for step in LOSSES:
         (tmp_path / f'run/{step}/_CHECKPOINT_METADATA').unlink()
-    root = tmp_path / 'run/metadata/_ROOT_METADATA'
-    (root.parent / 'metadata').write_text(json.dumps({'project': 'old'}))
-    root.unlink()
+    (tmp_path / 'run/metadata/_ROOT_METADATA').unlink()
     view = t5ckpt.open_checkpoint(tmp_path / 'run')
-    assert (view.metrics, view.custom_metadata) == ({'loss': 0.4, 'eval/acc': 0.5}, {'project': 'old'})
+    assert (view.metrics, view.custom_metadata) == ({'loss': 0.4, 'eval/acc': 0.5}, {})
     assert t5ckpt.open_run(tmp_path / 'run').best_step('loss', 'min') == 2
 
 
@@ -140,5 +138,18 @@ def test_values_that_are_no_numbers_are_left_out():
         nested = {'b': nested}
     metrics = {'loss': float('nan'), 'big': 10**400, 'list': [1], 'none': None, 'deep': nested, 'flag': True}
     found = orbax_facts({'commit_timestamp_nsecs': 'soon', 'custom_metadata': [1]}, metrics, {})
-    assert set(found.metrics) == {'loss', 'flag'}
-    assert (found.created_unix, found.custom_metadata, found.format) == (None, {}, 0)
+    assert set(found.metrics) == {'loss', 'flag', f'deep/{"b/" * 100}a'}
+    assert (found.created_unix, found.custom_metadata, found.knows_tree) == (None, {}, False)
+
+
+def test_prune_refuses_a_metric_that_only_steps_of_orbax_have(run):
+    """It would rank the steps that it may delete by a metric that none of them has."""
+    state = {'params': {'w': np.ones((4, 4), np.float32)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run) as ck:
+        for step in (4, 5, 6):
+            ck.save(state, step=step, metrics={'acc': 0.5})
+    words = ['prune', str(run), '--best', 'loss', '--mode', 'min', '--keep', '1', '--yes']
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "no step has the metric 'loss'" in done.output
+    assert t5ckpt.all_steps(run) == [1, 2, 3, 4, 5, 6]

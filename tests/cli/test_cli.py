@@ -172,7 +172,7 @@ def test_ls_loads_neither_jax_nor_tensorstore(run_dir):
 
 
 def test_a_directory_that_is_not_there_is_exit_code_3(run_dir):
-    assert 'no such directory' in t5ckpt_cli('ls', run_dir / 'nope', code=3)
+    assert 'no such file or directory' in t5ckpt_cli('ls', run_dir / 'nope', code=3)
 
 
 @pytest.mark.parametrize('verb', [['ls'], ['best'], ['prune', '--keep', '1'], ['rm', '--step', '1']])
@@ -394,7 +394,8 @@ def test_a_directory_of_runs_names_them(run_dir, tmp_path):
     (tmp_path / 'other').mkdir()
     for verb in ('ls', 'show', 'verify'):
         text = t5ckpt_cli(verb, tmp_path, code=3)
-        assert f'it contains first, second. Give the path of one: {tmp_path / "first"}' in text
+        assert 'it contains 3 entries: first, other, second.' in text
+        assert f'Give the path of one: {tmp_path / "first"}' in text
 
 
 def test_ls_of_a_run_without_steps_prints_no_empty_table(tmp_path):

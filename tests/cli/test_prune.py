@@ -17,16 +17,15 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
-from t5ckpt.catalog.listing import catalog_of
 from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
+from t5ckpt.catalog.run_catalog import announcement_directory
 from t5ckpt.cli.app import app
-from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.deletion import hide
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.commit.retention import Retention, remove_positions
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -133,7 +132,7 @@ def test_prune_needs_an_option_of_what_to_keep(tmp_path):
     assert 'Pass --keep, --best, ' in t5ckpt_cli('prune', tmp_path, code=2)
     for hours in ('0', 'inf', 'nan'):
         assert 'must be a finite number above 0' in pruned(tmp_path, '--every-hours', hours, code=2)
-    assert 'no such directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
+    assert 'no such file or directory' in t5ckpt_cli('prune', tmp_path / 'none', '--keep', 1, code=3)
 
 
 def pruned(*words, code=0):
@@ -233,22 +232,21 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
     with hold(storage, 1, 60, clock) as is_there:
         assert is_there
         assert {d.step: d.reason for d in retention.plan()}[1] == 'held by a reader'
-        assert [decision.step for decision in retention.carry_out()] == [0, 2]
+        assert retention.carry_out() == [0, 2]
         # Also for who has made a plan before.
-        assert strategy_of(storage).hide(storage, 1, clock) is None
+        with pytest.raises(StepKeptError, match='held by a reader'):
+            hide(storage, 1, clock)
         clock.advance(662)
         for held in tmp_path.glob('held_1*'):
             # By the clock of the file server.
             os.utime(held, (time.time() - 62,) * 2)
         assert [decision.step for decision in retention.plan() if not decision.keep] == [1], 'a hold ends by itself'
         clock.advance(-62)
-    retention.wait()
-    assert [decision.step for decision in retention.carry_out()] == [1]
-    retention.wait()
+    assert retention.carry_out() == [1]
     assert t5ckpt.all_steps(place) == [3]
     with hold(storage, 1, 60, clock) as is_there:
         assert not is_there
-    assert not storage.names(catalog_of(storage).announcement_directory, 'held_')
+    assert not storage.names(announcement_directory(storage), 'held_')
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory'])
@@ -295,7 +293,6 @@ def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, ca
         retention = Retention(open_storage(place), KeepLatest(1), time.time)
         start.wait()
         retention.carry_out()
-        retention.wait()
 
     threads = [threading.Thread(target=trainer) for _ in range(3)]
     for thread in threads:
@@ -315,7 +312,9 @@ def test_two_prunes_at_once_both_succeed(tmp_path):
     running = [forked.start(None, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
     for process in running:
         output, complaints = process.communicate(timeout=60)
-        assert (process.returncode, complaints) == (0, ''), output
+        # Each waits for the locks of the others.
+        complaints = [line for line in complaints.splitlines() if 'still working' not in line]
+        assert (process.returncode, complaints) == (0, []), output
     assert [path.name for path in (tmp_path / 'run').iterdir()] == ['checkpoint_149']
 
 
@@ -453,29 +452,8 @@ def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path):
         storage.write(f'checkpoint_{step}/train_ds-000-of-001', b'x')
     storage.delete_file('checkpoint_0/checkpoint')
     before = set(storage.walk('checkpoint_0'))
-    remove_old_datasets(storage, [0, 1], 1, None, time.time)
+    with pytest.raises(CheckpointNotFoundError):
+        remove_positions(storage, 0, time.time)
     assert set(storage.walk('checkpoint_0')) == before
     collect(storage, lambda: time.time() + 8000)
     assert storage.names('.t5ckpt/busy', '') == []
-
-
-@pytest.mark.parametrize('keeper', ['pin', 'reader'])
-def test_a_kept_step_that_could_not_be_put_back_is_not_collected(tmp_path, keeper):
-    """An overwrite that a pin or a reader refuses swaps the old step back. When that fails it lies under another name."""
-    run, other = open_storage(tmp_path / 'run'), open_storage(tmp_path / 'other')
-    save(run.url(), [1])
-    save(other.url(), [1])
-    old = run.read('checkpoint_1/checkpoint')
-    (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1.replaced-1000')
-    (tmp_path / 'other' / 'checkpoint_1').rename(tmp_path / 'run' / 'checkpoint_1')
-    if keeper == 'pin':
-        run.write('checkpoint_1.replaced-1000/PINNED', b'1')
-        assert collect(run, time.time)[0] == []
-        assert run.read('checkpoint_1/checkpoint') == old
-        assert t5ckpt.is_pinned_checkpoint(f'{run.url()}/checkpoint_1')
-    else:
-        with hold(run, 1, 60, time.time):
-            assert collect(run, time.time)[0] == []
-            assert run.read('checkpoint_1.replaced-1000/checkpoint') == old
-    assert collect(run, time.time)[0] == ['checkpoint_1.replaced-1000']
-    assert t5ckpt.all_steps(run.url()) == [1]

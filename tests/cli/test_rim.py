@@ -535,5 +535,5 @@ def test_the_cure_of_a_path_that_is_no_run_is_one_of_the_shell(tmp_path):
     with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save({'w': np.ones(3)}, step=1)
     (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'base')
-    assert 't5ckpt show reads it' in t5ckpt_cli('ls', tmp_path / 'base', code=3)
+    assert 't5ckpt show reads the checkpoint' in t5ckpt_cli('ls', tmp_path / 'base', code=3)
     assert 'w ' in t5ckpt_cli('show', tmp_path / 'base')

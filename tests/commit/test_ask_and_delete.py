@@ -1,9 +1,9 @@
 """Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
 
 import contextlib
-import dataclasses
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +14,7 @@ import uuid
 import jax
 import numpy as np
 import pytest
-from flax import serialization
+from support.damage import with_fields
 
 import t5ckpt
 from t5ckpt import (
@@ -28,19 +28,21 @@ from t5ckpt import (
     SaveWhenIdle,
 )
 from t5ckpt.cli.app import run
-from t5ckpt.commit.deletion import delete_step
+from t5ckpt.commit.deletion import delete_step, hiding
+from t5ckpt.commit.holds import hold
+from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.removal import rename_aside
 from t5ckpt.commit.replacement import publish_step
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     NoSpaceError,
+    NotDurableError,
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
     StorageError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.manifest import file_with_facts, split_facts
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -120,7 +122,7 @@ def test_best_step_and_metrics(tmp_path):
             ck.best_step('min', 'loss')
         assert ck.metrics(1) == {'loss': 1.0, 'acc': -1.0}
         assert ck.metrics() == {'loss': 2.0, 'acc': -2.0}
-        with pytest.raises(CheckpointNotFoundError, match='no step 7; complete steps are: 0, 1, 2, 3, 4'):
+        with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist, complete steps are: 0, 1, 2, 3, 4'):
             ck.metrics(7)
         with pytest.raises(
             ValueError,
@@ -282,12 +284,11 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
         with Checkpointer(state(), checkpoints_dir=url, keep=2, clock=clock) as ck:
             ck.save(state(1.0), step=1)
         if what == 'manifest':
-            contents = serialization.msgpack_restore(storage.read('checkpoint_1/checkpoint'))
-            storage.write('checkpoint_1/checkpoint', serialization.msgpack_serialize({**contents, 'version': 9}))
+            data = storage.read('checkpoint_1/checkpoint')
+            storage.write('checkpoint_1/checkpoint', data.replace(b'\xa7version\x03', b'\xa7version\x09', 1))
         else:
             manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
-            newer = dataclasses.replace(decode_facts(facts, ''), format=9)
-            storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, encode_facts(newer)))
+            storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, with_fields(facts, format=9)))
         before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
         caplog.set_level('INFO', 't5ckpt')
         with Checkpointer(state(), checkpoints_dir=url, keep=1, clock=clock) as ck:
@@ -303,7 +304,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             with pytest.raises(SystemExit):
                 run(verb)
         assert {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')} == before
-        assert not storage.commits_by_rename or storage.names('', 'deleting_') == []
+        assert not storage.commits_by_rename or storage.names('', 'busy_') == []
         # A marker remains only of what was removed.
         assert {name.partition('.')[0] for name in storage.names('.t5ckpt/busy', '')} <= {'2'}
     with pytest.raises(UnsupportedFormatError, match=r'version'):
@@ -384,7 +385,7 @@ def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize('exchanges', [True, False])
 @pytest.mark.parametrize(
     ('keeps', 'when'),
-    [('pin', 'before'), ('pin', 'meanwhile'), ('pin', 'at the swap'), ('reader', 'before'), ('reader', 'meanwhile')],
+    [('pin', 'before'), ('pin', 'meanwhile'), ('reader', 'before'), ('reader', 'meanwhile')],
 )
 def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
     """A pin and a hold that come at any time before the commit hold; nothing is left over."""
@@ -401,7 +402,7 @@ def test_what_is_kept_while_it_is_replaced(tmp_path, keeps, when, exchanges):
     storage = Acting(open_storage(run), exchanges=exchanges)
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         ck.save(state(1), step=1)
-        storage.acts = {'before': {}, 'meanwhile': {'sync_tree': keep}, 'at the swap': {'exchange': keep}}[when]
+        storage.acts = {'before': {}, 'meanwhile': {'sync_tree': keep}}[when]
         if when == 'before':
             keep()
         with pytest.raises(StepKeptError, match='was not replaced'):
@@ -427,20 +428,104 @@ def test_an_overwrite_whose_step_another_process_deletes_as_it_begins(when):
     assert value_of(storage.url(), 1) == 2
 
 
-def test_a_pin_that_comes_while_a_step_is_deleted(tmp_path):
-    """After the last look at the pin, before the rename: by delete, and by retention."""
-    storage = Acting(open_storage(tmp_path))
-    with Checkpointer(state(), checkpoints_dir=storage, keep=1) as ck:
+@pytest.mark.parametrize('action', ['delete', 'replace'])
+def test_a_pin_that_comes_while_a_step_is_deleted_or_replaced(tmp_path, action):
+    """After the last look at the pin, before the rename: it waits, and reports the deletion, or pins the new step."""
+    outcomes = []
+
+    def pin():
+        try:
+            t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
+            outcomes.append('pinned')
+        except CheckpointNotFoundError:
+            outcomes.append('gone')
+
+    def begin():
+        thread.start()
+        while not (tmp_path / 'checkpoint_1' / 'PINNED').exists():
+            time.sleep(0.001)
+
+    thread, storage = threading.Thread(target=pin), Acting(open_storage(tmp_path))
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
         ck.save(state(1), step=1)
-        pin = tmp_path / 'checkpoint_1' / 'PINNED'
-        storage.acts = {'publish': lambda: pin.write_text('1')}
-        with pytest.raises(StepKeptError, match='is pinned, so it was not deleted'):
+        if action == 'delete':
+            storage.acts = {'publish .deleted': begin}
             ck.delete(1)
-        t5ckpt.unpin_checkpoint(tmp_path / 'checkpoint_1')
-        storage.acts = {'publish .deleted': lambda: pin.write_text('1')}
-        ck.save(state(2), step=2)
-        assert ck.all_steps() == [1, 2]
+        else:
+            storage.acts = {'exchange': begin}
+            ck.save(state(2), step=1, overwrite=True)
+        thread.join()
+    assert outcomes == ['gone' if action == 'delete' else 'pinned']
+    assert os.listdir(tmp_path) == ([] if action == 'delete' else ['checkpoint_1'])
+    if action == 'replace':
+        assert value_of(tmp_path, 1) == 2
         assert t5ckpt.is_pinned_checkpoint(tmp_path / 'checkpoint_1')
+
+
+def killed_overwrite(run, step=1):
+    """What an overwrite leaves that is killed before it exchanges the two; it is whole."""
+    marker = Marker(open_storage(run), step, time.time, HIDE)
+    shutil.copytree(run / f'checkpoint_{step}', run / marker.directory)
+    marker.release()
+
+
+class DyingWhenHidden(FaultyStorage):
+    """A process that is killed as soon as step 1 is hidden."""
+
+    def before_operation(self, name, key):
+        if not os.path.exists(self.local_path('checkpoint_1')):
+            raise StorageError(5, 'killed')
+
+
+@pytest.mark.parametrize('when', ['before a deletion that is killed', 'meanwhile'])
+def test_garbage_collection_does_not_undo_a_deletion(tmp_path, when):
+    """It puts the directory of an overwrite that was killed in the place of the step that this has hidden."""
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(1), step=1)
+        if when == 'meanwhile':
+            # After the listing
+            storage = Acting(open_storage(tmp_path))
+            storage.acts = {'try_lock checkpoint_1': lambda: killed_overwrite(tmp_path)}
+            delete_step(storage, 1, time.time)
+        else:
+            killed_overwrite(tmp_path)
+            delete_step(DyingWhenHidden(open_storage(tmp_path)), 1, time.time)
+        assert ck.all_steps() == []
+        ck.save(state(2), step=2)
+    assert os.listdir(tmp_path) == ['checkpoint_2']
+
+
+def test_a_deletion_leaves_the_directory_of_an_overwrite_that_is_alive(tmp_path):
+    """It is to become the step."""
+    storage = Acting(open_storage(tmp_path))
+    late = {'try_lock checkpoint_1': lambda: delete_step(open_storage(tmp_path), 1, time.time)}
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        ck.save(state(1), step=1)
+        storage.acts = {'sync_tree checkpoint_1.tmp': lambda: storage.acts.update(late)}
+        assert ck.save(state(2), step=1, overwrite=True).step == 1
+    assert storage.acts == {}
+    assert value_of(tmp_path, 1) == 2
+
+
+@pytest.mark.parametrize('keeps', ['pin', 'reader', 'newer'])
+def test_a_refused_deletion_changes_nothing(tmp_path, keeps):
+    """Another step of the same batch goes."""
+    storage, manifest = open_storage(tmp_path), tmp_path / 'checkpoint_1' / 'checkpoint'
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, contextlib.ExitStack() as stack:
+        for step in (1, 2):
+            ck.save(state(step), step=step)
+        if keeps == 'pin':
+            t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
+        elif keeps == 'reader':
+            assert stack.enter_context(hold(storage, 1, 60, time.time))
+        else:
+            manifest.write_bytes(manifest.read_bytes().replace(b'\xa7version\x03', b'\xa7version\x09', 1))
+        with hiding(storage, [1, 2], time.time) as hide_one:
+            with pytest.raises((StepKeptError, UnsupportedFormatError)):
+                hide_one(1)
+            hide_one(2)()
+        assert manifest.exists()
+    assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith('held_')] == ['checkpoint_1']
 
 
 class Contended(FaultyStorage):
@@ -449,29 +534,21 @@ class Contended(FaultyStorage):
     taken: str | None = None
 
     def publish(self, source, target):
-        if self.taken is None and any(word in target for word in ('.replaced-', '.deleted-', '.damaged-')):
+        if self.taken is None and '.damaged-' in target:
             self.taken = target
             self.make_dir(target)
             self.write(f'{target}/file', b'')
         super().publish(source, target)
 
 
-@pytest.mark.parametrize('action', ['replace', 'delete', 'put aside'])
-def test_a_name_that_another_process_takes_in_the_same_second(tmp_path, action):
+def test_a_name_that_another_process_takes_in_the_same_second(tmp_path):
     storage = Contended(open_storage(tmp_path))
     with Checkpointer(state(), checkpoints_dir=storage, inline_bytes=0) as ck:
         ck.save(state(1), step=0)
         ck.save(state(1), step=1)
-        if action == 'replace':
-            assert ck.save(state(2), step=1, overwrite=True).step == 1
-            assert value_of(tmp_path, 1) == 2
-        elif action == 'delete':
-            ck.delete(1)
-            assert ck.all_steps() == [0]
-        else:
-            (tmp_path / 'checkpoint_1' / 'params.w' / '.zarray').write_bytes(b'damaged')
-            t5ckpt.restore_or_init(ck, state)
-            assert len([name for name in os.listdir(tmp_path) if name.startswith('checkpoint_1.damaged-')]) == 2
+        (tmp_path / 'checkpoint_1' / 'params.w' / '.zarray').write_bytes(b'damaged')
+        t5ckpt.restore_or_init(ck, state)
+    assert len([name for name in os.listdir(tmp_path) if name.startswith('checkpoint_1.damaged-')]) == 2
     assert storage.taken is not None
 
 
@@ -519,7 +596,7 @@ def test_an_overwrite_reports_a_faster_writer(tmp_path, caplog, exchanges):
         other(lambda ck: ck.save(state(3), step=1))
 
     other(lambda ck: ck.save(state(1), step=1))
-    storage.acts['publish checkpoint_1.replaced'] = before_last
+    storage.acts['try_lock checkpoint_1.tmp'] = lambda: storage.acts.update({'try_lock checkpoint_1': before_last})
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         assert ck.save(state(2), step=1, overwrite=True) is None
     assert 'this save of step 1 is dropped' in caplog.text
@@ -530,24 +607,52 @@ def test_an_overwrite_reports_a_faster_writer(tmp_path, caplog, exchanges):
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_4']
 
 
-def test_a_name_that_another_writer_used_before_it_was_locked(tmp_path):
-    """Garbage collection removes the empty directory; the other writer takes its name and is killed."""
-    storage = Acting(open_storage(tmp_path))
+class NotSynced(Acting):
+    """A disk that cannot synchronize the directory after a step has its name, nor take the rename back."""
 
-    def other():
-        (directory,) = tmp_path.iterdir()
-        directory.rmdir()
-        directory.mkdir()
-        (directory / 'integrity.9.json').touch()
+    def _fail(self, target):
+        if target == 'checkpoint_1':
+            raise NotDurableError(5, f'{self.url(target)}: the rename is visible, but may be gone after a power cut')
 
-    storage.acts['try_lock checkpoint_1.tmp'] = other
-    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+    def publish(self, source, target):
+        super().publish(source, target)
+        self._fail(target)
+
+    def exchange(self, source, target):
+        if not super().exchange(source, target):
+            return False
+        self._fail(target)
+        return True
+
+
+@pytest.mark.parametrize('exchanges', [True, False])
+@pytest.mark.parametrize('is_cut', [False, True])
+@pytest.mark.parametrize('old', ['whole', 'broken'])
+def test_a_step_that_may_be_gone_after_a_power_cut_is_there_after_it(tmp_path, exchanges, is_cut, old):
+    """The names that it had before are the ones that a power cut brings back."""
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
         ck.save(state(1), step=1)
-    assert not (tmp_path / 'checkpoint_1' / 'integrity.9.json').exists()
-    assert t5ckpt.verify(tmp_path, full=True).ok
-    with Checkpointer(state(), checkpoints_dir=tmp_path, clock=lambda: time.time() + 7200) as ck:
-        ck.save(state(2), step=2)
-    assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+    if old == 'broken':
+        (tmp_path / 'checkpoint_1' / 'checkpoint').unlink()
+    storage = NotSynced(open_storage(tmp_path), exchanges=exchanges)
+    with Checkpointer(state(), checkpoints_dir=storage) as ck, pytest.raises(NotDurableError, match='is visible'):
+        ck.save(state(2), step=1, overwrite=True)
+    assert value_of(tmp_path, 1) == 2
+    if is_cut:
+        (other,) = tmp_path.glob('checkpoint_1.*')
+        if exchanges:
+            other.rename(tmp_path / 'other')
+        (tmp_path / 'checkpoint_1').rename(other.with_name(other.name.replace('deleted', 'tmp')))
+        if exchanges:
+            (tmp_path / 'other').rename(tmp_path / 'checkpoint_1')
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(3), step=3)
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_3']
+    # Between two names that were exchanged, the old one is there again, whole or not.
+    if is_cut and exchanges:
+        assert t5ckpt.all_steps(tmp_path) == ([1, 3] if old == 'whole' else [3])
+    else:
+        assert value_of(tmp_path, 1) == 2
 
 
 def test_a_name_that_another_process_takes_and_leaves(tmp_path):
@@ -560,10 +665,10 @@ def test_a_name_that_another_process_takes_and_leaves(tmp_path):
         storage.acts[f'{then} {name}'] = lambda: storage.delete_tree(name)
 
     storage.make_dir('new')
-    storage.acts['publish checkpoint_1.replaced-5'] = lambda: take('checkpoint_1.replaced-5', 'kind')
-    assert rename_aside(storage, 'new', 1, 'replaced', 5) == 'checkpoint_1.replaced-6'
+    storage.acts['publish checkpoint_1.damaged-5'] = lambda: take('checkpoint_1.damaged-5', 'kind')
+    assert rename_aside(storage, 'new', 1, 'damaged', 5) == 'checkpoint_1.damaged-6'
     storage.acts['publish checkpoint_1'] = lambda: take('checkpoint_1', 'is_file')
-    publish_step(storage, 'checkpoint_1.replaced-6', 1)
+    publish_step(storage, 'checkpoint_1.damaged-6', 1)
     assert os.listdir(tmp_path / 'checkpoint_1') == []
 
 
@@ -812,7 +917,6 @@ def lower(tmp_path):
     with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path / 'lower' / 'run', inline_bytes=0) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step=step)
-    (tmp_path / 'lower' / 'run' / 'checkpoint_3.tmp-1000').mkdir()
     layers = ','.join(f'{name}dir={tmp_path / name}' for name in ('lower', 'upper', 'work'))
     done = subprocess.run(
         ['mount', '-t', 'overlay', 'overlay', '-o', layers, str(tmp_path / 'merged')], capture_output=True, check=False
@@ -879,8 +983,11 @@ def test_an_overwrite_that_dies_while_it_removes_the_old_step_is_completed(tmp_p
     with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step=step)
+    marker = Marker(open_storage(tmp_path), 2, time.time, HIDE)
+    (tmp_path / 'checkpoint_1').rename(tmp_path / marker.directory)
+    (tmp_path / marker.aside).mkdir()
     (tmp_path / 'checkpoint_2' / 'checkpoint').unlink()
-    (tmp_path / 'checkpoint_1').rename(tmp_path / 'checkpoint_2.replaced-1000')
+    marker.release()
     with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save(_state(3), step=3)
     assert (_value(tmp_path, step=2), t5ckpt.all_steps(tmp_path)) == (1, [2, 3])

@@ -16,10 +16,11 @@ from support import faultshim
 
 import t5ckpt
 from t5ckpt.catalog.listing import steps_in
-from t5ckpt.commit.deletion import delete_step, remove_hidden
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.markers import Marker
+from t5ckpt.commit.retention import Retention
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -28,8 +29,8 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.names import deleting_file, to_persist_file
-from t5ckpt.policies import KeepBest
+from t5ckpt.format.names import busy_key, to_persist_file
+from t5ckpt.policies import KeepBest, KeepLatest
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -101,7 +102,7 @@ def test_the_partial_marker_of_a_deleter_that_was_killed_is_collected(call, tmp_
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL
-    (partial,) = (tmp_path / 'run').glob('deleting_2.*.__partial')
+    (partial,) = (tmp_path / 'run').glob('busy_2.*.__partial')
     assert (partial.stat().st_size > 0) is (call == 'rename')
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
     saved_run(run.url(), [4])
@@ -138,9 +139,12 @@ def test_on_an_object_store_clocks_may_not_differ_by_more_than_ten_minutes():
 def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
     """The age of a hold is that of its file, by the clock of the file server."""
     run, clock = saved_run(tmp_path / 'run'), FakeClock(time.time() + ahead)
-    key = deleting_file(1, 'other')
+    key = busy_key(1, int(clock()) + 7200, '0' * 16, in_bucket=False)
     owner = {'host': 'other', 'place': 'elsewhere', 'pid': 1, 'born': '1'}
-    run.write(key, json.dumps({'action': 'hide', 'directories': [], 'unix': clock(), 'owner': owner}).encode())
+    run.write(
+        key,
+        json.dumps({'action': 'hide', 'directories': [], 'unix': clock(), 'seconds': 3600, 'owner': owner}).encode(),
+    )
     for seconds, is_waited_for in ((0, True), (7190, True), (7210, False)):
         age(run, key, seconds)
         with hold(run, 1, 60, clock) as is_there:
@@ -172,37 +176,10 @@ def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
     assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in (1, 2, 3)}
 
 
-class _LockedOnce(FaultyStorage):
-    """Another process has the lock of a directory, and releases it after the first attempt to get it."""
-
-    other = None
-
-    def try_lock(self, key):
-        found = super().try_lock(key)
-        if self.other is not None:
-            assert found is None
-            self.other.close()
-            self.other = None
-        return found
-
-
-def test_a_hidden_step_that_is_locked_for_a_moment_is_removed(tmp_path):
-    """A rival that wants to hide the same step may have opened its directory before the rename."""
-    state = {'w': np.ones(64)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
-        ck.save(state, step=1)
-    storage = _LockedOnce(open_storage(tmp_path))
-    hidden = strategy_of(storage).hide(storage, 1, time.time)
-    storage.other = open_storage(tmp_path).try_lock(hidden.directory)
-    remove_hidden(storage, hidden, time.time)
-    assert not (tmp_path / hidden.directory).exists()
-
-
 _DELETER = """
 import sys, time
-from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.strategy import strategy_of
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.commit.deletion import hide
+from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.integrity.verify import verify_located
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
@@ -211,11 +188,10 @@ print('ready', flush=True)
 sys.stdin.readline()
 for step in steps:
     try:
-        hidden = strategy_of(storage).hide(storage, step, time.time)
-    except CheckpointNotFoundError:
+        remove = hide(storage, step, time.time)
+    except (CheckpointNotFoundError, StepKeptError):
         continue
-    if hidden is not None:
-        remove_hidden(storage, hidden, time.time)
+    remove()
 """
 
 
@@ -303,6 +279,42 @@ def test_the_second_of_two_deleters_is_told_at_once_that_the_step_is_gone(tmp_pa
     assert time.monotonic() - began < 4
 
 
+def test_what_could_not_be_removed_keeps_its_marker(tmp_path, caplog):
+    class Stubborn(FaultyStorage):
+        def delete_tree(self, key):
+            raise StorageError(5, 'injected')
+
+    storage = open_storage(tmp_path)
+    marker = Marker(storage, 1, time.time)
+    storage.make_dir(f'{marker.directory}/w')
+    storage.write(f'{marker.directory}/w/0', b'')
+    marker.release()
+    for _ in range(2):
+        collect(Stubborn(storage), time.time)
+        assert [path.name for path in tmp_path.glob('checkpoint_*')] == [marker.aside]
+    assert 'could not collect' in caplog.text
+    collect(storage, time.time)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize('error', [StorageError(5, 'injected'), AccessDeniedError(13, 'injected')])
+def test_a_save_is_complete_where_retention_cannot_write_its_marker(run, error, caplog):
+    """The step goes at the next time."""
+
+    class Refusing(FaultyStorage):
+        def replace(self, key, data, version):
+            if key.startswith(('busy_1.', '.t5ckpt/busy/1.')):
+                raise error
+            return super().replace(key, data, version)
+
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=Refusing(run), keep=2) as ck:
+        assert ck.save(STATE, step=3).step == 3
+    assert 'injected' in caplog.text
+    assert steps_in(run) == [1, 2, 3]
+    Retention(run, KeepLatest(2), time.time).carry_out()
+    assert steps_in(run) == [2, 3]
+
+
 @pytest.mark.parametrize('error', [StorageError(5, 'injected'), AccessDeniedError(13, 'injected')])
 def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_not_deleted(run, error):
     """Whichever read of it fails: it is the best one, and the next save decides."""
@@ -312,7 +324,7 @@ def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_not_deleted(run, e
 
         def before_operation(self, name, key):
             super().before_operation(name, key)
-            if name in ('read', 'read_range', 'heads') and 'checkpoint_1/checkpoint' in key:
+            if name in ('read', 'heads') and 'checkpoint_1/checkpoint' in key:
                 self.reads += 1
                 if self.reads == self.fails_at:
                     raise error

@@ -1,5 +1,6 @@
 """Steps of Orbax and Flax in a run: no keep policy counts or deletes them, and ``t5ckpt rm`` deletes one by hand."""
 
+import concurrent.futures
 import json
 import os
 import time
@@ -15,9 +16,12 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.commit.deletion import delete_other, find_step
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.other_layouts import delete_other, step_in_other_layout
+from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float32)}, 'count': np.int32(0)}
 
@@ -125,10 +129,89 @@ def test_rm_keeps_one_that_is_read(mixed):
         assert is_there
         assert 'nothing was deleted: 2 must stay' in t5ckpt_cli('rm', f'{mixed}@2', '--yes', code=1)
         storage = open_storage(mixed)
-        other = step_in_other_layout(storage, 2)
+        other = find_step(storage, 2)
         with pytest.raises(errors.StepKeptError):
             delete_other(storage, other, time.time)
     assert t5ckpt.open_checkpoint(mixed, 2)['count'] == 0
+
+
+class Late(FaultyStorage):
+    """Does something once, before a directory is hidden or removed."""
+
+    def __init__(self, inner, name, act):
+        super().__init__(inner)
+        self.name, self.act = name, act
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if name == self.name and 'deleted' in key and self.act is not None:
+            self.act, act = None, self.act
+            act()
+
+
+@pytest.mark.parametrize('make', [tree, prefixed, padded])
+def test_a_second_deleter_waits_for_the_first(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    storage = open_storage(run_dir)
+    other = find_step(storage, 7)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        second = []
+
+        def begin():
+            second.append(pool.submit(delete_other, storage, other, time.time))
+            with pytest.raises(concurrent.futures.TimeoutError):
+                second[0].result(0.5)
+
+        delete_other(Late(storage, 'publish', begin), other, time.time)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            second[0].result()
+    assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []
+
+
+@pytest.mark.parametrize('make', [tree, prefixed, padded])
+def test_garbage_collection_leaves_what_a_deleter_removes(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    storage, left = open_storage(run_dir), []
+
+    def begin():
+        collect(storage, time.time)
+        left.extend(os.listdir(run_dir))
+
+    late = Late(storage, 'delete_tree', begin)
+    delete_other(late, find_step(storage, 7), time.time)
+    assert late.act is None
+    assert [name for name in left if '.deleted-' in name]
+    assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []
+
+
+@pytest.mark.parametrize('name', ['7', 'checkpoint_007', '00000007'])
+def test_a_step_of_another_layout_that_cannot_be_read_is_not_saved_again(run_dir, name):
+    """On a file system that fails for it, or with links in a circle; it may be complete."""
+    (run_dir / name).mkdir(parents=True)
+    (run_dir / name / 'checkpoint').symlink_to('checkpoint')
+    with open_ck(run_dir) as ck:
+        for call in (lambda: ck.save(STATE, step=7), lambda: ck.restore(7), lambda: ck.delete(7)):
+            with pytest.raises(errors.StorageError, match=f'{name}/checkpoint'):
+                call()
+    assert os.listdir(run_dir) == [name]
+
+
+def test_a_killed_overwrite_is_not_put_in_the_place_of_a_file_of_flax(run_dir, caplog):
+    with open_ck(run_dir) as ck:
+        ck.save(STATE, step=1)
+        marker = Marker(open_storage(run_dir), 1, time.time, HIDE)
+        (run_dir / 'checkpoint_1').rename(run_dir / marker.directory)
+        (run_dir / marker.aside).mkdir()
+        marker.release()
+        flax_file(run_dir, 1)
+        written = (run_dir / 'checkpoint_1').read_bytes()
+        ck.save(STATE, step=2)
+        assert (run_dir / 'checkpoint_1').read_bytes() == written
+        assert sorted(os.listdir(run_dir)) == ['checkpoint_1', 'checkpoint_2']
+        assert ck.all_steps() == [1, 2]
+    assert 'could not collect' not in caplog.text
 
 
 def test_rm_of_a_bucket_hides_the_step_before_its_files_go(bucket, mixed):

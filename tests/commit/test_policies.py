@@ -159,6 +159,7 @@ def test_a_step_the_policy_says_nothing_of_stays():
         lambda: KeepEveryHours(0),
         lambda: KeepEveryHours(NAN),
         lambda: KeepAny(()),
+        lambda: KeepAny((None,)),
         lambda: SaveEvery(0),
         lambda: SaveEverySeconds(-1),
         lambda: SaveOnImprovement('m', 'up'),
@@ -166,7 +167,9 @@ def test_a_step_the_policy_says_nothing_of_stays():
     ],
 )
 def test_nonsense_is_refused(make):
-    with pytest.raises(ValueError, match=r'at least|above 0|one policy|max'):
+    with pytest.raises(
+        ValueError, match=r'at least|above 0|one policy|max|joins policies of type KeepPolicy, got None'
+    ):
         make()
 
 
@@ -334,6 +337,9 @@ def test_a_policy_of_another_package_is_not_recorded():
 
     assert fields_of(Mine()) is None
     assert fields_of(KeepLatest(1) | Mine()) is None
+    mine = Mine()
+    mine.keep = {1, 2}
+    assert fields_of(mine) is None
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,19 @@ from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
+from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import TransactionOptions
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     StepKeptError,
     StorageError,
     T5CkptError,
+    UnsupportedFormatError,
 )
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.format.names import facts_file_of, foreign_keys, generation_of, superseded
+from t5ckpt.format.names import foreign_keys, generation_of
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -169,22 +172,23 @@ def test_a_copy_on_a_disk(url, tmp_path):
 
 def test_names():
     own = ['checkpoint', 't5ckpt.json', 't5ckpt.0123456789abcdef.json', 't5ckpt-0123456789abcdef/integrity.3.json']
-    own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1']
+    own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1', 'integrity.0.json']
+    own += ['t5ckpt-0123456789abcdef/a.b/0/1', 'a.b/1.__partial', 'PINNED', 'checkpoint.damaged', 'copies.json']
     others = ['t5ckpt-0123456789abcdef/notes.txt', 't5ckpt-01/w/x', 't5ckpt.01.json', 't5ckpt-0123456789abcdef/a/b/c']
+    others += ['a/b/0.1', 'PINNED/x', 'integrity.00.json', 'a.b/zarr.json', '0']
     assert foreign_keys([*own, *others]) == others
-    assert superseded([*own, *others, 'train_ds-000-of-001.index'], [own[2], *own[-2:]]) == {
-        own[1],
-        *own[3:5],
-        'train_ds-000-of-001.index',
-    }
     positions = [
         't5ckpt-0123456789abcdef/train_ds-000-of-001.index',
         'train_ds-000-of-001.index',
         'train_ds-001-of-002',
     ]
     assert foreign_keys([*own, *positions]) == []
-    assert superseded([*own, *positions], [*own, positions[0]]) == {positions[2]}
-    assert superseded(['checkpoint', 'a.b/0.1', 'integrity.0.json'], ['checkpoint']) == set()
+    # In a directory without a manifest, arrays in other directories are of another program.
+    deep = ['group/w/.zarray', 'group/w/0.0']
+    assert (foreign_keys(deep), foreign_keys(['checkpoint', *deep])) == (deep, [])
+    # Of writers that were killed: of small files, of direct I/O and of TensorStore.
+    partial = ['checkpoint.__partial', 'a.b/0.1.__lock', 'a.b/0.1_1d7c4c5f0f55db75.__lock', 'w/.zarray_fb69e2c5.__lock']
+    assert foreign_keys([*own, *partial]) == []
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -200,6 +204,33 @@ def test_a_step_without_facts_is_overwritten_too(url):
     assert not kept_markers(storage)
     assert len({generation_of(key.removeprefix('checkpoint_1/')) for key, _ in storage.walk('checkpoint_1')}) == 2
     assert not storage.is_file('checkpoint_1/target.x/.zarray')
+
+
+@pytest.mark.parametrize(
+    ('name', 'layout'),
+    [
+        ('checkpoint_1/_METADATA', 'orbax'),
+        ('checkpoint_1/state/_METADATA', 'orbax'),
+        ('1/default/_METADATA', 'orbax'),
+        ('checkpoint_1/checkpoint', 'orbax'),
+        ('checkpoint_1', 'flax'),
+        ('checkpoint_0001/checkpoint', 't5x-padded'),
+    ],
+)
+def test_a_step_in_another_layout_is_not_replaced(url, name, layout):
+    save(url, 1, step=2)
+    storage = open_storage(url)
+    array = 'PLACEHOLDER://w' if name == 'checkpoint_1/checkpoint' else 1
+    storage.write(name, serialization.msgpack_serialize({'w': array}))
+    before = {key for key, _ in storage.walk('')}
+    for write in (
+        lambda: save(url, 2, overwrite=True),
+        # Another program may write it after the first look of a save.
+        lambda: open_transaction(storage, 1, FakeClock(), TransactionOptions(lambda: True)),
+    ):
+        with pytest.raises(UnsupportedFormatError, match=f'is in the layout of {layout}, which .* not replace'):
+            write()
+    assert {key for key, _ in storage.walk('')} == before
 
 
 class Acting(FaultyStorage):
@@ -331,7 +362,7 @@ def test_a_reader_of_the_earlier_layout_over_the_swap(url):
     storage = open_storage(url)
     manifest, facts = split_facts(storage.read('checkpoint_1/checkpoint'))
     storage.write('checkpoint_1/checkpoint', manifest)
-    storage.write(f'checkpoint_1/{facts_file_of(digest(manifest))}', facts)
+    storage.write(f'checkpoint_1/t5ckpt.{digest(manifest)}.json', facts)
 
     class Late(FaultyStorage):
         overwritten = False
@@ -473,18 +504,11 @@ def test_two_overwriters(run, caplog):
                 assert other.save(state(2), step=1, overwrite=True).step == 1
             return super().replace(key, data, version)
 
-    other = Checkpointer(state(0), checkpoints_dir=Unlocked(open_storage(run)), **OPTIONS)
+    other = Checkpointer(state(0), checkpoints_dir=open_storage(run), **OPTIONS)
     assert save(Stalled(open_storage(run)), 3, overwrite=True) is None
     assert value_of(run) == 2
     assert t5ckpt.verify(run, full=True).ok
     assert 'was replaced or deleted by another writer' in caplog.text
-
-
-class Unlocked(FaultyStorage):
-    """As in another process, which does not see the locks of this one."""
-
-    def try_lock(self, key):
-        return self._inner.try_lock(f'other/{key}')
 
 
 def test_a_store_that_refuses(url):

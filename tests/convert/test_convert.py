@@ -105,7 +105,7 @@ def test_the_error_for_another_format_names_the_verb_that_opens_it(tmp_path, kin
 def test_a_path_that_is_no_checkpoint_is_described(tmp_path, kind):
     (tmp_path / 'file').write_text('text')
     (tmp_path / 'empty').mkdir()
-    for name, text in (('file', 'is a file'), ('empty', 'the directory is empty'), ('absent', 'no such directory')):
+    for name, text in (('file', 'is a file'), ('empty', 'it is empty'), ('absent', 'no such file or directory')):
         with pytest.raises(errors.CheckpointNotFoundError, match=f'{tmp_path}/{name}.*{text}'):
             convert(kind, tmp_path / name, tmp_path / 'run')
 

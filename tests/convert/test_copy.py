@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import signal
 import time
 import uuid
@@ -14,15 +15,26 @@ import pytest
 from flax import serialization
 from support import forked
 from support.cli import t5ckpt_cli
-from support.facts import put_facts
+from support.damage import with_fields
+from support.facts import as_t5x_writes, facts_of, put_facts
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.catalog.listing import read_facts
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.retention import remove_positions
 from t5ckpt.format.facts import save_id
 from t5ckpt.format.manifest import split_facts
-from t5ckpt.format.names import generation_of, is_position, is_removal_mark, without_generation
+from t5ckpt.format.names import (
+    DATASET_REMOVED,
+    TRAIN_DS_PREFIX,
+    generation_dir,
+    generation_of,
+    is_position,
+    is_removal_mark,
+    without_generation,
+)
+from t5ckpt.format.relocation import relocated_manifest
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -62,7 +74,6 @@ def test_between_every_two_storages(gs, s3, tmp_path):
         assert len({generation_of(name) for name in copied} - {''}) == (
             target not in [first, *map(str, tmp_path.iterdir())]
         )
-        assert report.checked_files == len(expected)
         assert report.nbytes == sum(map(len, copied.values()))
         assert seen[-1][0] == seen[-1][1]
         assert t5ckpt.all_steps(target) == [3]
@@ -86,8 +97,7 @@ def test_a_checkpoint_of_t5x(golden, bucket, tmp_path, case):
     step = t5ckpt.latest_step(source)
     expected = files(str(source), step)
     target = bucket.url()
-    report = t5ckpt.copy_checkpoint(source, target, step)
-    assert report.checked_files == 0
+    t5ckpt.copy_checkpoint(source, target, step)
     copied = files(target, step)
     assert without_list(renamed(copied)) == renamed(expected)
     assert all(
@@ -155,7 +165,7 @@ def test_a_copy_that_failed_leaves_no_files(bucket, tmp_path):
     written = itertools.count()
     bucket.proxy.choose = lambda kind, key: '403' if kind == 'write' and '/w/' in key and next(written) >= 5 else None
     with pytest.raises(errors.AccessDeniedError):
-        t5ckpt.copy_checkpoint(source, target, options=t5ckpt.CopyOptions(workers=2))
+        t5ckpt.copy_checkpoint(source, target, workers=2)
     bucket.proxy.reset()
     assert t5ckpt.all_steps(target) == []
     assert [*open_storage(target).walk('checkpoint_3')] == []
@@ -175,8 +185,7 @@ def test_a_killed_copy_is_removed_by_the_next(tmp_path):
         'def report(done, total):\n'
         '    calls.append(done)\n'
         '    if len(calls) == 9: os.kill(os.getpid(), signal.SIGKILL)\n'
-        'one = t5ckpt.CopyOptions(workers=1)\n'
-        f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, options=one, progress=report)\n'
+        f't5ckpt.copy_checkpoint({source!r}, {str(tmp_path / "copy")!r}, workers=1, progress=report)\n'
     )
     assert forked.run(code).returncode == -signal.SIGKILL
     assert t5ckpt.all_steps(tmp_path / 'copy') == []
@@ -200,8 +209,7 @@ def test_the_verb(tmp_path, bucket):
 
 def test_overwriting_and_dry_runs(tmp_path):
     source, target = saved(str(tmp_path / 'run')), str(tmp_path / 'copy')
-    dry = t5ckpt.CopyOptions(dry_run=True)
-    report = t5ckpt.copy_checkpoint(source, target, options=dry)
+    report = t5ckpt.copy_checkpoint(source, target, dry_run=True)
     assert report.nbytes == sum(map(len, files(source).values()))
     assert report.files == len(files(source))
     assert not (tmp_path / 'copy').exists()
@@ -209,13 +217,12 @@ def test_overwriting_and_dry_runs(tmp_path):
     with t5ckpt.Checkpointer(other, checkpoints_dir=target) as ck:
         ck.save(other)
     with pytest.raises(errors.CheckpointExistsError, match='overwrite=True'):
-        t5ckpt.copy_checkpoint(source, target, options=dry)
+        t5ckpt.copy_checkpoint(source, target, dry_run=True)
     t5ckpt.pin_checkpoint(f'{target}/checkpoint_3')
-    force = t5ckpt.CopyOptions(overwrite=True)
     with pytest.raises(errors.CheckpointExistsError, match='pinned'):
-        t5ckpt.copy_checkpoint(source, target, options=force)
+        t5ckpt.copy_checkpoint(source, target, overwrite=True)
     t5ckpt.unpin_checkpoint(f'{target}/checkpoint_3')
-    t5ckpt.copy_checkpoint(source, target, options=force)
+    t5ckpt.copy_checkpoint(source, target, overwrite=True)
     assert files(target) == files(source)
     assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
 
@@ -256,12 +263,14 @@ def test_a_step_that_has_lost_its_facts_is_copied_as_the_error_says(tmp_path):
     saved(str(tmp_path / 'run'))
     step_dir = tmp_path / 'run' / 'checkpoint_3'
     put_facts(step_dir, None)
-    with pytest.raises(errors.CorruptCheckpointError, match=r'has no facts of t5ckpt.* remove integrity\.\*\.json'):
+    with pytest.raises(errors.CorruptCheckpointError, match=r'has no facts of t5ckpt.* t5ckpt cp --trust-files'):
         t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    t5ckpt_cli('cp', tmp_path / 'run', tmp_path / 'copy', '--trust-files')
+    assert same_state(tmp_path / 'copy', tmp_path / 'run')
     for path in step_dir.glob('integrity.*.json'):
         path.unlink()
-    t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
-    assert files(str(tmp_path / 'copy')) == files(str(tmp_path / 'run'))
+    t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'plain')
+    assert files(str(tmp_path / 'plain')) == files(str(tmp_path / 'run'))
 
 
 def test_the_files_of_other_programs_are_not_copied(tmp_path):
@@ -319,12 +328,11 @@ def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     with t5ckpt.Checkpointer(other, checkpoints_dir=target, chunk_bytes=2**12) as ck:
         ck.save(other)
     seen = []
-    force = t5ckpt.CopyOptions(overwrite=True, workers=1)
 
     def look(*_):
         seen.append(t5ckpt.load_t5x_checkpoint(target, 3)['b'][0])
 
-    t5ckpt.copy_checkpoint(source, target, options=force, progress=look)
+    t5ckpt.copy_checkpoint(source, target, overwrite=True, workers=1, progress=look)
     assert {*map(float, seen)} == {0.0}
     assert renamed(files(target)) == renamed(files(source))
     assert t5ckpt.verify(target, full=True).ok
@@ -334,12 +342,11 @@ def test_a_copy_of_a_checkpoint_of_t5x_replaces_a_step_of_a_bucket(golden, bucke
     """Nothing of the old step stays, so that later copies have the new one."""
     source = golden / 'case01_adafactor'
     step, target = t5ckpt.latest_step(source), bucket.url()
-    force = t5ckpt.CopyOptions(overwrite=True)
     for name in ('first', 'second'):
         with t5ckpt.Checkpointer(STATE, checkpoints_dir=target, chunk_bytes=2**12) as ck:
             ck.save(STATE | {'step': np.int32(step)}, overwrite=True)
         for _ in range(2):
-            t5ckpt.copy_checkpoint(source, target, options=force)
+            t5ckpt.copy_checkpoint(source, target, overwrite=True)
             assert without_list(renamed(files(target, step))) == renamed(files(str(source), step))
         t5ckpt.copy_checkpoint(target, tmp_path / name)
         assert same_state(f'{tmp_path / name}/checkpoint_{step}', f'{source}/checkpoint_{step}')
@@ -370,11 +377,10 @@ def test_the_position_of_a_replaced_step_is_not_restored(tmp_path):
                 ck.save(STATE | {'step': np.int32(step)})
         sources[name] = tmp_path / name
     sources['without'] = saved(str(tmp_path / 'without'))
-    force = t5ckpt.CopyOptions(overwrite=True)
     for new, old in itertools.product(sources, sources):
         url = f'memory://{uuid.uuid4().hex}/run'
         t5ckpt.copy_checkpoint(sources[old], url, 3)
-        t5ckpt.copy_checkpoint(sources[new], url, 3, options=force)
+        t5ckpt.copy_checkpoint(sources[new], url, 3, overwrite=True)
         iterator = Iterator()
         with t5ckpt.Checkpointer(STATE, None, url, iterator) as ck:
             ck.restore()
@@ -401,7 +407,7 @@ def test_a_copy_that_is_cut_off_hides_no_lost_position_of_the_step_it_was_to_rep
                 raise errors.StorageError(errno.EIO, 'the process has died')
 
     with pytest.raises(errors.StorageError):
-        t5ckpt.copy_checkpoint(tmp_path, Dying(storage), 3, options=t5ckpt.CopyOptions(overwrite=True))
+        t5ckpt.copy_checkpoint(tmp_path, Dying(storage), 3, overwrite=True)
     for name in lost:
         storage.delete_file(f'checkpoint_3/{name}')
     assert any(damage.kind == 'missing' for damage in t5ckpt.verify(url).damages)
@@ -462,9 +468,79 @@ def test_a_manifest_of_orbax_with_placeholders_is_not_copied_into_a_bucket(tmp_p
     state = {'w': 'PLACEHOLDER://w', 'b': np.ones(3, np.float32)}
     (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(state))
     url = f'memory://{uuid.uuid4().hex}/run'
-    for options in (t5ckpt.CopyOptions(dry_run=True), t5ckpt.CopyOptions()):
+    for options in ({'dry_run': True}, {}):
         with pytest.raises(
             errors.UnsupportedFormatError, match=r'checkpoint of Orbax. Convert it: t5ckpt convert orbax'
         ):
-            t5ckpt.copy_checkpoint(step_dir, url, options=options)
+            t5ckpt.copy_checkpoint(step_dir, url, **options)
     assert t5ckpt.all_steps(url) == []
+
+
+@pytest.mark.parametrize(
+    ('kvstore', 'kind', 'says'),
+    [
+        ('file://w/', errors.UnsafeSpecError, 'store .* is not one of'),
+        ({'driver': 'http', 'path': 'w/'}, errors.UnsafeSpecError, 'store .* is not one of'),
+        ({'driver': 'file'}, errors.CorruptCheckpointError, 'has no path'),
+        ({'driver': 'file', 'path': 7}, errors.CorruptCheckpointError, 'has no path'),
+        ({'driver': 'file', 'path': '../w/'}, errors.UnsafeSpecError, "'../w' leads outside"),
+    ],
+)
+def test_a_location_that_is_none_is_not_renamed_for_a_copy(tmp_path, kvstore, kind, says):
+    step_dir, url = tmp_path / 'checkpoint_3', f'memory://{uuid.uuid4().hex}/run'
+    saved(str(tmp_path))
+    as_t5x_writes(step_dir)
+    contents = serialization.msgpack_restore((step_dir / 'checkpoint').read_bytes())
+    contents['optimizer']['w']['kvstore'] = kvstore
+    manifest = serialization.msgpack_serialize(contents)
+    (step_dir / 'checkpoint').write_bytes(manifest)
+    with pytest.raises(kind, match=f'checkpoint_3/checkpoint: .*{says}'):
+        relocated_manifest(manifest, generation_dir('0' * 16), str(step_dir / 'checkpoint'))
+    for target in (url, tmp_path / 'copy'):
+        with pytest.raises(kind, match=f'checkpoint_3.*{says}'):
+            t5ckpt.copy_checkpoint(step_dir, target)
+        assert t5ckpt.all_steps(target) == []
+
+
+@pytest.mark.parametrize(
+    ('entry', 'says'),
+    [
+        ({'integrity.0.json': [5, 'a']}, r"bad entry 'integrity.0.json': \[5, 'a'\]"),
+        ({'../w': [5, 'a' * 16]}, "bad entry '../w'"),
+        ({'integrity.0.json': 5}, "bad entry 'integrity.0.json': 5"),
+        ({'integrity.0.json': [-1, 'a' * 16]}, "bad entry 'integrity.0.json'"),
+        (None, 'not iterable|facts of a leaf are .*5'),
+    ],
+)
+def test_facts_with_a_wrong_entry_are_not_renamed_for_a_copy(tmp_path, entry, says):
+    step_dir = tmp_path / 'checkpoint_3'
+    saved(str(tmp_path))
+    changed = {'tree': {'stored': [[5, 'uint16']]}} if entry is None else {'digests': entry}
+    put_facts(step_dir, with_fields(facts_of(step_dir), **changed))
+    for target in (f'memory://{uuid.uuid4().hex}/run', tmp_path / 'copy'):
+        with pytest.raises(errors.CorruptCheckpointError, match=f'checkpoint_3.*{says}'):
+            t5ckpt.copy_checkpoint(step_dir, target)
+        assert t5ckpt.all_steps(target) == []
+
+
+def test_a_step_without_its_positions_is_copied_from_a_bucket_to_a_disk(tmp_path):
+    """In a bucket the mark of their removal is there twice, which is one name on a disk."""
+    url = f'memory://{uuid.uuid4().hex}/run'
+    saved(url)
+    storage = open_storage(url)
+    (generation,) = storage.names('checkpoint_3', 't5ckpt-')
+    for parent in ('checkpoint_3', f'checkpoint_3/{generation}'):
+        storage.write(f'{parent}/{TRAIN_DS_PREFIX}000-of-001', b'1')
+    remove_positions(storage, 3, time.time)
+    t5ckpt.copy_checkpoint(f'{url}/checkpoint_3', tmp_path)
+    assert (tmp_path / 'checkpoint_3' / DATASET_REMOVED).exists()
+    assert t5ckpt.verify(tmp_path, full=True).ok
+
+
+def test_a_step_of_t5x_from_before_1970_is_copied_to_a_bucket(tmp_path):
+    saved(str(tmp_path))
+    as_t5x_writes(tmp_path / 'checkpoint_3')
+    os.utime(tmp_path / 'checkpoint_3' / 'checkpoint', (-5, -5))
+    url = f'memory://{uuid.uuid4().hex}/run'
+    t5ckpt.copy_checkpoint(tmp_path / 'checkpoint_3', url)
+    assert t5ckpt.verify(url, full=True).ok

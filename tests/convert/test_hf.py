@@ -330,7 +330,7 @@ def test_an_import_into_a_step_is_refused(tmp_path: pathlib.Path):
     export_hf(write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'model')
     (step,) = (tmp_path / 'run').iterdir()
     before = sorted(step.rglob('*'))
-    with pytest.raises(CheckpointNotFoundError, match='of a run, not a run'):
+    with pytest.raises(CheckpointNotFoundError, match='is a checkpoint, not a run'):
         import_hf(tmp_path / 'model', step)
     assert sorted(step.rglob('*')) == before
 

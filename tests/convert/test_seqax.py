@@ -163,7 +163,7 @@ def test_a_missing_chunk_of_an_array_with_a_fill_value(seqax, run_dir):
     [
         ({'dtype': '|O'}, errors.UnsupportedFormatError, 'dtype'),
         ({'dtype': [['a', '<f4']]}, errors.UnsupportedFormatError, 'dtype'),
-        ({'shape': 'x'}, errors.CorruptCheckpointError, 'does not decode'),
+        ({'shape': 'x'}, errors.CorruptCheckpointError, "has shape 'x', expected a list of sizes"),
     ],
 )
 def test_bad_metadata_is_named(seqax, change, error, text):

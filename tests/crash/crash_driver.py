@@ -140,7 +140,6 @@ class Runner:
         SHIM.arm(self.root, record=True)
         SCENARIOS[name].act(trainer)
         SHIM.mark()
-        # Files of deleted steps are removed in the background.
         trainer.close()
         SHIM.disarm()
         operations = [operation for operation in SHIM.operations() if fsync or operation.kind != 's']

@@ -12,16 +12,16 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import t5ckpt
-from t5ckpt.commit.deletion import remove_hidden
+from t5ckpt.commit.deletion import hide
+from t5ckpt.commit.markers import Marker
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.strategy import strategy_of
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
 from t5ckpt.planning.save_plan import SaveOptions
@@ -85,9 +85,6 @@ class Trainer:
         """A blocking save; what it prunes is gone when this returns."""
         saved = self.checkpointer.save(state(step), step=step, **options)
         self._promise(f'saved {step}')
-        for thread in threading.enumerate():
-            if thread.name == 't5ckpt-delete':
-                thread.join()
         return saved
 
     def _promise(self, text: str) -> None:
@@ -175,10 +172,13 @@ def _broken_second(root: pathlib.Path) -> None:
 def _leftovers(root: pathlib.Path) -> None:
     """Of a writer that died, of a deletion that was cut, and a temporary directory without anything in it."""
     _saved(1)(root)
-    whole = root / 'checkpoint_1'
-    shutil.copytree(whole, root / 'checkpoint_2.tmp-1600000000', ignore=shutil.ignore_patterns('checkpoint'))
-    shutil.copytree(whole, root / 'checkpoint_0.deleted-1700000000', ignore=shutil.ignore_patterns('checkpoint'))
-    (root / 'checkpoint_3.tmp-1700000000').mkdir()
+    whole, run = root / 'checkpoint_1', open_storage(root)
+    writer, deleter, beginner = (Marker(run, step, time.time) for step in (2, 0, 3))
+    shutil.copytree(whole, root / writer.directory, ignore=shutil.ignore_patterns('checkpoint'))
+    shutil.copytree(whole, root / deleter.aside, ignore=shutil.ignore_patterns('checkpoint'))
+    (root / beginner.directory).mkdir()
+    for marker in (writer, deleter, beginner):
+        marker.release()
 
 
 def _source(root: pathlib.Path) -> None:
@@ -188,10 +188,7 @@ def _source(root: pathlib.Path) -> None:
 
 def delete(root: pathlib.Path, step: int, clock: Clock) -> None:
     """What pruning does with a step."""
-    storage = open_storage(root)
-    hidden = strategy_of(storage).hide(storage, step, clock)
-    if hidden is not None:
-        remove_hidden(storage, hidden, clock)
+    hide(open_storage(root), step, clock)()
 
 
 def _convert(trainer: Trainer, *, overwrite: bool) -> None:
@@ -207,7 +204,6 @@ def _prune(trainer: Trainer) -> None:
     """What the verb does."""
     retention = Retention(open_storage(trainer.root), t5ckpt.KeepLatest(1), FakeClock(), None)
     retention.carry_out()
-    retention.wait()
 
 
 def _save_async(trainer: Trainer) -> None:

@@ -1,5 +1,7 @@
-"""The facts: what t5ckpt has written is read into fields, and written again byte for byte."""
+"""The facts: what t5ckpt has written is read into fields, and written again byte for byte, without unknown fields."""
 
+import dataclasses
+import itertools
 import json
 import math
 
@@ -9,8 +11,7 @@ from support.golden import TESTDATA
 
 from t5ckpt import errors
 from t5ckpt.core.text import finite_json
-from t5ckpt.format.facts import FORMAT, NO_FACTS, Facts, TreeFacts, decode_facts, encode_facts, newer_format
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.facts import FORMAT, NO_FACTS, Facts, TreeFacts, decode_facts, encode_facts
 
 WRITTEN = {path.stem: path.read_bytes() for path in sorted((TESTDATA / 'sidecars').glob('*.json'))}
 WRITER = {'name': 't5ckpt', 'version': '0.1.0', 'host': 'host', 'pid': 1234, 'place': 'boot/pid:[1]', 'born': '56789'}
@@ -36,8 +37,29 @@ def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(nam
     # Earlier programs wrote NaN, which JSON lacks.
     metrics = finite_json(json.loads(WRITTEN[name]).get('metrics'))
     expected = with_fields(WRITTEN[name], metrics=metrics) if 'nan' in str(metrics) else WRITTEN[name]
+    if name == 'repaired':
+        expected = without_fields(expected, 'aa_new', 'zz_new', 'repaired')
+    if name == 'overwritten_in_place':
+        # In a bucket, that layout had the directory of the save in each name.
+        directory = 't5ckpt-074e217ae24b59a5/'
+        assert [*facts.digests] == ['checkpoint', f'{directory}integrity.0.json']
+        expected = with_fields(expected.replace(directory.encode(), b''))
     assert encode_facts(facts) == expected
-    assert set(facts.other) == ({'aa_new', 'zz_new', 'repaired'} if name == 'repaired' else set())
+
+
+def test_names_below_the_directory_of_a_save():
+    facts = Facts(TreeFacts(stored={'u': 'uint4'}), digests={'checkpoint': [1, 'a'], 'integrity.0.json': [2, 'b']})
+    directory = 't5ckpt-074e217ae24b59a5'
+    moved = decode_facts(encode_facts(dataclasses.replace(facts, positions_in=directory)), '')
+    assert moved.tree.stored == {f'{directory}/u': 'uint4'}
+    assert moved.digests == {'checkpoint': [1, 'a'], f'{directory}/integrity.0.json': [2, 'b']}
+    assert decode_facts(encode_facts(dataclasses.replace(moved, positions_in='')), '') == facts
+
+
+def without_fields(data, *fields):
+    contents = {field: value for field, value in json.loads(data).items() if field not in (*fields, 'checksum')}
+    text = json.dumps({'checksum': '', **contents}, indent=1, sort_keys=True).encode()
+    return with_fields(text + b'\n')
 
 
 def test_the_fields_of_a_save():
@@ -50,7 +72,6 @@ def test_the_fields_of_a_save():
             text={('t',): 'text'},
             stored={'u': 'uint16'},
         ),
-        format=FORMAT,
         writer=WRITER,
         step=1,
         created_unix=1_700_000_000.0,
@@ -66,12 +87,9 @@ def test_the_fields_of_a_save():
 
 def test_the_fields_of_the_other_writers():
     rewritten, lost = (decode_facts(WRITTEN[name], '') for name in ('rewritten', 'rewritten_lost'))
-    assert (rewritten.completeness, rewritten.keep, rewritten.source['format']) == (None, KEEP, 't5x')
-    assert (lost.completeness, lost.keep) == ('unknown', {})
+    assert (rewritten.knows_tree, rewritten.keep, rewritten.source['format']) == (True, KEEP, 't5x')
+    assert (lost.knows_tree, lost.keep) == (False, {})
     assert math.isnan(decode_facts(WRITTEN['overwritten_in_place'], '').metrics['nan'])
-    repaired = decode_facts(WRITTEN['repaired'], '')
-    assert repaired.other['repaired']['rebuilt'] == ['w/.zarray']
-    assert repaired.other == {**repaired.other, 'aa_new': 5, 'zz_new': {'a': [1]}}
     unfinished = decode_facts(WRITTEN['unfinished'], '')
     assert unfinished.writer['resume'] == 'abc'
     assert (unfinished.program, NO_FACTS.program) == ('t5ckpt 0.1.0', '')
@@ -88,29 +106,31 @@ def test_the_fields_of_the_other_writers():
         ('custom_metadata', [1]),
         ('devices', 'all'),
         ('digests', 'none'),
-        ('facts', 'known'),
         ('keep', 'all'),
-        ('metrics', {'loss': 'low'}),
+        ('metrics', 'low'),
+        ('positions_in', 5),
         ('step', 'one'),
+        *itertools.product(['bytes', 'created_unix', 'devices', 'files', 'step'], [True, False]),
         ('writer', 'somebody'),
     ],
 )
-def test_a_value_that_is_not_usable_is_as_if_it_were_missing_and_is_written_again(field, value):
+def test_a_value_of_another_type_does_not_decode(field, value):
     data = with_fields(WRITTEN['saved'], **{field: value})
-    facts = decode_facts(data, '')
-    attribute = 'completeness' if field == 'facts' else field
-    assert getattr(facts, attribute) == getattr(Facts(), attribute)
-    assert encode_facts(facts) == data
-    if field == 'digests':
-        with pytest.raises(errors.CorruptCheckpointError, match='here: the file checksums are str, expected an object'):
-            FileChecksums.recorded_by(facts, 'here')
+    with pytest.raises(errors.CorruptCheckpointError, match=f'here does not decode .*{field} is '):
+        decode_facts(data, 'here')
 
 
-def test_a_newer_format_stays_one():
+def test_metrics_that_are_no_numbers_and_other_directories_are_left_out():
+    data = with_fields(WRITTEN['saved'], metrics={'loss': 'low', 'acc': 1}, positions_in='../elsewhere')
+    assert (decode_facts(data, '').metrics, decode_facts(data, '').positions_in) == ({'acc': 1}, '')
+
+
+def test_a_newer_format_is_refused():
     newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
-    assert newer_format(encode_facts(decode_facts(newer, ''))) == FORMAT + 1
-    assert newer_format(WRITTEN['saved']) is None
-    assert decode_facts(with_fields(WRITTEN['saved'], format='two'), '').format == FORMAT
+    with pytest.raises(errors.UnsupportedFormatError, match=f'here has facts of version {FORMAT + 1}.* Update t5ckpt'):
+        decode_facts(newer, 'here')
+    with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
+        decode_facts(with_fields(WRITTEN['saved'], format='two'), 'here')
 
 
 def test_damaged_facts_are_refused():
@@ -118,3 +138,13 @@ def test_damaged_facts_are_refused():
         decode_facts(WRITTEN['saved'].replace(b'"step": 1', b'"step": 2'), 'here')
     with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
         decode_facts(with_fields(WRITTEN['saved'], tree={'python': [[['w'], 'IntEnum']]}), 'here')
+
+
+def test_names_with_the_directory_of_the_save_are_read_without_it_twice():
+    """Facts of a bucket had both until 28 November 2026."""
+    where = 't5ckpt-0123456789abcdef'
+    digests = {f'{where}/integrity.0.json': [5, 'a' * 16]}
+    facts = Facts(TreeFacts(stored={f'{where}/a': 'uint4'}), digests=digests, positions_in=where)
+    full = with_fields(encode_facts(facts), digests=digests, tree={'stored': [[[f'{where}/a'], 'uint4']]})
+    assert decode_facts(full, 'facts') == decode_facts(encode_facts(facts), 'facts')
+    assert decode_facts(full, 'facts').digests == digests

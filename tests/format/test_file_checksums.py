@@ -55,7 +55,7 @@ def test_a_damaged_list_and_a_damaged_file_have_one_message():
 
 
 def test_an_array_is_listed_when_all_its_files_are():
-    array = StoredArray('w', (4, 4), np.dtype('float32'), metadata={'chunks': (4, 2), 'compressor': None})
+    array = StoredArray('w', (4, 4), np.dtype('float32'), np.dtype('float32'), {'chunks': (4, 2), 'compressor': None})
     files = FileChecksums({'w/.zarray': (3, 'a' * 16), 'w/0.0': (9, 'b' * 16)})
     assert not files.has_array(array)
     assert files.merged({'w/0.1': (9, 'b' * 16)}).has_array(array)

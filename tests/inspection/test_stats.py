@@ -283,7 +283,7 @@ def test_a_run_is_its_steps(tmp_path):
 
 
 def test_a_run_that_is_not_there(tmp_path):
-    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='no such directory'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='no such file or directory'):
         t5ckpt.open_run(tmp_path / 'nope')
 
 
@@ -376,7 +376,7 @@ def test_the_best_step_and_the_metrics_of_a_run_are_those_of_the_checkpointer(tm
     assert run[run.best_step()].metrics == {'loss': 1.0, 'step/s': -1.0}
     with pytest.raises(ValueError, match="no step has the metric 'acc'; there are: loss, step/s"):
         run.best_step('acc', 'max')
-    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='there is no step 9'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='step 9 does not exist'):
         run.metrics(9)
 
 

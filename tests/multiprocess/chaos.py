@@ -269,6 +269,9 @@ class Chaos:
     def _check_leftovers(self, directory: pathlib.Path, run: pathlib.Path) -> None:
         """One process saves once more and closes, so that nothing is in the midst of a save."""
         step = self.newest + 1000
+        for marker in run.glob('busy_*'):
+            # What a killed job has left is removed two hours later.
+            os.utime(marker, (time.time() - 2 * 3600 - 1,) * 2)
         state = {'params': {name: values(name, step) for name in LEAVES}, 'step': step}
         with t5ckpt.Checkpointer(state, checkpoints_dir=str(run), keep=3) as checkpointer:
             checkpointer.save(state)

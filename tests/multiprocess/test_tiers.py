@@ -575,7 +575,7 @@ def test_a_process_that_an_error_ends_does_not_wait_for_the_others(four, place, 
 def test_a_disk_that_fails_while_it_is_listed_fails_the_restore_of_all(four, place):
     """And loses nothing: the next start restores the step."""
     saved(four, place, [1], persist=[])
-    place.begin(four, local_hook=[2, 'broken_links', '', 'eio'])
+    place.begin(four, local_hook=[2, 'entries', '', 'eio'])
     errors = four.errors('tiers_restore', timeout=50)
     assert errors[2][0] == 'StorageError', errors
     assert all(kind == 'RemoteError' and 'process 2' in text for kind, text in errors[:2] + errors[3:]), errors
@@ -616,7 +616,7 @@ def test_another_run_in_the_same_directory_is_refused_by_all(four, place, tmp_pa
 # An operation of the local directory of process 2, and the error: for chunks, the list of files, the note that the step waits for
 # its upload, and before and in the commit.
 FAULTS = [
-    ('open_kvstore', 'checkpoint_', 'full'),
+    ('array_kvstore', 'checkpoint_', 'full'),
     ('write', 'integrity.2.json', 'eio'),
     ('write', 'copies.json', 'full'),
     ('write', 'to_persist/', 'full'),
@@ -870,9 +870,7 @@ def test_sigkill_in_a_deletion(jobs, place):
     assert 'checkpoint_1' in place.steps_on(1)
 
 
-@pytest.mark.parametrize(
-    ('operation', 'key', 'seed'), [('publish', 'checkpoint_1.replaced-', 1), ('exchange', 'checkpoint_1', 7)]
-)
+@pytest.mark.parametrize(('operation', 'key', 'seed'), [('write', '/checkpoint', 1), ('exchange', 'checkpoint_1', 7)])
 def test_sigkill_between_the_commits_of_an_overwrite(jobs, place, operation, key, seed):
     """All disks get the same save again: the old one, or the new one if the last disk had it under another name."""
     with jobs.one(ends=False) as job:

@@ -73,7 +73,7 @@ class Troubled(FaultyStorage):
         trouble = self._flag.read_text() if self._flag.exists() else ''
         if trouble == 'away':
             raise StorageError(5, 'injected: the bucket is away')
-        if trouble == 'full' and name in ('write', 'replace', 'open_kvstore'):
+        if trouble == 'full' and name in ('write', 'replace', 'start_write'):
             raise NoSpaceError(28, 'injected: the bucket is full')
         if trouble == 'slow':
             time.sleep(0.2)

@@ -83,7 +83,7 @@ class Positions:
         assert pathlib.Path(filename).read_text(encoding='utf-8') == '7'
 
 
-@pytest.mark.parametrize('section', ['MaxText', 'levanter', 'EasyLM'])
+@pytest.mark.parametrize('section', ['MaxText', 'levanter'])
 def test_programs_around_a_checkpointer(here, section):
     """Theirs are not installed; ours are run."""
     theirs, ours = programs(f'From {section}')

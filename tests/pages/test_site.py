@@ -59,7 +59,7 @@ def test_both_columns_of_a_table_of_calls_are_visible(site, tmp_path, width):
         page.open(site / 'migration.html', 'document.readyState === "complete"')
         page.wait('document.querySelector(".md-typeset__scrollwrap") !== null')
         tables = page.run(cut)
-    assert tables == [False] * 7
+    assert tables == [False] * 6
 
 
 def test_every_page_is_in_the_navigation_once():

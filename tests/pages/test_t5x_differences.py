@@ -141,7 +141,6 @@ class T5X:
     def is_pinned_checkpoint(ckpt_dir): ...
     def pin_checkpoint(ckpt_dir, txt='1'): ...
     def unpin_checkpoint(ckpt_dir): ...
-    def detect_checkpoint_type(checkpoint_path, expected=None): ...
     def apply_assignment_map(
         ckpt_optimizer_state, optimizer_state, assignment_map, require_all_rules_match=True, *, is_resuming=False
     ): ...
@@ -207,7 +206,7 @@ def test_every_public_name_of_t5x_is_here_or_on_the_page():
         'populate_metrics_for_steps'
     }
     assert not {name for name in absent if hasattr(t5ckpt, name)}
-    have = {name.partition('.')[0] for name in THEIRS} | {'CheckpointTypes'}
+    have = {name.partition('.')[0] for name in THEIRS}
     assert have <= set(t5ckpt.__all__)
     assert have | absent == PUBLIC
 
@@ -252,29 +251,6 @@ PUBLIC = {
 
 
 # ---- what T5X's callers reach for ----
-
-
-def test_the_type_of_a_checkpoint(tmp_path, golden, caplog):
-    """checkpoint_utils.detect_checkpoint_type, by T5X's own test."""
-    types = t5ckpt.CheckpointTypes
-    assert [each.value for each in types] == ['ORBAX', 'T5X', 'T5X_TF']
-    t5ckpt.Checkpointer({'w': np.ones(2)}, None, tmp_path / 'run').save({'w': np.ones(2)}, step=1)
-    manifest = t5ckpt.find_checkpoint(tmp_path / 'run')
-    assert t5ckpt.detect_checkpoint_type(manifest, expected=types.T5X) is types.T5X
-    assert t5ckpt.detect_checkpoint_type(tmp_path / 'run' / 'checkpoint_1') is types.T5X
-    assert 'detected format' not in caplog.text
-    state_file = tmp_path / 'checkpoint'
-    state_file.write_text('model_checkpoint_path: "model.ckpt-0"\n')
-    assert t5ckpt.detect_checkpoint_type(state_file, types.T5X) is types.T5X_TF
-    said = 'to be CheckpointTypes.T5X format, but the actual detected format was CheckpointTypes.T5X_TF'
-    assert said in caplog.text
-    (tmp_path / 'run' / 'checkpoint_1' / '_METADATA').touch()
-    assert t5ckpt.detect_checkpoint_type(manifest) is types.ORBAX
-    state_file.write_bytes(b'rubbish')
-    with pytest.raises(ValueError, match='neither one complete msgpack map'):
-        t5ckpt.detect_checkpoint_type(state_file)
-    with pytest.raises(FileNotFoundError):
-        t5ckpt.detect_checkpoint_type(tmp_path / 'nowhere')
 
 
 @pytest.mark.parametrize('name', ['uint16', 'bfloat16', 'float32', 'int8'])

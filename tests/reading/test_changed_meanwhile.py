@@ -10,8 +10,7 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.deletion import remove_hidden
-from t5ckpt.commit.strategy import strategy_of
+from t5ckpt.commit.deletion import hide
 from t5ckpt.convert.conversion import ConvertOptions
 from t5ckpt.convert.export_options import ExportOptions
 from t5ckpt.convert.plain import export_npz, export_safetensors
@@ -36,9 +35,7 @@ def save(run, seed, *, overwrite=False, compression=None):
 
 
 def delete(run):
-    storage = open_storage(run)
-    hidden = strategy_of(storage).hide(storage, 1, time.time)
-    remove_hidden(storage, hidden, time.time)
+    hide(open_storage(run), 1, time.time)()
 
 
 @pytest.fixture(params=['disk', 'zstd', 'memory'])
@@ -113,17 +110,6 @@ def test_a_pin_and_a_second_name_change_nothing(tmp_path):
     t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
     (tmp_path / 'again').hardlink_to(tmp_path / 'checkpoint_1' / 'checkpoint')
     np.testing.assert_array_equal(view['target/w'], tree(0)['target']['w'])
-
-
-def test_a_cache_knows_of_the_deletion(gs, tmp_path):
-    url = gs.url()
-    save(url, 0)
-    view = t5ckpt.open_checkpoint(url, storage_options={'cache_dir': str(tmp_path)})
-    view['target/v'].get()
-    delete(url)
-    np.testing.assert_array_equal(view['target/v'], tree(0)['target']['v'])
-    with pytest.raises(errors.CheckpointNotFoundError, match=DELETED):
-        view['target/w'].get()
 
 
 def test_a_read_from_a_bucket_looks_once(gs):

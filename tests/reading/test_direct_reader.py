@@ -22,7 +22,7 @@ from support.bits import assert_same, random_bits
 
 import t5ckpt
 from t5ckpt import errors, steps
-from t5ckpt.format.array_spec import StoredArray, StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
 from t5ckpt.reading.identity import Identity
@@ -49,13 +49,13 @@ def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredA
     }
     ts.open(spec, create=True, delete_existing=True).result()[...].write(values).result()
     metadata = {'chunks': list(chunks), 'compressor': spec['metadata']['compressor']}
-    return StoredArray('a', values.shape, values.dtype, metadata=metadata)
+    return StoredArray('a', values.shape, values.dtype, values.dtype, metadata)
 
 
 def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None) -> dict:
     wanted = array.dtype if dtype is None else dtype
     buffers = {box: np.empty(box.shape, wanted) for box in boxes}
-    opened = DirectReader(str(root), limits).open(StoredLeaf(array, array.dtype), 'a', 'a', boxes)
+    opened = DirectReader(str(root), limits).open(array, 'a', 'a', boxes)
     assert opened is not None
     for task in reversed(opened.tasks(buffers)):
         task()
@@ -124,7 +124,7 @@ def test_chunks_of_blosc_are_used_whatever_the_order_of_threads(tmp_path):
     values = np.arange(64 * 4096, dtype=np.int32).reshape(64, 4096)
     array = store(tmp_path, values, (1, 4096), compressor=LZ4)
     buffers = {Box.whole((64, 4096)): np.zeros((64, 4096), np.int32)}
-    opened = DirectReader(str(tmp_path), Limits(task=1)).open(StoredLeaf(array, array.dtype), 'a', 'a', buffers)
+    opened = DirectReader(str(tmp_path), Limits(task=1)).open(array, 'a', 'a', buffers)
     assert opened is not None
     tasks = opened.tasks(buffers)
     assert len(tasks) == 64
@@ -340,11 +340,11 @@ def test_a_file_cut_off_while_it_is_read(tmp_path):
 
 
 def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):
-    array = StoredArray('a', (2**20, 4), np.dtype(np.float32), metadata={'chunks': [1, 4]})
+    array = StoredArray('a', (2**20, 4), np.dtype(np.float32), np.dtype(np.float32), {'chunks': [1, 4]})
     (tmp_path / 'a').mkdir()
     text = {'zarr_format': 2, 'shape': [2**20, 4], 'chunks': [1, 4], 'dtype': '<f4', 'order': 'C', 'compressor': None}
     (tmp_path / 'a' / '.zarray').write_text(json.dumps(text | {'filters': None, 'fill_value': None}))
-    reader, leaf = DirectReader(str(tmp_path)), StoredLeaf(array, array.dtype)
-    assert reader.open(leaf, 'a', 'a', [Box(((0, 2**20), (0, 4)))]) is None
-    assert reader.open(leaf, 'a', 'a', [Box(((0, 2**10), (0, 4)))]) is not None
+    reader = DirectReader(str(tmp_path))
+    assert reader.open(array, 'a', 'a', [Box(((0, 2**20), (0, 4)))]) is None
+    assert reader.open(array, 'a', 'a', [Box(((0, 2**10), (0, 4)))]) is not None
     assert not is_read_natively(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}))

@@ -415,7 +415,7 @@ def test_any_box_of_any_grid(tmp_path_factory, case):
     root = tmp_path_factory.mktemp('grid')
     values = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     write_chunks(root / 'w', values, chunks, separator)
-    array = StoredArray('w', shape, np.dtype(np.float32))
+    array = StoredArray('w', shape, np.dtype(np.float32), np.dtype(np.float32))
     expected = values[box.slices]
     strided = ArrayMapper(str(root)).map_boxes(array, 'w', [box], strided=True)
     ready = ArrayMapper(str(root)).map_boxes(array, 'w', [box])

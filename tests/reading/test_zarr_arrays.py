@@ -238,8 +238,8 @@ def test_steps_of_levanter_open_restore_and_convert(tmp_path, ocdbt):
         later = jax.tree.map(jax.numpy.zeros_like, state) | {'step': jax.numpy.int32(30)}
         checkpointer.save(later, step=30)
     assert t5ckpt.latest_step(run) == 30
-    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='is step 10 of a run'):
-        Checkpointer(template, checkpoints_dir=step)
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='is a checkpoint, not a run'):
+        Checkpointer(template, checkpoints_dir=step).restore()
     convert_checkpoint('zarr', step, tmp_path / 'out')
     assert t5ckpt.verify(tmp_path / 'out', step=10, full=True).ok
     for name, values in TREE.items():
@@ -396,7 +396,7 @@ def test_files_of_equinox_and_zip_stores_are_named(tmp_path):
             t5ckpt.open_checkpoint(tmp_path / name)
         if name != 'model.eqx':
             (tmp_path / name).unlink()
-    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='files of Equinox'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='is a file of Equinox'):
         t5ckpt.open_checkpoint(tmp_path)
 
 
@@ -441,5 +441,5 @@ def test_a_pointer_of_git_lfs_is_not_damaged(tmp_path, name):
 def test_a_directory_of_n5_is_named(tmp_path):
     spec = {'driver': 'n5', 'kvstore': {'driver': 'file', 'path': str(tmp_path / 'a.n5')}}
     ts.open(spec, create=True, dtype=ts.float32, shape=[10]).result().write(1).result()
-    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='N5 arrays, which TensorStore'):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match=r'N5 arrays.* TensorStore reads them'):
         t5ckpt.open_checkpoint(tmp_path / 'a.n5')

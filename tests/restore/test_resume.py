@@ -186,7 +186,7 @@ def test_one_that_is_held_is_not_put_aside(tmp_path, caplog):
         assert 'is held by a reader, so it was not renamed' in caplog.text
         assert value_of(restore_or_init(ck, must_not_run)) == 1
         assert ck.all_steps() == [1]
-    assert not [name for name in os.listdir(tmp_path) if name.startswith('deleting_')]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith('busy_')]
 
 
 # --- another run's ----------------------------------------------------------------------------------------------------

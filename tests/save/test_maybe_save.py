@@ -29,9 +29,7 @@ from t5ckpt import (
     YoungDaly,
 )
 from t5ckpt.commit.retention import Retention
-from t5ckpt.commit.step_facts import known_facts
 from t5ckpt.errors import NoSpaceError, SaveFailedError
-from t5ckpt.storage import open_storage
 from t5ckpt.storage.file import FileStorage
 from t5ckpt.testing import FakeClock
 
@@ -123,7 +121,7 @@ def test_improvement_counts_from_what_is_saved_also_after_a_restart(tmp_path):
 
     assert run(1, [5.0, 6.0, np.float32(4.0), float('nan'), 4.0]) == [1, 3]
     assert run(6, [4.5, 4.0, 3.0]) == [8]
-    assert known_facts(open_storage(tmp_path), 'checkpoint_3').metrics == {'loss': 4.0}
+    assert t5ckpt.open_run(tmp_path).metrics(3) == {'loss': 4.0}
 
 
 def test_a_save_that_reports_the_failure_of_another_is_due_again(tmp_path):
@@ -339,8 +337,7 @@ def test_one_failed_deletion_does_not_stop_the_others(tmp_path, caplog):
     storage = FullDisk(str(tmp_path))
     storage.stuck = 'checkpoint_1'
     retention = Retention(storage, KeepLatest(1), FakeClock())
-    assert [decision.step for decision in retention.carry_out()] == [0, 2]
-    retention.wait()
+    assert retention.carry_out() == [0, 2]
     assert t5ckpt.all_steps(tmp_path) == [1, 3]
     assert 'could not delete step 1' in caplog.text
 

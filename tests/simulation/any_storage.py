@@ -1,7 +1,6 @@
 """The scenarios that every storage runs, for a user's storage.
 
-Those of ``scenarios`` that copy or restore are not among them: they read arrays with TensorStore, which has no driver for
-the storage.
+Those of ``scenarios`` that copy or restore are not among them.
 """
 
 from __future__ import annotations

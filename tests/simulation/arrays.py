@@ -20,7 +20,11 @@ def open_array(spec: Mapping[str, Any], *, context: Any = None, **options: Any) 
     from simulation import bucket, directory
 
     parent, _, name = path.rpartition('/')
-    storage = (directory if path.startswith('/') else bucket).open_at('', parent, None)
+    storage = spec['kvstore'].get('storage')
+    if storage is None:
+        storage = (directory if path.startswith('/') else bucket).open_at('', parent, None)
+    else:
+        name = path
     memory = ts.Context()
     copies = ts.KvStore.open({'driver': 'memory'}, context=memory).result()
     for key, _ in storage.walk(name):

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import tensorstore as ts
-
-from simulation.scheduler import Decision, active, current_task, wait_until
-from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.conditional_writes import ABSENT
-from t5ckpt.storage.connection import Connection
-from t5ckpt.storage.process_locks import ProcessLock
+from simulation.scheduler import Decision, active, wait_until
+from t5ckpt.storage.bucket import ABSENT, BucketStorage
 
 _SCHEME = 'gs'
 _FAILED = 'UNAVAILABLE: injected: the server does not answer'
@@ -106,49 +101,36 @@ class _Request:
 
 
 class _Client:
-    """The part of TensorStore's ``KvStore`` that t5ckpt uses, for a prefix of the bucket."""
+    """The part of TensorStore's ``KvStore`` that t5ckpt uses."""
 
-    def __init__(self, bucket: Bucket, prefix: str = ''):
-        self._bucket, self._prefix = bucket, prefix
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
 
-    def read(
-        self, key: str, *, byte_range: slice | None = None, if_not_equal: bytes | None = None, **_: Any
-    ) -> _Request:
+    def read(self, key: str, *, byte_range: slice | None = None) -> _Request:
         def apply() -> Any:
-            stored = self._bucket.objects.get(self._prefix + key)
+            stored = self._bucket.objects.get(key)
             if stored is None:
                 return _read('missing', b'', ABSENT)
             data, version = stored
-            if if_not_equal == version:
-                return _read('unspecified', b'', version)
             return _read('value', data if byte_range is None else data[byte_range], version)
 
-        return _Request(
-            self._bucket, f'{"GET" if byte_range is None else "HEAD"} {self._prefix}{key}', apply, changes=False
-        )
+        return _Request(self._bucket, f'{"HEAD" if byte_range == slice(0, 0) else "GET"} {key}', apply, changes=False)
 
     def write(self, key: str, value: Any, *, if_equal: bytes | None = None, **_: Any) -> _Request:
         data = None if value is None else bytes(value)
 
         def apply() -> Any:
-            return types.SimpleNamespace(generation=self._bucket.put(self._prefix + key, data, if_equal))
+            return types.SimpleNamespace(generation=self._bucket.put(key, data, if_equal))
 
         verb = 'DELETE' if data is None else 'PUT'
         condition = '' if if_equal is None else ' if it is unchanged' if if_equal != ABSENT else ' if it does not exist'
-        return _Request(self._bucket, f'{verb} {self._prefix}{key}{condition}', apply, changes=True)
+        return _Request(self._bucket, f'{verb} {key}{condition}', apply, changes=True)
 
-    def list(self, keys: Any = None, **_: Any) -> _Request:
-        return _Request(self._bucket, f'LIST {_text(keys)}', lambda: self._within(keys), changes=False)
-
-    def delete_range(self, keys: Any) -> _Request:
-        def apply() -> None:
-            for key in self._within(keys):
-                self._bucket.put(key.decode(), None)
-
-        return _Request(self._bucket, f'DELETE ALL {_text(keys)}', apply, changes=True)
+    def list(self, keys: Any) -> _Request:
+        return _Request(self._bucket, f'LIST {keys.inclusive_min.decode()}', lambda: self._within(keys), changes=False)
 
     def _within(self, keys: Any) -> list[bytes]:
-        low, high = (b'', b'') if keys is None else (keys.inclusive_min, keys.exclusive_max)
+        low, high = keys.inclusive_min, keys.exclusive_max
         return [
             raw for key in sorted(self._bucket.objects) if (raw := key.encode()) >= low and (not high or raw < high)
         ]
@@ -156,22 +138,6 @@ class _Client:
 
 def _read(state: str, value: bytes, version: bytes) -> Any:
     return types.SimpleNamespace(state=state, value=value, stamp=types.SimpleNamespace(generation=version))
-
-
-def _text(keys: Any) -> str:
-    return '' if keys is None else keys.inclusive_min.decode()
-
-
-class _SimulatedConnection(Connection):
-    def __init__(self, client: _Client):
-        super().__init__({'driver': 'simulated'}, lambda retries: ts.Context())
-        self._client = client
-
-    def kvstore(self) -> Any:
-        return self._client
-
-    def _result(self, future: Any) -> Any:
-        return future.result()
 
 
 _mounted: list[Bucket] = []
@@ -182,30 +148,30 @@ def mount(bucket: Bucket) -> None:
     _mounted[:] = [bucket]
 
 
-def open_at(bucket: str, prefix: str, given: Mapping[str, Any] | None) -> SimulatedBucket:
+def open_at(bucket: str, prefix: str, given: Any) -> SimulatedBucket:
     """Opens a URL of Google's storage."""
     del bucket, given
     return SimulatedBucket(_mounted[0], prefix)
 
 
 class SimulatedBucket(BucketStorage):
-    """``BucketStorage`` over a :class:`Bucket`. Chunks are written one request each, and read as through a cache."""
+    """``BucketStorage`` over a :class:`Bucket`. Chunks are written one request each."""
 
     driver = 'gcs'
-    _compares_deletions = True
 
     def __init__(self, bucket: Bucket, prefix: str = 'run'):
         """Takes the server and the run's prefix."""
-        self._server = bucket
-        super().__init__('bucket', prefix, _SimulatedConnection(_Client(bucket)))
-        self.caches = True
+        self._client = _Client(bucket)
+        super().__init__('bucket', prefix, {'driver': 'simulated'})
+
+    def context(self) -> Any:
+        return None
+
+    def _kvstore(self) -> Any:
+        return self._client
 
     def url(self, key: str = '') -> str:
         return f'{_SCHEME}://{self._bucket}/{self._key(key)}'.rstrip('/')
-
-    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        del is_good
-        return self.read(key)
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         del in_background
@@ -214,19 +180,6 @@ class SimulatedBucket(BucketStorage):
     def write_direct(self, key: str, data: Any) -> None:
         # One request without the second look of ``write``: so TensorStore writes chunks.
         try:
-            self.wait(self._kvstore().write(self._key(key), data.tobytes()))
+            self.wait(self.start_write(key, data.tobytes()))
         except ValueError as error:
             raise OSError(5, str(error)) from error
-
-    def open_kvstore(self, key: str) -> Any:
-        return _Client(self._server, self._below(key))
-
-    def try_lock(self, key: str) -> Any:
-        # Other processes do not see it.
-        lock = ProcessLock.take(f'{self._url_in_process()}/{key}')
-        if lock is not None and active() is not None:
-            current_task().process.on_death.append(lock.close)
-        return lock
-
-    def _url_in_process(self) -> str:
-        return self.url() if active() is None else f'{current_task().process.name}:{self.url()}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ LOCAL = f'{posix.ROOT}/local'
 
 
 class _WithPaths:
-    """A storage as ``link_from`` needs it."""
+    """A storage as ``link`` needs it."""
 
     def __init__(self, storage: Storage):
         self.local_path = storage.url
@@ -28,43 +27,33 @@ class SimulatedDirectory(FileStorage):
     def __init__(self, name: str = 'run'):
         """Takes the name of the directory, which is created with the first save."""
         super().__init__(f'{posix.ROOT}/{name}'.rstrip('/'))
-        self.caches = True
 
     def local_path(self, key: str) -> str | None:
         # A local_dir has to be on this machine.
         return self.url() if self.url() == LOCAL and not key else None
 
-    def link_from(self, other: Storage, source: str, target: str) -> bool:
-        return super().link_from(_WithPaths(other), source, target)  # type: ignore[arg-type]
+    def link(self, source: str, target: str, of: Storage | None = None) -> bool:
+        return super().link(source, target, _WithPaths(of or self))  # type: ignore[arg-type]
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         del in_background
         return 0
 
-    def open_kvstore(self, key: str) -> Any:
-        return _Files(self, key)
+    def start_write(self, key: str, data: bytes) -> Any:
+        # As TensorStore writes small files, so does ``write_direct``.
+        try:
+            self.write_direct(key, np.frombuffer(data, np.uint8))
+        except OSError as error:
+            return _Failed(error)
+        return _Done()
 
 
-def open_at(bucket: str, path: str, given: Mapping[str, Any] | None) -> FileStorage:
+def open_at(bucket: str, path: str, given: Any) -> FileStorage:
     """Opens a path: a simulated directory below ``/simulated``."""
     del bucket, given
     if path != posix.ROOT and not path.startswith(f'{posix.ROOT}/'):
         return FileStorage(path)
     return SimulatedDirectory(path.removeprefix(posix.ROOT).strip('/'))
-
-
-class _Files:
-    """The part of TensorStore's ``KvStore`` that a save uses: small files, which TensorStore writes as ``write_direct`` does."""
-
-    def __init__(self, storage: SimulatedDirectory, directory: str):
-        self._storage, self._directory = storage, directory
-
-    def write(self, key: str, data: bytes) -> Any:
-        try:
-            self._storage.write_direct(f'{self._directory}/{key}', np.frombuffer(data, np.uint8))
-        except OSError as error:
-            return _Failed(error)
-        return _Done()
 
 
 class _Done:

@@ -17,9 +17,9 @@ from t5ckpt.errors import T5CkptError, UnsupportedFormatError
 # Two horizons of a marker, and as much for processes that were stopped.
 _LEFTOVER_SECONDS = 20_000.0
 # The files that may remain after a save without faults.
-_RANDOM = re.compile('[0-9a-f]{16}')
+_RANDOM = re.compile(r'[0-9a-f]{16}|(?<=(?:tmp|ted)-)[0-9]+')
 _OWN = re.compile(r'checkpoint_([0-9]+)/|\.t5ckpt/(run_id|tier\.json|taken\.json)$|checkpoint_[0-9]+\.damaged-')
-_MARKER = re.compile(r'\.t5ckpt/busy/[0-9]+\.([0-9]+)\.')
+_MARKER = re.compile(r'(?:\.t5ckpt/busy/|busy_)[0-9]+\.([0-9]+)\.')
 
 
 @dataclasses.dataclass(frozen=True)

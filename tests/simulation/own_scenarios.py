@@ -35,10 +35,10 @@ class Plain(Storage):
     def url(self, key=''):
         return f'plain://{key}'
 
-    def read(self, key):
+    def read(self, key, start=0, stop=None):
         if key not in self.files:
             raise CheckpointNotFoundError(f'{self.url(key)} does not exist.')
-        return self.files[key][0]
+        return self.files[key][0][start:stop]
 
     def version(self, key):
         return self.files[key][1] if key in self.files else None
@@ -59,23 +59,21 @@ class Plain(Storage):
         names = sorted({name[len(key) :].lstrip('/').split('/')[0] for name, _ in self.walk(key)})
         return [Entry(name, f'{key}/{name}'.lstrip('/') not in self.files) for name in names]
 
-    def make_dir(self, key, exclusive=False):
-        return not (exclusive and any(self.walk(key)))
+    def make_dir(self, key):
+        pass
 
-    def delete_file(self, key):
-        self.files.pop(key, None)
+    def delete_files(self, keys):
+        for key in keys:
+            self.files.pop(key, None)
 
     def delete_tree(self, key):
         for name, _ in self.walk(key):
             del self.files[name]
 
-    def sync_tree(self, key, below):
-        pass
+    def context(self):
+        raise NotImplementedError('The simulator reads chunks through the storage.')
 
-    def try_lock(self, key):
-        raise NotImplementedError('The simulator has the locks of object stores.')
-
-    publish = array_kvstore = context = try_lock
+    array_kvstore = context
 
 
 class Twofold(Plain):

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from simulation.scheduler import active, current_task
-from t5ckpt.core.keys import join
 from t5ckpt.errors import StorageError
 from t5ckpt.storage import Storage
 from t5ckpt.storage.base import Lock
-from t5ckpt.storage.process_locks import ProcessLock
 from t5ckpt.testing.faulty import FaultyStorage
 
 _FAILED = 'injected: the storage failed'
@@ -107,10 +105,9 @@ def _pointed(name: str, convert: Callable[[Any], Any] = lambda found: found) -> 
 
 
 class OwnStorage(FaultyStorage):
-    """A user's storage, as a process of the simulation opens it. Chunks are written and read through it."""
+    """A user's storage, as a process of the simulation opens it. Chunks are written and read through it (``arrays.py``)."""
 
     read = _pointed('read')
-    read_range = _pointed('read_range')
     read_with_version = _pointed('read_with_version')
     write = _pointed('write')
     replace = _pointed('replace')
@@ -130,7 +127,6 @@ class OwnStorage(FaultyStorage):
     publish = _pointed('publish')
     exchange = _pointed('exchange')
     link = _pointed('link')
-    delete_file = _pointed('delete_file')
     delete_files = _pointed('delete_files')
     delete_tree = _pointed('delete_tree')
     _try_lock = _pointed('try_lock')
@@ -139,20 +135,17 @@ class OwnStorage(FaultyStorage):
         """Takes the server of the world."""
         super().__init__(server.storage)
         self.server = server
-        self.caches = True
 
-    def read_cached(self, key: str, is_good: Callable[[bytes], bool] | None) -> bytes:
-        del is_good
-        return self.read(key)
+    def array_kvstore(self, key: str) -> dict[str, Any]:
+        return {'driver': 'simulated', 'path': f'{key}/', 'storage': self}
+
+    def context(self) -> Any:
+        return None
 
     def try_lock(self, key: str) -> Any:
         if active() is None:
             return self.server.storage.try_lock(key)
-        if self.commits_by_rename:
-            lock = self._try_lock(key)
-        else:
-            # Locks of object stores exclude writers in one process alone.
-            lock = ProcessLock.take(f'{current_task().process.name}:{self.url()}/{key}')
+        lock = self._try_lock(key)
         return None if lock is None else _Lock(lock)
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
@@ -163,18 +156,8 @@ class OwnStorage(FaultyStorage):
         self.make_dir(key.rpartition('/')[0])
         self.write(key, data.tobytes())
 
-    def open_kvstore(self, key: str) -> Any:
-        return _Files(self, key)
-
-
-class _Files:
-    """The part of TensorStore's ``KvStore`` that a save uses."""
-
-    def __init__(self, storage: OwnStorage, directory: str):
-        self._storage, self._directory = storage, directory
-
-    def write(self, key: str, data: bytes) -> _Write:
-        return _Write(lambda: self._storage.write(join(self._directory, key), data))
+    def start_write(self, key: str, data: bytes) -> Any:
+        return _Write(lambda: self.write(key, data))
 
 
 class _Write:

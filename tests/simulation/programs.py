@@ -16,8 +16,7 @@ from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.holds import hold
-from t5ckpt.commit.pins import pin_in
+from t5ckpt.commit.holds import hold, pin_in
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -149,7 +149,7 @@ def test_a_good_storage_passes_all_scenarios():
 @pytest.mark.slow
 @pytest.mark.parametrize('storage', ['Careless', 'Twofold', 'Unconditional'])
 def test_a_storage_without_conditions_fails(storage):
-    found = simulate([f'{storage}-late'], range(300), module='simulation.own_scenarios')
+    found = simulate([f'{storage}-late'], range(1000), module='simulation.own_scenarios')
     assert re.search('is missing|is gone|was that of', found.failures[0].violation)
 
 

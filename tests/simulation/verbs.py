@@ -12,13 +12,11 @@ from simulation.programs import OPTIONS
 from simulation.scheduler import current_task
 from simulation.virtual import clock
 from simulation.world import World, state_of
-from t5ckpt.catalog.listing import steps_in
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.commit.dataset_files import remove_old_datasets
 from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.retention import Retention
-from t5ckpt.convert.copy import CopyOptions, copy_checkpoint
+from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -39,7 +37,7 @@ def copier(world: World, step: int, value: float, *, source: str = 'source') -> 
 
     def run() -> None:
         with contextlib.suppress(*_OVERTAKEN):
-            copy_checkpoint(world.path(source), world.path(), step, options=CopyOptions(workers=1))
+            copy_checkpoint(world.path(source), world.path(), step, workers=1)
             world.observer.is_saved(step, value)
 
     return run
@@ -55,7 +53,6 @@ def pruner(world: World, keep: int) -> Callable[[], None]:
         if doomed:
             world.observer.may_delete[current_task().process.name] = doomed.__contains__
             retention.carry_out(confirmed=doomed)
-            retention.wait()
 
     return run
 
@@ -74,7 +71,7 @@ def stripper(world: World) -> Callable[[], None]:
     """Removes data-iterator files, as a trainer with ``keep_dataset_checkpoints=1`` does after a save."""
 
     def run() -> None:
-        remove_old_datasets(world.storage(), steps_in(world.storage()), 1, None, clock)
+        Retention(world.storage(), KeepAll(), clock, 1).carry_out()
 
     return run
 

@@ -55,7 +55,9 @@ def _contents(manifest: bytes) -> _Contents:
         path, size = spec['kvstore']['path'].strip('/'), int(spec['metadata']['chunks'][0])
         chunk = np.full(size, value, np.float32).tobytes()
         chunks = [(f'{path}/{index}', chunk) for index in range(int(spec['metadata']['shape'][0]) // size)]
-        lists = [name for name in json.loads(tree['t5ckpt'])['digests'] if name != MANIFEST]
+        below = path.rpartition('/')[0]
+        names = [name for name in json.loads(tree['t5ckpt'])['digests'] if name != MANIFEST]
+        lists = [f'{below}/{name}'.lstrip('/') for name in names]
         _decoded[manifest] = _Contents(value, ((f'{path}/.zarray', None), *chunks), tuple(lists))
     return _decoded[manifest]
 

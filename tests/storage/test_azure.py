@@ -15,11 +15,12 @@ from support import libraries, servers
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.storage import open_storage
-from t5ckpt.storage.azure_account import azure_account
+from t5ckpt.storage.azure import blob_service
 from t5ckpt.storage.options import AzureOptions
 
 STATE = {'w': np.arange(2**14, dtype=np.float32).reshape(128, 128)}
 TEXT = f'DefaultEndpointsProtocol=https;AccountName=one;AccountKey={servers.AZURE_KEY};EndpointSuffix=core.windows.net'
+KEY, BLOB = {'AZURE_STORAGE_KEY': 'a2V5'}, 'blob.core.windows.net'
 ONE = ('one', 'https://one.blob.core.windows.net')
 TWO = ('two', 'https://two.blob.core.windows.net')
 
@@ -36,7 +37,12 @@ def service(server):
         ({'account': 'two'}, {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, TWO, None),
         ({'account': 'two'}, {'AZURE_STORAGE_KEY': 'a2V5'}, TWO, 'key'),
         ({}, {'AZURE_STORAGE_ACCOUNT': 'one', 'AZURE_STORAGE_SAS_TOKEN': '?sv=1&sig=x'}, ONE, 'signature'),
-        ({}, {'AZURE_STORAGE_ACCOUNT_NAME': 'one', 'AZURE_STORAGE_ACCOUNT_KEY': 'a2V5'}, ONE, 'key'),
+        (
+            {},
+            {'AZURE_STORAGE_CONNECTION_STRING': TEXT.replace('windows.net', 'chinacloudapi.cn')},
+            ('one', 'https://one.blob.core.chinacloudapi.cn'),
+            'key',
+        ),
         (
             {'endpoint': 'https://one.blob.core.chinacloudapi.cn/'},
             {},
@@ -44,29 +50,61 @@ def service(server):
             None,
         ),
         ({'endpoint': 'http://127.0.0.1:1/dev'}, {}, ('dev', 'http://127.0.0.1:1/dev'), None),
+        ({'endpoint': 'http://azurite:1/dev'}, KEY, ('dev', 'http://azurite:1/dev'), 'key'),
+        ({'endpoint': f'https://one.z01.{BLOB}'}, KEY, ('one', f'https://one.z01.{BLOB}'), 'key'),
+        ({'endpoint': f'https://one.privatelink.{BLOB}'}, KEY, ('one', f'https://one.privatelink.{BLOB}'), 'key'),
+        (
+            {'account': 'one'},
+            {
+                'AZURE_STORAGE_CONNECTION_STRING': 'AccountName=one;BlobEndpoint=https://x.org;SharedAccessSignature=sig=x'
+            },
+            ('one', 'https://x.org'),
+            'signature',
+        ),
         ({'anonymous': True}, {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, ONE, None),
+        ({}, {'AZURE_STORAGE_CONNECTION_STRING': f' {TEXT.replace(";", " ;; ")};\n'}, ONE, 'key'),
         (
             {},
-            {'AZURE_STORAGE_CONNECTION_STRING': 'UseDevelopmentStorage=true'},
-            ('devstoreaccount1', 'http://127.0.0.1:10000/devstoreaccount1'),
-            'key',
+            {
+                'AZURE_STORAGE_CONNECTION_STRING': 'blobendpoint=https://x.org;accountname=one;sharedaccesssignature=sig=x'
+            },
+            ('one', 'https://x.org'),
+            'signature',
         ),
     ],
 )
 def test_the_account_is_that_of_the_options_or_of_the_environment(options, environ, found, kind):
-    account = azure_account(AzureOptions(**options), environ, 'az://container/run')
-    assert (account.name, account.url) == found
-    assert [name for name in ('key', 'signature') if getattr(account, name)] == ([] if kind is None else [kind])
+    service = blob_service(AzureOptions(**options), environ, 'az://container/run')
+    url, signed, _ = service.url.partition('?')
+    assert (service.account_name, url.rstrip('/')) == found
+    has = {'key': hasattr(service.credential, 'account_key'), 'signature': bool(signed)}
+    assert [name for name in has if has[name]] == ([] if kind is None else [kind])
 
 
 def test_without_an_account_the_error_names_the_option(monkeypatch):
-    for name in ('AZURE_STORAGE_ACCOUNT', 'AZURE_STORAGE_ACCOUNT_NAME', 'AZURE_STORAGE_CONNECTION_STRING'):
+    for name in ('AZURE_STORAGE_ACCOUNT', 'AZURE_STORAGE_CONNECTION_STRING'):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"az://container/run: no storage account.*'account'"):
         open_storage('az://container/run')
-    monkeypatch.setenv('AZURE_STORAGE_CONNECTION_STRING', 'nonsense')
-    with pytest.raises(ValueError, match='AZURE_STORAGE_CONNECTION_STRING'):
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'nonsense',
+        'AccountKey=SECRET',
+        'AccountKey=SECRET;AccountName',
+        '"AccountName=one;AccountKey=SECRET"',
+        'AccountName="one";AccountKey=SECRET',
+        "AccountName=one;AccountKey='SECRET'",
+    ],
+)
+def test_a_malformed_connection_string_is_refused_and_not_shown(text, monkeypatch):
+    """Docker keeps the quotation marks in a file of variables."""
+    monkeypatch.setenv('AZURE_STORAGE_CONNECTION_STRING', text)
+    with pytest.raises(ValueError, match=r'CONNECTION_STRING .*AccountName=\.\.\.;AccountKey=') as caught:
         open_storage('az://container/run')
+    assert 'SECRET' not in ''.join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -74,8 +112,7 @@ def test_without_an_account_the_error_names_the_option(monkeypatch):
     [
         'abfss://box@mine.dfs.core.windows.net/a/run',
         'wasbs://box@mine.blob.core.windows.net/a/run',
-        'https://mine.blob.core.windows.net/box/a/run',
-        'https://mine.blob.core.windows.net/box/a/run?comp=list',
+        'abfs://box@mine.dfs.core.windows.net/a/run?comp=list',
     ],
 )
 def test_urls_of_other_tools_are_answered_with_ours(url):
@@ -86,18 +123,16 @@ def test_urls_of_other_tools_are_answered_with_ours(url):
 
 
 @pytest.mark.parametrize(
-    ('url', 'cure'),
+    'url',
     [
-        ('https://mine.blob.core.windows.net/box/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
-        ('wasbs://box@mine.blob.core.windows.net/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
-        ('abfs://box/a/run', 'write az://box/a/run'),
-        ('az://box/a/run', r"write az://box/a/run, with .*'account'"),
-        ('az:/box/a/run', r"write az://box/a/run, with .*'account'"),
-        ('https:/mine.blob.core.windows.net/box/a/run', r"write az://box/a/run, with .*'account': 'mine'"),
-        ('https://files.example.com/box/a/run', r"write az://container/directory, with .*'account'"),
+        'https://mine.blob.core.windows.net/box/a/run',
+        'wasbs://box@mine.blob.core.windows.net/a/run',
+        'az://box/a/run',
+        'az:/box/a/run',
+        'https:/mine.blob.core.windows.net/box/a/run',
     ],
 )
-def test_a_signature_in_a_url_is_refused_and_not_shown(url, cure, tmp_path, monkeypatch):
+def test_a_signature_in_a_url_is_refused_and_not_shown(url, tmp_path, monkeypatch):
     """azcopy and the portal give URLs with a shared access signature in them."""
     monkeypatch.chdir(tmp_path)
     signed = f'{url}?sv=2024-11-04&sr=c&sig=SECRET%3D&se=2030'
@@ -108,7 +143,9 @@ def test_a_signature_in_a_url_is_refused_and_not_shown(url, cure, tmp_path, monk
         lambda: t5ckpt.open_checkpoint(f'{signed}\0'),
         lambda: t5ckpt.copy_checkpoint(signed, tmp_path / 'copy'),
     ):
-        with pytest.raises(errors.InvalidPathError, match=f'(?i){cure}.*AZURE_STORAGE_SAS_TOKEN') as caught:
+        with pytest.raises(
+            errors.InvalidPathError, match=f"{url}: .*Write az://.*'account'.*AZURE_STORAGE_SAS_TOKEN to the query"
+        ) as caught:
             act()
         assert 'SECRET' not in ''.join(traceback.format_exception(caught.value))
     assert not [*tmp_path.iterdir()]
@@ -118,10 +155,8 @@ def test_a_signature_in_the_endpoint_is_refused_and_not_shown():
     for given in ({'endpoint': 'https://one.blob.core.windows.net/?sv=1&sig=SECRET'}, {}):
         environ = {} if given else {'AZURE_STORAGE_ENDPOINT': 'https://one.blob.core.windows.net?sig=SECRET'}
         with pytest.raises(ValueError, match='AZURE_STORAGE_SAS_TOKEN') as caught:
-            azure_account(AzureOptions(**given), environ, 'az://box/run')
+            blob_service(AzureOptions(**given), environ, 'az://box/run')
         assert 'SECRET' not in str(caught.value)
-    found = azure_account(AzureOptions(), {'AZURE_STORAGE_CONNECTION_STRING': TEXT}, 'az://box/run')
-    assert servers.AZURE_KEY not in repr(found)
 
 
 @pytest.mark.parametrize('name', ['Box', 'bo', 'a--b', 'my_box', 'box.x'])
@@ -234,24 +269,20 @@ def test_without_bulk_deletions_keys_are_deleted_one_by_one(az, fault):
     assert list(storage.walk('')) == []
 
 
-def test_a_copy_that_stays_pending_is_given_up(az):
-    """The chunk is uploaded then. A copy that ends in time is taken."""
-    url, options = az.url(), {'retry_seconds': 1}
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16, storage_options=options) as ck:
+def test_a_copy_that_the_service_makes_in_the_background_is_given_up(az):
+    """The chunk is uploaded."""
+    url = az.url()
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16) as ck:
         ck.save(STATE, step=1)
-        for step, looks, sent in ((2, 2, 0), (3, 10**6, 1)):
-            left = iter(range(looks))
-            az.proxy.choose = lambda kind, key, left=left: (
-                'pending' if kind in ('copy', 'head') and '/w/' in key and next(left, None) is not None else None
-            )
-            az.proxy.clear()
-            ck.save(STATE, step=step)
-            chunks = [each.kind for each in az.proxy.clear() if each.key.endswith('/w/0.0') and each.status == 201]
-            assert chunks.count('write') == sent
-            assert t5ckpt.verify(url, step, full=True).ok
+        az.proxy.choose = lambda kind, key: 'pending' if kind in ('copy', 'head') and '/w/' in key else None
+        az.proxy.clear()
+        ck.save(STATE, step=2)
+        chunks = [each.kind for each in az.proxy.clear() if each.key.endswith('/w/0.0') and each.status == 201]
+        assert chunks.count('write') == 1
+        assert t5ckpt.verify(url, 2, full=True).ok
 
 
-def test_listings_have_sizes_and_no_directories(az):
+def test_listings_have_no_directories(az):
     """In an account with a hierarchical namespace, directories are blobs, too."""
     url = az.url()
     storage = open_storage(url)
@@ -261,22 +292,20 @@ def test_listings_have_sizes_and_no_directories(az):
     for directory in ('a', 'a/b'):
         container.upload_blob(f'{prefix}/{directory}', b'', metadata={'hdi_isfolder': 'true'})
     container.upload_blob(f'{prefix}/console/', b'')
-    assert list(storage.walk('')) == [('a/b/c', 3)]
+    assert list(storage.walk('')) == [('a/b/c', None)]
     assert [(entry.name, entry.is_dir) for entry in storage.entries()] == [('a', True), ('console', True)]
     [entry] = storage.entries('a/b')
-    assert (entry.name, entry.is_dir, entry.size) == ('c', False, 3)
-    assert (storage.size('a/b/c'), storage.size('a/b')) == (3, None)
+    assert (entry.name, entry.is_dir) == ('c', False)
 
 
 @pytest.mark.slow
-def test_more_than_one_request_writes_and_reads_a_large_blob(az):
+def test_a_large_blob_is_written_and_read_in_parts(az):
     with az.served_by(az.server):
         storage = open_storage(az.url())
         data = os.urandom(2**20) * 257
         storage.write('large', data)
-        assert storage.requests()['PUT'] == 6
         assert storage.read('large') == data
-        assert storage.read_range('large', 2**28 - 1, 2**28 + 5) == data[2**28 - 1 : 2**28 + 5]
+        assert storage.read('large', 2**28 - 1, 2**28 + 5) == data[2**28 - 1 : 2**28 + 5]
 
 
 @pytest.mark.slow

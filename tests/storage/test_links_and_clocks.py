@@ -15,7 +15,8 @@ from support.cli import ROOT, t5ckpt_cli
 
 import t5ckpt
 from t5ckpt.errors import StorageError
-from t5ckpt.testing import FakeClock
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FakeClock, FaultyStorage
 
 
 def state(step):
@@ -102,6 +103,27 @@ def test_a_step_behind_a_link_to_nothing_is_not_passed_over(tmp_path):
     assert [(each['step'], each['state']) for each in listed] == [(1, 'complete'), (2, 'complete'), (3, 'unreadable')]
     save(run, 4, keep=1)
     assert sorted(path.name for path in run.iterdir()) == ['checkpoint_3', 'checkpoint_4', 'notes_9']
+
+
+def test_a_link_to_nothing_inside_a_step_stops_no_retention(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / 'checkpoint_1' / 'PINNED').symlink_to(tmp_path / 'disk')
+    save(tmp_path, 3, keep=1)
+    assert t5ckpt.all_steps(tmp_path) == [3]
+
+
+def test_the_latest_step_is_found_with_as_many_looks_at_links_whatever_is_broken(tmp_path):
+    """Each is a pass over the directory."""
+    counts = []
+    for broken in (3, 30):
+        run = tmp_path / str(broken)
+        save(run, 1)
+        for step in range(2, 2 + broken):
+            (run / f'checkpoint_{step}').mkdir()
+        storage = FaultyStorage(open_storage(run))
+        assert t5ckpt.latest_step(storage) == 1
+        counts.append([storage.operations.count(each) for each in (('broken_links', ''), ('names', '/'))])
+    assert counts[0] == counts[1]
 
 
 def test_links_in_a_circle(tmp_path):

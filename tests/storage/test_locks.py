@@ -1,4 +1,4 @@
-"""The locks of directories: an interrupted or repeated close releases nothing that belongs to another caller."""
+"""The locks of directories: an interrupted close releases nothing that belongs to another caller."""
 
 import os
 import sys
@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from t5ckpt.storage.directory_lock import lock_directory
-from t5ckpt.storage.process_locks import ProcessLock
 
 
 def test_a_close_that_is_interrupted_closes_no_foreign_descriptor(tmp_path):
@@ -27,15 +26,3 @@ def test_a_close_that_is_interrupted_closes_no_foreign_descriptor(tmp_path):
     lock.close()
     assert again.is_current()
     again.close()
-
-
-def test_a_second_close_does_not_release_the_lock_of_the_next_caller():
-    first = ProcessLock.take('memory://locks/a')
-    first.close()
-    second = ProcessLock.take('memory://locks/a')
-    first.close()
-    assert ProcessLock.take('memory://locks/a') is None
-    second.close()
-    third = ProcessLock.take('memory://locks/a')
-    assert third is not None
-    third.close()

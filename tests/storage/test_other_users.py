@@ -121,9 +121,9 @@ os.mkdir(run)
 os.chown(run, A, GROUP)
 os.chmod(run, 0o2770)
 become(A, lambda: save(1), 0o002)
-record = {'directories': [], 'unix': time.time() - 7300, 'owner': {'host': 'h', 'place': 'x', 'pid': 1, 'born': ''}}
+record = {'directories': [], 'unix': time.time() - 7300, 'seconds': 3600, 'owner': {'place': 'x', 'pid': 1}}
 for step in (1, 7):
-    name = f'{run}/deleting_{step}.0123456789abcdef'
+    name = f'{run}/busy_{step}.{int(time.time()) - 100}.0123456789abcdef'
     with open(name, 'w') as file:
         json.dump({**record, 'action': 'hide'}, file)
     os.chown(name, A, GROUP)
@@ -188,8 +188,7 @@ target, run = run, other
 become(B, lambda: save(3))
 run = target
 there = tree()
-options = t5ckpt.CopyOptions(overwrite=True)
-found = become(B, lambda: t5ckpt.copy_checkpoint(other, target, options=options).path)
+found = become(B, lambda: t5ckpt.copy_checkpoint(other, target, overwrite=True).path)
 print(json.dumps([found, tree() == there]))
 """
 

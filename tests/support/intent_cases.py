@@ -22,7 +22,6 @@ from t5ckpt import (
     Changes,
     Checkpointer,
     ConvertOptions,
-    CopyOptions,
     ExportOptions,
     ImportOptions,
     NoEffectWarning,
@@ -199,13 +198,6 @@ COMMON: list[Case] = [
         lambda s, name: s.reader(s.model).restore_from_tf_checkpoint(s.root / 'nowhere'),
     ),
     ('COMMON', 'step', ValueError, 'step', lambda s, name: t5ckpt.open_checkpoint(s.run / 'checkpoint_1', step=7)),
-    (
-        'COMMON',
-        'source_options target_options',
-        ValueError,
-        'no option endpoint',
-        lambda s, name: t5ckpt.copy_checkpoint(s.run, s.out, options=CopyOptions(**{name: {'endpoint': 'x'}})),
-    ),
     (
         'COMMON',
         'train_state state state_dict',
@@ -661,8 +653,9 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
 }
 
 _OF_S3 = [
+    ('endpoint', {'endpoint': 1}),
+    ('anonymous', {'anonymous': 'yes'}),
     ('region', {'region': 1}),
-    ('requester_pays', {'requester_pays': 'yes'}),
     ('profile', {'profile': 'p', 'anonymous': True}),
 ]
 FUNCTIONS: list[Case] = [
@@ -734,11 +727,11 @@ FUNCTIONS: list[Case] = [
     ),
     ('ConvertOptions', 'optimizer', NoEffectWarning, 'optimizer=False', lambda s, _: written(s, optimizer=False)),
     (
-        'CopyOptions',
+        'copy_checkpoint',
         'follow_links',
         NoEffectWarning,
         '^follow_links has no effect',
-        lambda s, _: t5ckpt.copy_checkpoint(s.memory, s.out, options=CopyOptions(follow_links=True)),
+        lambda s, _: t5ckpt.copy_checkpoint(s.memory, s.out, follow_links=True),
     ),
     *cast('ExportOptions', 'cast_leaves', exported, 'dtype'),
     (
@@ -1055,20 +1048,6 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.convert_checkpoint('flax', s.root / 'x.flax', s.out, translator=nothing()),
     ),
     (
-        'detect_checkpoint_type',
-        'checkpoint_path',
-        MISSING,
-        'nowhere',
-        lambda s, _: t5ckpt.detect_checkpoint_type(s.root / 'nowhere'),
-    ),
-    (
-        'detect_checkpoint_type',
-        'expected',
-        LOG,
-        'Expected the checkpoint at .* to be .*ORBAX',
-        lambda s, _: t5ckpt.detect_checkpoint_type(s.run / 'checkpoint_1', t5ckpt.CheckpointTypes.ORBAX),
-    ),
-    (
         'export_hf',
         'config',
         errors.T5CkptError,
@@ -1157,7 +1136,6 @@ FUNCTIONS: list[Case] = [
     *(
         ('storage.options.FileOptions', name, ValueError, name, lambda s, _, o=options: open_storage(s.out, o))
         for name, options in (
-            ('locking', {'locking': 'yes'}),
             ('direct_io', {'direct_io': 'yes'}),
             ('direct_bytes', {'direct_io': 'never', 'direct_bytes': 2**20}),
         )
@@ -1171,16 +1149,16 @@ FUNCTIONS: list[Case] = [
             lambda s, _, url=url, o=options: open_storage(url, o),
         )
         for owner, url, own in (
-            ('AzureOptions', 'az://bucket/run', [('account', {'account': 1})]),
-            ('GcsOptions', 'gs://bucket/run', [('user_project', {'user_project': 1})]),
+            (
+                'AzureOptions',
+                'az://bucket/run',
+                [('account', {'account': 1}), ('endpoint', {'endpoint': 1}), ('anonymous', {'anonymous': 'yes'})],
+            ),
+            ('GcsOptions', 'gs://bucket/run', []),
             ('S3Options', 's3://bucket/run', _OF_S3),
         )
         for name, options in (
-            ('endpoint', {'endpoint': 1}),
-            ('anonymous', {'anonymous': 'yes'}),
-            ('concurrency', {'concurrency': 0}),
             ('retry_seconds', {'retry_seconds': 0}),
-            ('cache_gb', {'cache_gb': 1}),
             *own,
         )
     ),
@@ -1262,9 +1240,9 @@ HINTS: list[tuple[str, str, Callable[[Scene], Any]]] = [
     ('CheckpointDiff.top', 'count', lambda s: len(t5ckpt.diff(s.run, s.root / 't5').top(10**6)) >= 0),
     ('CheckpointView.stats', 'bins', lambda s: not t5ckpt.open_checkpoint(noted(s)).select('note').stats(bins=9)),
     (
-        'CopyOptions',
+        'copy_checkpoint',
         'workers',
-        lambda s: t5ckpt.copy_checkpoint(s.run, s.out, options=CopyOptions(workers=64)).step == 1,
+        lambda s: t5ckpt.copy_checkpoint(s.run, s.out, workers=64).step == 1,
     ),
     ('LazyArray.astype', 'dtype', lambda s: lazy(s).astype(np.float32).dtype == lazy(s).dtype),
     ('PendingSave.add_done_callback', 'callback', lambda s: called_back(s) == ['called']),

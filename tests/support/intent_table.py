@@ -30,7 +30,7 @@ path ckpt_dir directory source sources a b checkpoint file path_or_dir | error |
 target | error | it is there already
 checkpoints_dir | hint | a run that begins there: it has no steps yet
 step | error | there is no such step, or the path names one already
-storage_options source_options target_options | error | a key that the scheme lacks, or that another one switches off
+storage_options | error | a key that the scheme lacks, or that another one switches off
 progress | hint | a wish to be told; nothing is called where no byte moves
 train_state state state_dict | error | a leaf that is none
 options changes | error | by its fields, which have rows of their own
@@ -142,7 +142,7 @@ save_dtype cast_leaves | error | meant for no floating leaf; without a dtype
 compression concurrent_gb | error | to Orbax
 optimizer | warning | there is no optimizer state; Conversion.without_effect
 """,
-    'CopyOptions': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
+    'copy_checkpoint': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
     'ExportOptions': """
 dtype cast_leaves | error | meant for no floating leaf; with the other format
 select | error | it matches nothing; with Hugging Face
@@ -246,7 +246,6 @@ kind | error | unknown, or of one checkpoint
 steps | error | the run lacks one
 directory | error | it has a step of another origin
 """,
-    'detect_checkpoint_type': 'checkpoint_path | error | nothing is there\nexpected | report | another format: logged',
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': """
 values | hint | there are no values to compare
@@ -302,23 +301,17 @@ follow_links | warning | not on a local file system
     'plots.plot_layers': 'values title ax | hint | how it looks',
     'plots.plot_series': 'values title ax | hint | how it looks',
     'storage.options.FileOptions': """
-locking direct_io | error | unknown word
+direct_io | error | unknown word
 direct_bytes | error | with direct_io='never'
 """,
     'storage.options.AzureOptions': """
-account endpoint anonymous concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | files are read once, so a cache has no use
-cache_gb | error | without cache_dir
+account endpoint anonymous retry_seconds | error | of another type; what they are for may not come
 """,
     'storage.options.GcsOptions': """
-endpoint anonymous user_project concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | files are read once, so a cache has no use
-cache_gb | error | without cache_dir
+retry_seconds | error | of another type; what they are for may not come
 """,
     'storage.options.S3Options': """
-endpoint anonymous region requester_pays concurrency retry_seconds | error | of another type; what they are for may not come
-cache_dir | hint | files are read once, so a cache has no use
-cache_gb | error | without cache_dir
+endpoint anonymous region retry_seconds | error | of another type; what they are for may not come
 profile | error | with anonymous=True
 """,
     'training.MetricWriter': 'directory | error | not a local file system\nresume_at | hint | nothing was written beyond it',
@@ -416,7 +409,7 @@ leaves | error | matches nothing
 
 # What the library makes and returns, or passes to a policy or a callback; users do not call these.
 RETURNED = """
-CheckpointDiff CheckpointStats CheckpointTypes CheckpointView CommittedCheckpoint Conversion CopyReport Damage
+CheckpointDiff CheckpointStats CheckpointView CommittedCheckpoint Conversion CopyReport Damage
 Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
 Run RunConversion SaveStateTransformationFn Series StepInfo VerifyReport
 """
@@ -426,9 +419,9 @@ ANSWERS = {'error', 'warning', 'report', 'hint'}
 # Public names of these modules that no user calls.
 INTERNAL = {
     'storage.options': {
-        'Retries',
         'parse_options',
-        'retries_within',
+        'retry_context',
+        'stall_seconds',
         'storage_defaults',
         'unknown_options',
         'value_of_text',

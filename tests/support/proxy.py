@@ -80,7 +80,6 @@ class Request:
     received: int
     headers: dict[str, str]
     fault: str | None = None
-    project: str | None = None
 
 
 class Proxy:
@@ -182,6 +181,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _do(self) -> None:
         length = int(self.headers.get('Content-Length') or 0)
+        # As a client sends it that takes this for its HTTP proxy.
+        self.path = re.sub('^http://[^/]*', '', self.path)
         is_copy = 'x-amz-copy-source' in self.headers or 'x-ms-copy-source' in self.headers
         kind, key = describe(self.command, self.path, is_copy=is_copy)
         body = b''
@@ -269,9 +270,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _note(self, kind: str, key: str, status: int, sent: int, received: int, fault: str | None) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
-        query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
-        project = query.get('userProject', [None])[0]
-        self.owner.record(Request(kind, key, status, sent, received, headers, fault, project))
+        self.owner.record(Request(kind, key, status, sent, received, headers, fault))
 
     def _reply(
         self,

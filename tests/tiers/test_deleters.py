@@ -12,8 +12,9 @@ from support import forked
 from support.cli import t5ckpt_cli
 
 import t5ckpt
-from t5ckpt.commit.dataset_files import remove_old_datasets
+from t5ckpt.commit.retention import Retention
 from t5ckpt.errors import StepKeptError
+from t5ckpt.policies import KeepAll
 from t5ckpt.storage import open_storage
 
 WAITS = 'waits for its upload'
@@ -96,7 +97,7 @@ def test_another_trainer_on_the_directory_keeps_it(waiting, caplog):
 def test_the_iterator_state_of_it_stays(waiting):
     for step in (1, 2, 3, 4):
         (waiting / f'checkpoint_{step}/train_ds-00000-of-00001.position').write_text('1', encoding='ascii')
-    remove_old_datasets(open_storage(waiting), [1, 2, 3, 4], 1, None, time.time)
+    Retention(open_storage(waiting), KeepAll(), time.time, 1).carry_out()
     kept = [step for step in (1, 2, 3, 4) if list((waiting / f'checkpoint_{step}').glob('train_ds*'))]
     assert kept == [2, 3, 4]
 

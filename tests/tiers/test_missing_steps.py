@@ -42,7 +42,7 @@ def test_no_tier_has_a_step(run_dir, tmp_path):
         for call in (ck.restore, ck.metrics, ck.delete):
             with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist, complete steps are: none'):
                 call(7)
-        with pytest.raises(CheckpointNotFoundError, match='there is no step; complete steps are: none'):
+        with pytest.raises(CheckpointNotFoundError, match='run: there is no such file or directory'):
             ck.metrics()
 
 

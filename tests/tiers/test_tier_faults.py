@@ -91,12 +91,13 @@ def test_saves_go_on_while_an_upload_is_slow(bucket, local):
 
 
 def test_an_upload_pauses_while_a_local_save_writes(run_dir, local):
-    """32 chunk files of 512 bytes, one each 40 ms; none begins between the begin and the end of a save that takes a second."""
-    run, is_second = TimedStorage(open_storage(run_dir)), threading.Event()
+    """32 chunk files of 512 bytes, one each 40 ms; none begins while a save writes for a second."""
+    run, is_second, ends = TimedStorage(open_storage(run_dir)), threading.Event(), []
 
     def progress(done, total):
         if is_second.is_set() and done == total:
             time.sleep(1.0)
+            ends.append(time.monotonic())
 
     options = {'progress': progress, 'upload_gbps': 1e-4, 'persist_policy': t5ckpt.SaveAt([1]), 'chunk_bytes': 512}
     with checkpointer(run, local, **options) as ck:
@@ -106,7 +107,7 @@ def test_an_upload_pauses_while_a_local_save_writes(run_dir, local):
         is_second.set()
         began = time.monotonic()
         ck.save(state(2))
-        ended = time.monotonic()
+        (ended,) = ends
         assert len(run.times) < 33, 'the upload ended before the save did, so nothing was tested'
         ck.wait_until_persisted(1)
     assert ended - began > 1.0

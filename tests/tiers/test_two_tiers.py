@@ -35,7 +35,7 @@ from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.testing import FaultyStorage
 from t5ckpt.tiers.intents import Intents
 from t5ckpt.tiers.local_dir import LocalDir
-from t5ckpt.tiers.upload import copy_alone
+from t5ckpt.tiers.send_lists import copy_alone
 
 AWAY = {'retry_seconds': 1.0}
 

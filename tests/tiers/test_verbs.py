@@ -62,7 +62,7 @@ def test_ls_of_a_local_directory_whose_run_is_away(local, run):
     shutil.rmtree(run)
     said = t5ckpt_cli('ls', local, code=3)
     assert [line.split()[0] for line in said.splitlines() if ' complete ' in line] == ['3', '4']
-    assert f'only the local steps are listed: {run}: there is no such directory.' in said
+    assert f'only the local steps are listed: {run}: there is no such file or directory.' in said
     record = f'{local}/.t5ckpt/tier.json names this run: the local steps are uploaded to it.'
     for words in (['ls', local], ['show', local], ['verify', f'{local}@4'], ['verify', local / 'checkpoint_4']):
         assert record in t5ckpt_cli(*words, '--tier', 'persistent', code=3), words

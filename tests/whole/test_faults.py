@@ -1,7 +1,7 @@
 """Every storage operation of a save fails once: nothing that was there is lost, nothing unfinished shows."""
 
-import dataclasses
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -14,11 +14,10 @@ from support import forked
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.catalog.listing import catalog_of
+from t5ckpt.catalog.run_catalog import announcement_directory
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.core.keys import join
-from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.names import hold_file
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage, mixed_state
@@ -126,50 +125,50 @@ ck.save({'w': np.ones(3)}, step=1)
 @pytest.mark.multiprocess
 def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
     forked.run(KILLED, tmp_path)
-    (name,) = os.listdir(tmp_path)
-    assert collect(open_storage(tmp_path), time.time)[0] == [name]
+    assert len(os.listdir(tmp_path)) == 2
+    collect(open_storage(tmp_path), time.time)
+    assert os.listdir(tmp_path) == []
 
 
 LIVE = """
-import fcntl, os, sys, time
+import sys, time
 from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.storage import open_storage
 work = open_transaction(open_storage(sys.argv[1]), 1, time.time)
-# What another machine sees of the lock of this one, where locks are those of a node.
-for fd in os.listdir('/proc/self/fd'):
-    if os.path.realpath(f'/proc/self/fd/{fd}') == os.path.realpath(os.path.join(sys.argv[1], work.directory)):
-        fcntl.flock(int(fd), fcntl.LOCK_UN)
 print(work.directory, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.multiprocess
-def test_a_live_save_whose_lock_cannot_be_seen_is_left_alone(tmp_path):
+def test_a_live_save_is_left_alone(tmp_path):
     storage = open_storage(tmp_path)
     with forked.start(LIVE, tmp_path, stdout=subprocess.PIPE) as writer:
         try:
             directory = writer.stdout.readline().strip()
-            assert collect(storage, time.time)[0] == []
+            (marker,) = tmp_path.glob('busy_*')
             # Whatever the time: the process is there.
-            assert collect(storage, lambda: time.time() + 10**6)[0] == []
-            assert storage.kind(directory) == 'dir'
+            age(storage, marker.name, 10**6)
+            for clock in (time.time, lambda: time.time() + 10**6):
+                collect(storage, clock)
+                assert storage.kind(directory) == 'dir'
         finally:
             writer.kill()
-    assert collect(storage, time.time)[0] == [directory]
+    collect(storage, time.time)
+    assert os.listdir(tmp_path) == []
 
 
-def unfinished(storage, clock, **facts):
-    """What the writer of another machine with this one's name, whose locks are its own, has written so far."""
+def unfinished(storage, clock, **owner):
+    """What the writer of another machine with this one's name has written so far; returns its marker and its directory."""
     work = open_transaction(storage, 1, clock)
     work.keep()
-    key = f'{work.directory}/t5ckpt.json'
-    record = decode_facts(storage.read(key), key)
-    writer = {**record.writer, **facts}
-    assert {'host', 'place', 'pid', 'born', 'seconds'} <= writer.keys()
-    assert writer['host'] == socket.gethostname()
-    storage.write(key, encode_facts(dataclasses.replace(record, writer=writer)))
-    return work.directory
+    (marker,) = storage.names('', 'busy_')
+    record = json.loads(storage.read(marker))
+    assert {'host', 'place', 'pid', 'born'} <= record['owner'].keys()
+    assert record['owner']['host'] == socket.gethostname()
+    record['owner'] |= owner
+    storage.write(marker, json.dumps(record).encode())
+    return marker, work.directory
 
 
 def age(storage, key, seconds):
@@ -181,19 +180,19 @@ def age(storage, key, seconds):
 def test_host_names_are_not_compared(tmp_path, pid):
     """By the file server's clock: two horizons after the writer has signed."""
     storage, clock = open_storage(tmp_path), FakeClock()
-    directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid())
+    marker, directory = unfinished(storage, clock, place='other-boot/pid:[1]', pid=pid or os.getpid())
     clock.advance(10_000)
-    assert collect(storage, clock)[0] == []
-    age(storage, f'{directory}/t5ckpt.json', 7100)
-    assert collect(storage, clock)[0] == []
-    age(storage, f'{directory}/t5ckpt.json', 7300)
-    assert collect(storage, clock)[0] == [directory]
+    for seconds, is_there in ((0, True), (7100, True), (7300, False)):
+        age(storage, marker, seconds)
+        collect(storage, clock)
+        assert (tmp_path / directory).exists() is is_there
 
 
 def test_a_process_with_the_number_of_a_dead_one_is_another(tmp_path):
     storage, clock = open_storage(tmp_path), FakeClock()
-    directory = unfinished(storage, clock, pid=os.getppid(), born='1')
-    assert collect(storage, clock)[0] == [directory]
+    unfinished(storage, clock, pid=os.getppid(), born='1')
+    collect(storage, clock)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize('kind', ['file', 'memory', 'gs', 's3'])
@@ -206,11 +205,11 @@ def test_an_expired_hold_is_collected(tmp_path, kind, request):
     others = {'held_1.x', 'held_', 'held_2.1.UP'}
     file = hold_file(1, int(clock()) + 60, 60, '0' * 16)
     for name in (*others, file):
-        storage.write(join(catalog_of(storage).announcement_directory, name), b'')
+        storage.write(join(announcement_directory(storage), name), b'')
     state = {'x': np.arange(8.0)}
 
     def holds():
-        return [name for name in storage.names(catalog_of(storage).announcement_directory, 'held_') if name == file]
+        return [name for name in storage.names(announcement_directory(storage), 'held_') if name == file]
 
     with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock, keep=1) as ck:
         ck.save(state, step=1)
@@ -224,4 +223,4 @@ def test_an_expired_hold_is_collected(tmp_path, kind, request):
             age(storage, file, 70)
         ck.save(state, step=3)
     assert holds() == []
-    assert others <= set(storage.names(catalog_of(storage).announcement_directory, 'held_'))
+    assert others <= set(storage.names(announcement_directory(storage), 'held_'))

@@ -545,7 +545,6 @@ def test_words_that_another_word_needs_are_an_error(words, run, monkeypatch):
 @pytest.mark.parametrize(
     ('url', 'options', 'name'),
     [
-        ('gs://bucket/run', {'cache_gb': 5}, 'cache_gb'),
         ('s3://bucket/run', {'anonymous': True, 'profile': 'p'}, 'profile'),
         ('run', {'direct_io': 'never', 'direct_bytes': 2**20}, 'direct_bytes'),
     ],

@@ -99,7 +99,7 @@ FUNCTIONS = {
 
 
 # Names whose wrong values are of the function's own kind: a case for one function stands in PYTHON.
-BY_FUNCTION = {'changes', 'options', 'source_options', 'state', 'state_dict', 'target_options', 'train_state'}
+BY_FUNCTION = {'changes', 'options', 'state', 'state_dict', 'train_state'}
 
 
 def common_cases():

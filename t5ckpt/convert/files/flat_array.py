@@ -1,4 +1,4 @@
-"""Reads boxes of arrays that are stored in C order in a file, for the files of TensorFlow and Flax."""
+"""Reads boxes of arrays that are stored in C order in a file, for the files of TensorFlow."""
 
 from __future__ import annotations
 

@@ -156,15 +156,16 @@ class TensorReader:
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, np.ndarray] = {}
         self._mapped: list[mmap.mmap] = []
-        for file, (header, size) in zip(self.files, headers.values(), strict=True):
+        for file, header in zip(self.files, headers.values(), strict=True):
             with foreign_errors(file), open_source(file) as opened:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(mapped) != size:
+            if len(mapped) != header.size:
                 raise CheckpointNotFoundError(f'{file} was replaced while it was being read. Import it again.')
             self._mapped.append(mapped)
             self.metadata |= header.metadata
             self.tensors |= {
-                tensor.name: np.ndarray(tensor.shape, tensor.dtype, mapped, tensor.offset) for tensor in header.tensors
+                name: np.ndarray(array.shape, array.dtype, mapped, array.metadata['offset'])
+                for name, array in header.arrays
             }
 
     def forget(self) -> None:

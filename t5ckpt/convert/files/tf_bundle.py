@@ -28,7 +28,7 @@ import numpy as np
 from t5ckpt.convert.files.flat_array import FlatArray
 from t5ckpt.core import protobuf
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
-from t5ckpt.format.dtypes import dtype_from_name
+from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source, read_source
 from t5ckpt.storage import foreign_errors
@@ -161,7 +161,7 @@ def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int)
     shard, offset, size = (_number(fields, field) for field in (3, 4, 5))
     dims = _messages(next(_messages(fields, 2), {}), 2)
     shape = tuple(_number(dim, 1) for dim in dims)
-    dtype = dtype_from_name(_DTYPES[number])
+    dtype = DTYPES[_DTYPES[number]]
     if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size or shard >= shards:
         raise CorruptCheckpointError(
             f'{prefix}.index: {name} of shape {shape} and dtype {dtype.name} has {size} bytes in file {shard} of {shards}. '

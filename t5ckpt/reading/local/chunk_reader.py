@@ -32,7 +32,7 @@ import xxhash
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.chunk_grid import Box, ChunkIndex, strides_of
-from t5ckpt.format.codecs import decode
+from t5ckpt.format.codecs import WORDS, decode
 from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
@@ -40,9 +40,6 @@ from t5ckpt.reading.local.chunk_file import Blocks, ChunkFile, Limits, can_scatt
 from t5ckpt.reading.local.native_chunks import NativeChunks
 from t5ckpt.reading.local.regions import ReadRequest, Region, shortest_run, takes_whole_chunks
 from t5ckpt.reading.size_limits import check_chunk
-
-# Elements are copied as integers of the same size, since NumPy copies those faster than extension dtypes.
-_WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 # Blosc adds 16 bytes to values that it cannot compress.
 _OVERHEAD = 4096
@@ -144,7 +141,7 @@ class ChunkReader(abc.ABC):
         self._name = request.name
         self._chunks = chunks
         self._limits = limits
-        self._converts_from = request.dtype if request.converts else None
+        self._converts_from = request.array.dtype if request.converts else None
         self.blocks = blocks
 
     def ranges(self, regions: Sequence[Region]) -> Iterable[tuple[int, int]]:
@@ -170,11 +167,12 @@ class ChunkReader(abc.ABC):
         """Copies the elements of a block to the regions that overlap it."""
         if not block.overlaps:
             return
-        dtype, box = self._array.dtype, self.blocks.box(block.index)
+        dtype, box = self._array.disk_dtype, self.blocks.box(block.index)
         values = np.frombuffer(data, dtype).reshape(box.shape)
         if self._converts_from is not None:
             values = from_stored(values, self._converts_from)
-        word = _WORDS.get(dtype.itemsize, dtype)
+        # NumPy copies integers of the same size faster than extension dtypes.
+        word = WORDS.get(dtype.itemsize, dtype)
         for region, overlap in block.overlaps:
             source, into = values[(..., *overlap.relative_to(box).slices)], region.view_of(overlap)
             if self._converts_from is not None:

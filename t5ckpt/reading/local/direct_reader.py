@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from t5ckpt.format.array_spec import StoredLeaf
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.reading.checksum_verifier import ChecksumVerifier
@@ -60,7 +60,7 @@ class DirectReader:
         self._root = root
         self._follow_links = follow_links
 
-    def open(self, leaf: StoredLeaf, name: str, where: str, boxes: Iterable[Box]) -> DirectArray | None:
+    def open(self, leaf: StoredArray, name: str, where: str, boxes: Iterable[Box]) -> DirectArray | None:
         """Opens an array that ``native_chunks.is_read_natively``, for reads of some boxes.
 
         Returns:
@@ -69,23 +69,22 @@ class DirectReader:
         Raises:
           CorruptCheckpointError: its ``.zarray`` is not a regular file, or differs from its checksum.
         """
-        array = leaf.array
         try:
-            with self.files(array.location, name) as files:
+            with self.files(leaf.location, name) as files:
                 text = files.metadata()
         except OSError:
             # TensorStore reads the array instead, and reports the error.
             return None
         if self.checks is not None:
-            self.checks.compare(f'{array.location}/.zarray', name, entry_of(text))
-        chunks = native_chunks(text, array)
+            self.checks.compare(f'{leaf.location}/.zarray', name, entry_of(text))
+        chunks = native_chunks(text, leaf)
         if chunks is None or chunks.has_fill or sum(chunks.grid.count(box) for box in boxes) > _MAX_CHUNKS:
             return None
         return DirectArray(self, leaf, name, where, chunks)
 
-    def open_range(self, leaf: StoredLeaf, name: str, where: str) -> DirectArray:
+    def open_range(self, leaf: StoredArray, name: str, where: str) -> DirectArray:
         """Opens an array that is a range of bytes of a file."""
-        return DirectArray(self, leaf, name, where, chunk_of_file(leaf.array))
+        return DirectArray(self, leaf, name, where, chunk_of_file(leaf))
 
     def files(self, location: str, name: str) -> ChunkFiles:
         """Opens the directory of an array."""
@@ -95,7 +94,7 @@ class DirectReader:
 class DirectArray(FileArray):
     """An array whose chunk files are read, and decoded if they are encoded, by the tasks."""
 
-    def __init__(self, reader: DirectReader, leaf: StoredLeaf, name: str, where: str, chunks: NativeChunks):
+    def __init__(self, reader: DirectReader, leaf: StoredArray, name: str, where: str, chunks: NativeChunks):
         """Takes what ``DirectReader`` found."""
         # A cast reads blocks into a scratch, which would read more of a file of many tensors than the boxes.
         super().__init__(leaf, where, can_convert=not chunks.file)
@@ -105,7 +104,7 @@ class DirectArray(FileArray):
 
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """The tasks that fill buffers, in the dtype on disk or the one to convert to, with boxes of the array."""
-        request = ReadRequest(self._leaf.array, self._name, self._leaf.dtype, buffers)
+        request = ReadRequest(self._leaf, self._name, buffers)
         regions = regions_by_chunk(request, self._chunks)
         limits = self._reader.limits
         reader = chunk_reader(request, self._chunks, regions, self._reader.checks, limits, self._reader.memory)
@@ -131,7 +130,7 @@ class DirectArray(FileArray):
 
     def _read(self, reader: ChunkReader, parts: Sequence[ChunkPart]) -> None:
         chunks = self._chunks
-        location = '' if chunks.file else self._leaf.array.location
+        location = '' if chunks.file else self._leaf.location
         with foreign_errors(self._where), self._reader.files(location, self._name) as files:
             opened: collections.deque[tuple[ChunkFile, ChunkPart]] = collections.deque()
             try:

@@ -191,10 +191,10 @@ class ArrayMapper:
                 regions = {names: _map_run(files, run) for names, run in distinct.items()}
         except OSError:
             return None
-        return {box: run.cut(regions[run.names], array.dtype) for box, run in runs.items()}
+        return {box: run.cut(regions[run.names], array.disk_dtype) for box, run in runs.items()}
 
     def _kept_runs(self, text: bytes, array: StoredArray, boxes: Sequence[Box]) -> dict[Box, _Run] | None:
-        key = (text, array.shape, array.dtype, tuple(boxes))
+        key = (text, array.shape, array.disk_dtype, tuple(boxes))
         if key not in self._runs:
             self._runs[key] = _runs(text, array, boxes)
         return self._runs[key]

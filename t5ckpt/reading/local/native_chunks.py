@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.format.array_spec import ArrayLayout, StoredArray
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex, separator_of
 from t5ckpt.format.codecs import is_decoded_natively
-from t5ckpt.format.dtypes import dtype_from_name, zarr_typestr
+from t5ckpt.format.dtypes import DTYPES, zarr_typestr
 
 _ALWAYS_BYTES = 256 * 2**20
 # The dtypes with whole bytes per element and the same bits in NumPy and TensorStore.
@@ -26,7 +26,7 @@ _DTYPES = (
     *('float16', 'bfloat16', 'float32', 'float64', 'complex64', 'complex128'),
     *('float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn', 'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz'),
 )
-_TYPESTRS = {dtype_from_name(name): zarr_typestr(dtype_from_name(name)) for name in _DTYPES}
+_TYPESTRS = {DTYPES[name]: zarr_typestr(DTYPES[name]) for name in _DTYPES}
 
 
 def is_uncompressed(array: StoredArray) -> bool:
@@ -38,8 +38,8 @@ def is_read_natively(array: StoredArray) -> bool:
     """Whether an array's chunks are uncompressed, or of blosc, according to the manifest."""
     compressor = array.metadata.get('compressor')
     return (
-        array.layout is ArrayLayout.ZARR
-        and array.dtype in _TYPESTRS
+        array.is_zarr_directory
+        and array.disk_dtype in _TYPESTRS
         and (compressor is None or is_decoded_natively(compressor))
         and sys.byteorder == 'little'
         and sys.maxsize > 2**32
@@ -81,7 +81,7 @@ def chunk_of_file(array: StoredArray) -> NativeChunks:
     """The only chunk of an array that is a range of bytes of one file."""
     grid = ChunkGrid(array.shape, tuple(max(1, size) for size in array.shape))
     metadata = array.metadata
-    return NativeChunks(grid, array.dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
+    return NativeChunks(grid, array.disk_dtype.itemsize, array.location, metadata['file_bytes'], metadata['offset'])
 
 
 def uncompressed_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
@@ -106,19 +106,19 @@ def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
     agrees = (
         metadata.get('zarr_format') == 2
         and metadata.get('shape') == list(array.shape)
-        and metadata.get('dtype') == _TYPESTRS[array.dtype]
+        and metadata.get('dtype') == _TYPESTRS[array.disk_dtype]
     )
     if not plain or not agrees or separator not in ('.', '/') or not isinstance(chunks, list):
         return None
     if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
         return None
     grid = ChunkGrid(array.shape, tuple(chunks), separator)
-    chunk_bytes = math.prod(chunks) * array.dtype.itemsize
+    chunk_bytes = math.prod(chunks) * array.disk_dtype.itemsize
     # Reads of chunks that are mostly outside their array would waste memory.
     if chunk_bytes > max(_ALWAYS_BYTES, 2 * array.nbytes):
         return None
     file_bytes = chunk_bytes if compressor is None else None
-    return NativeChunks(grid, array.dtype.itemsize, '', file_bytes, 0, metadata.get('fill_value') is not None)
+    return NativeChunks(grid, array.disk_dtype.itemsize, '', file_bytes, 0, metadata.get('fill_value') is not None)
 
 
 def range_of(box: Box, shape: Sequence[int]) -> tuple[int, bool]:

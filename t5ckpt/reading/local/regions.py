@@ -19,19 +19,17 @@ class ReadRequest:
     Attributes:
       array: the array as the manifest describes it.
       name: of the leaf, for errors.
-      dtype: of the leaf; ``array.dtype`` may be a stored form of it (``dtypes.from_stored``).
-      buffers: C-order arrays of the boxes' shapes, all in ``array.dtype`` or all in the dtype to convert to.
+      buffers: C-order arrays of the boxes' shapes, all in ``array.disk_dtype`` or all in the dtype to convert to.
     """
 
     array: StoredArray
     name: str
-    dtype: np.dtype
     buffers: Mapping[Box, np.ndarray]
 
     @property
     def converts(self) -> bool:
         """Whether the buffers have another dtype than the file."""
-        return any(buffer.dtype != self.array.dtype for buffer in self.buffers.values())
+        return any(buffer.dtype != self.array.disk_dtype for buffer in self.buffers.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,21 +231,21 @@ def unseen():
         checkpointer.save_async(state())
 
 
-@mistake('[Damaged checkpoints](reliability.md)')
+@mistake('[Damaged checkpoints](damage.md)')
 def truncated():
     """A truncated manifest"""
     os.truncate('run/checkpoint_3/checkpoint', 100)
     restore(state())
 
 
-@mistake('[Damaged checkpoints](reliability.md)')
+@mistake('[Damaged checkpoints](damage.md)')
 def chunk_gone():
     """A missing chunk"""
     os.remove('run/checkpoint_3/params.dense.kernel/0.0')
     restore(state())
 
 
-@mistake('[Damaged checkpoints](reliability.md)')
+@mistake('[Damaged checkpoints](damage.md)')
 def chunk_short():
     """A truncated chunk"""
     os.truncate('run/checkpoint_3/params.dense.kernel/0.0', 1000)

@@ -1,4 +1,4 @@
-"""Savers, deleters, readers and pins on one run, under many schedules with faults. docs/reliability.md has what was tried."""
+"""Savers, deleters, readers and pins on one run, under many schedules with faults. docs/fault-injection.md has what was tried."""
 
 import os
 

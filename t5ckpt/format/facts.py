@@ -183,10 +183,10 @@ def _facts_of(contents: Mapping[str, Any]) -> Facts:
     fields['metrics'] = {name: number for name, number in numbers.items() if number is not None}
     directory = fields['positions_in'] = generation_of(fields.get('positions_in', ''))
     digests = fields.get('digests', {}).items()
+    # In the earlier layout, names had the directory of the save.
     fields['digests'] = {
-        name if name == MANIFEST else join(directory, without_generation(name)): entry for name, entry in digests
+        name if name == MANIFEST or generation_of(name) else join(directory, name): entry for name, entry in digests
     }
-    # Earlier, the names had the directory.
     stored_at = {join(directory, without_generation(join(*path))): dtype for path, dtype in stored.items()}
     tree_facts = TreeFacts(**by_path, stored=stored_at)
     return Facts(tree_facts, 'facts' not in contents, **fields)

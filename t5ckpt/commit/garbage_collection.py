@@ -3,13 +3,12 @@
 Whatever a save or a deletion writes or hides has a name that its marker states before (``commit/markers.py``), so only these
 are looked at: what one names is removed when it is due, and then the marker. On a file system it is due when its owner, a process
 of this machine, has ended; else two horizons after it was written, by the clock of ``commit/run_clock.py``. Expired holds are
-removed. T5X's temporary directories have no marker, and stay.
+removed. So is a file that was written in part, after an hour: until then, its writer may be alive. T5X's temporary directories
+have no marker, and stay.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import logging
 from collections.abc import Iterable
 
@@ -18,11 +17,11 @@ from t5ckpt.commit.bucket_deletion import remove_pin, remove_unnamed
 from t5ckpt.commit.holds import expiry
 from t5ckpt.commit.markers import HORIZON_SECONDS, Record, is_due, read_marker
 from t5ckpt.commit.removal import end_work
-from t5ckpt.commit.run_clock import TIME_PREFIX, run_clock
+from t5ckpt.commit.run_clock import run_clock
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
-from t5ckpt.format.names import PARTIAL_SUFFIX, MarkerName, parse_marker, step_dir, work_dirs
+from t5ckpt.format.names import MarkerName, step_dir, work_dirs
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
@@ -39,7 +38,7 @@ def collect(storage: Storage, clock: Clock) -> BucketListing | None:
     now = run_clock(storage, clock)
     directory = announcement_directory(storage)
     expired = [join(directory, hold.name) for hold in announced.holds if expiry(storage, hold) < now()]
-    _remove_files(storage, expired + [name for name in announced.partial if _is_torn(storage, name, now)])
+    _remove_files(storage, expired + [name for name in announced.partial if _is_old(storage, name, now)])
     # By step; a failed save of many processes leaves one marker of each.
     due: dict[int, dict[MarkerName, Record]] = {}
     for marker in announced.markers:
@@ -72,17 +71,9 @@ def _remove_files(storage: Storage, keys: Iterable[str]) -> None:
             _log.warning('t5ckpt: could not remove %s: %s', storage.url(key), error)
 
 
-def _is_torn(storage: Storage, name: str, now: Clock) -> bool:
-    """Whether a partial file is of a dead process. A live one writes a marker, and a file for the time of the server, again."""
-    marker = parse_marker(name.removesuffix(PARTIAL_SUFFIX))
-    if marker is None and not name.startswith(TIME_PREFIX):
-        written = storage.modified(name)
-        return written is not None and written < now() - HORIZON_SECONDS
-    try:
-        record = read_marker(storage, name)
-    except StorageError as error:
-        return error.errno == errno.EINVAL
-    return record is None or marker is None or is_due(storage, dataclasses.replace(marker, key=name), record, now)
+def _is_old(storage: Storage, name: str, now: Clock) -> bool:
+    written = storage.modified(name)
+    return written is not None and written < now() - HORIZON_SECONDS
 
 
 def _due_record(storage: Storage, marker: MarkerName, now: Clock) -> Record | None:

@@ -20,7 +20,6 @@ Only garbage collection removes the marker of work that removed files, since req
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -116,9 +115,7 @@ class Marker:
             'owner': self._owner,
         }
         data = json.dumps(record).encode()
-        # Garbage collection may remove the file of a file system while it is written, as that of a dead process.
-        with contextlib.suppress(CheckpointNotFoundError):
-            self._version = self._storage.replace(self._key, data, version)
+        self._version = self._storage.replace(self._key, data, version)
         if self._version is None:
             self._storage.write(self._key, data)
 
@@ -218,7 +215,7 @@ def read_marker(storage: Storage, key: str) -> Record | None:
         )
     except CheckpointNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         text = f'{storage.url(key)} is of another program, or damaged. If no program writes the step, remove it.'
         raise StorageError(errno.EINVAL, text) from error
 

@@ -20,8 +20,11 @@ from t5ckpt.format.manifest import decode_manifest
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.storage import Storage
 
-# The directory of a save, in the location of an array or in the facts.
-_GENERATION = re.compile(rb'(t5ckpt-[0-9a-f]{16})[/"]')
+# The directory of a save, in the location of an array or in the facts, and not in a text of the user's: what comes before the
+# name is a key of MessagePack with the header of its string, or a key of our JSON at its top level.
+_GENERATION = re.compile(
+    rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": ")(t5ckpt-[0-9a-f]{16})[/"]', re.DOTALL
+)
 
 
 def occupant_of(storage: Storage, step: int) -> ListedStep | None:

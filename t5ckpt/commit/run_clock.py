@@ -1,7 +1,8 @@
 """The clock by which holds and markers expire.
 
 On a file system, both start at the modification time of their file. The current time is that of a file that the observer has
-just written beside it. The file server sets both times, so the clocks of hosts do not matter.
+just written beside it. The file server sets both times, so the clocks of hosts do not matter. Where it cannot be read, as on a
+full disk, nothing expires.
 
 TensorStore does not return the modification times of objects. On an object store, the time in the hold or marker, by the clock
 of its owner, is compared with the clock of the observer. The two may differ by ten minutes.
@@ -9,18 +10,17 @@ of its owner, is compared with the clock of the observer. The two may differ by 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import T5CkptError
-from t5ckpt.format.names import HOLD_PREFIX
+from t5ckpt.errors import AccessDeniedError, StorageError
+from t5ckpt.format.names import HOLD_PREFIX, PARTIAL_SUFFIX
 from t5ckpt.storage import Storage
 
 CLOCK_SECONDS = 600.0
 """The most by which the clocks of machines that share a run on an object store may differ."""
-TIME_PREFIX = f'{HOLD_PREFIX}0.0.'
-"""The prefix of the file that is written to read the time of the file server: a hold that expired in 1970."""
 
 
 def run_clock(storage: Storage, clock: Clock) -> Clock:
@@ -35,19 +35,15 @@ def run_clock(storage: Storage, clock: Clock) -> Clock:
     def now() -> float:
         nonlocal offset
         if offset is None:
-            # Tries twice, because garbage collection may have removed the first file.
-            server_time = _server_time(storage) or _server_time(storage)
-            if server_time is None:
+            try:
+                server_time = storage.server_time(f'{HOLD_PREFIX}{secrets.token_hex(8)}{PARTIAL_SUFFIX}')
+            except AccessDeniedError:
                 return clock()
+            except StorageError:
+                server_time = None
+            if server_time is None:
+                return -math.inf if storage.commits_by_rename else clock()
             offset = server_time - time.monotonic()
         return time.monotonic() + offset
 
     return now
-
-
-def _server_time(storage: Storage) -> float | None:
-    # Garbage collection removes the file after a crash, and may remove one that is being written.
-    try:
-        return storage.server_time(f'{TIME_PREFIX}{secrets.token_hex(8)}s0')
-    except T5CkptError:
-        return None

@@ -20,10 +20,11 @@ def _boot_id() -> str:
 
 
 def _process_start_time(pid: int) -> str:
-    """Returns the start time of a process in clock ticks since boot; '' if there is no such process."""
+    """The start time of a process in clock ticks since boot; 'ended' for one whose parent has not waited for it; '' for none."""
     try:
         with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
-            return file.read().rpartition(')')[2].split()[19]
+            fields = file.read().rpartition(')')[2].split()
+            return 'ended' if fields[0] in 'ZX' else fields[19]
     except (OSError, IndexError):
         return ''
 
@@ -53,13 +54,13 @@ open_nonces: set[str] = set()
 def has_ended(writer: Any, nonce: str) -> bool:
     """Whether a writer was a process of this machine that has ended; if it is this process, whether its work has."""
     pid = writer.get('pid') if is_local(writer) else None
-    if not isinstance(pid, int):
+    if not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
     if pid == os.getpid():
         return nonce not in open_nonces
     born = _process_start_time(pid)
     if born:
-        return born != writer['born']
+        return born != writer.get('born')
     try:
         # /proc may hide the processes of other users.
         os.kill(pid, 0)

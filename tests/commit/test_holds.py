@@ -1,8 +1,10 @@
 """Markers and holds: who excludes whom, with the other process acting at exactly one operation."""
 
+import errno
 import itertools
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -21,9 +23,11 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import Marker
 from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.writers import writer_facts
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
+    NoSpaceError,
     StepKeptError,
     StorageError,
     T5CkptError,
@@ -94,7 +98,7 @@ delete_step(open_storage(place), 2, time.time)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('call', ['write', 'rename'])
 def test_the_partial_marker_of_a_deleter_that_was_killed_is_collected(call, tmp_path):
-    """It is empty, or whole and not renamed yet. The step is there, and the next save removes the file."""
+    """It is empty, or whole and not renamed yet. The step is there; a save removes the file after an hour."""
     run = saved_run(tmp_path / 'run', (1, 2, 3))
     killed = subprocess.run(
         [sys.executable, '-c', _KILLED_DELETER, tmp_path / 'run', call],
@@ -105,8 +109,12 @@ def test_the_partial_marker_of_a_deleter_that_was_killed_is_collected(call, tmp_
     (partial,) = (tmp_path / 'run').glob('busy_2.*.__partial')
     assert (partial.stat().st_size > 0) is (call == 'rename')
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
+    age(run, partial.name, 3590)
     saved_run(run.url(), [4])
-    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in range(1, 5)}
+    assert partial.exists()
+    age(run, partial.name, 3610)
+    saved_run(run.url(), [5])
+    assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in range(1, 6)}
 
 
 @pytest.mark.multiprocess
@@ -169,9 +177,9 @@ def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
 
 def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
     run = saved_run(tmp_path / 'run')
-    for name in ('held_0.0.0123456789abcdefs0', 'held_0.0.fedcba9876543210s0.__partial'):
+    for name in ('held_0123456789abcdef.__partial', 'held_fedcba9876543210.__partial.__partial'):
         run.write(name, b'')
-        age(run, name, 1)
+        age(run, name, 3610)
     saved_run(run.url(), [3])
     assert {path.name for path in (tmp_path / 'run').iterdir()} == {f'checkpoint_{step}' for step in (1, 2, 3)}
 
@@ -341,3 +349,55 @@ def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_not_deleted(run, e
         assert 1 in steps_in(run), storage.fails_at
     assert storage.fails_at > 1
     assert steps_in(run) == [1, step]
+
+
+@pytest.mark.multiprocess
+def test_a_killed_process_that_its_parent_does_not_wait_for_has_ended(tmp_path):
+    """As in a container whose first process waits for nobody."""
+    run = saved_run(tmp_path / 'run')
+    code = 'import sys, time; from t5ckpt.commit.markers import *; from t5ckpt.storage import open_storage; '
+    code += 'Marker(open_storage(sys.argv[1]), 1, time.time, HIDE); print("there", flush=True); time.sleep(600)'
+    with subprocess.Popen([sys.executable, '-c', code, run.url()], stdout=subprocess.PIPE) as deleter:
+        assert deleter.stdout.readline()
+        try:
+            with hold(run, 1, 60, time.time) as is_there:
+                assert not is_there
+        finally:
+            deleter.kill()
+        # Its parent, this process, waits for it at the end of the block.
+        while ') Z ' not in pathlib.Path(f'/proc/{deleter.pid}/stat').read_text(encoding='utf-8'):
+            time.sleep(0.01)
+        with hold(run, 1, 60, time.time) as is_there:
+            assert is_there
+        saved_run(run.url(), [3])
+        assert not list((tmp_path / 'run').glob('busy_*'))
+
+
+def test_nothing_expires_where_the_time_cannot_be_read(tmp_path):
+    """On a disk without room for the file that shows it, the clock of this host may be years ahead."""
+
+    class Full(FaultyStorage):
+        def server_time(self, key):
+            raise NoSpaceError(errno.ENOSPC, 'injected')
+
+    run = saved_run(tmp_path / 'run')
+    key = busy_key(1, 7200, '0' * 16, in_bucket=False)
+    record = {'action': 'hide', 'directories': [], 'unix': 0, 'seconds': 3600, 'owner': {'place': 'elsewhere'}}
+    run.write(key, json.dumps(record).encode())
+    with hold(run, 2, 60, time.time) as is_there:
+        assert is_there
+        collect(Full(run), FakeClock(time.time() + 10**8))
+        assert run.is_file(key)
+        with pytest.raises(StepKeptError):
+            delete_step(Full(run), 2, FakeClock(time.time() + 10**8))
+
+
+@pytest.mark.parametrize('seconds', ['1e400', '1' + '0' * 400, '[' * 100_000, '"x"'])
+@pytest.mark.parametrize('pid', ['-1', '1' + '0' * 30, '[]'])
+def test_hostile_markers_stop_no_save(seconds, pid, tmp_path):
+    run = saved_run(tmp_path / 'run')
+    place = json.dumps(writer_facts()['place'])
+    text = '{"action": "hide", "directories": [], "unix": 1, "seconds": %s, "owner": {"place": %s, "pid": %s}}'
+    run.write(busy_key(1, 7200, '0' * 16, in_bucket=False), (text % (seconds, place, pid)).encode())
+    saved_run(run.url(), [3])
+    assert t5ckpt.all_steps(run.url()) == [1, 2, 3]

@@ -17,6 +17,7 @@ from support import independent_reader
 import t5ckpt
 from t5ckpt import Checkpointer
 from t5ckpt.cli.app import run as run_cli
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.strategy import open_transaction
@@ -30,7 +31,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.manifest import split_facts
+from t5ckpt.format.manifest import encode_manifest, split_facts
 from t5ckpt.format.names import foreign_keys, generation_of
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
@@ -550,3 +551,17 @@ def test_a_step_whose_manifest_is_damaged_keeps_its_files(url):
             value_of(url)
         storage.write('checkpoint_1/checkpoint', manifest)
         assert t5ckpt.verify(url, 1, full=True).ok
+
+
+def test_a_text_with_the_name_of_a_directory_is_not_one(url):
+    """A step of T5X with such a text counted as deleted, since its directory is empty, and a save replaced it."""
+    text = b'copied from checkpoint_7/t5ckpt-0123456789abcdef/ and "t5ckpt-0123456789abcdef"'
+    storage = open_storage(url)
+    storage.write('checkpoint_1/checkpoint', encode_manifest({'w': np.frombuffer(text, np.uint8)}))
+    with t5ckpt.Checkpointer({'w': np.zeros(2)}, checkpoints_dir=url) as ck:
+        assert ck.save({'w': np.zeros(2)}, step=1) is None
+        assert ck.save({'w': np.zeros(2)}, step=2, custom_metadata={'from': text.decode()}) is not None
+    assert t5ckpt.load_t5x_checkpoint(url, 1)['w'].tobytes() == text
+    for step in (1, 2):
+        delete_step(storage, step, time.time)
+        assert not list(storage.walk(f'checkpoint_{step}'))

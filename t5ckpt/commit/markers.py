@@ -12,8 +12,8 @@ the time in the name, any process removes the files that the marker names and th
 nothing has to be renewed or taken over, and a process that was stopped for hours cannot publish what was removed.
 
 A deleter writes its marker and then looks for holds; a reader writes its hold and then looks for markers. One of the two sees the
-other. A deleter decides within a minute, and its request may arrive for two horizons. So long, the step of a deleter that died in
-this minute cannot be held.
+other. A deleter that has neither hidden the step nor given up may do so until its marker is due; until then, the step cannot be
+held.
 
 Only garbage collection removes the marker of work that removed files, since requests for these files may still arrive.
 """
@@ -45,9 +45,6 @@ HIDE = 'hide'
 HORIZON_SECONDS = 3600.0
 SLOWEST_RATE = 2e6
 """The bytes in a second that every process writes at least; more bytes have a longer horizon."""
-_DECIDES_SECONDS = 60.0
-# Afterwards, a request to delete or replace a manifest that was sent within that time has arrived.
-_DECIDED_SECONDS = 2 * HORIZON_SECONDS
 _log = logging.getLogger('t5ckpt')
 
 
@@ -94,7 +91,7 @@ class Marker:
         self._action = action
         self._directories = {self.directory, *directories}
         self._seconds = seconds
-        self._born = self._since = self._clocks()
+        self._born = self._clocks()
         self._owner = {} if is_shared else writer_facts()
         self._version: Any = None
         self._key = busy_key(step, int(clock() + 2 * seconds) + 1, nonce, in_bucket=not storage.commits_by_rename)
@@ -110,7 +107,6 @@ class Marker:
         record = {
             'action': self._action,
             'directories': sorted(self._directories),
-            'unix': self._since[0],
             'seconds': self._seconds,
             'owner': self._owner,
         }
@@ -123,22 +119,23 @@ class Marker:
         # The second one counts the time in which the machine sleeps, and is not set by anybody.
         return self._clock(), time.clock_gettime(getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC))
 
-    def _age(self, since: tuple[float, float]) -> float:
-        return max(now - then for now, then in zip(self._clocks(), since, strict=True))
+    def _age(self) -> float:
+        return max(now - then for now, then in zip(self._clocks(), self._born, strict=True))
 
     def update(self, action: str, directories: Iterable[str] = ()) -> None:
         """Writes it again, with another action and more directories."""
-        self._action, self._since = action, self._clocks()
+        self._action = action
         self._directories |= {*directories}
         # This shows whether the server compares the versions of existing keys.
         self._write(self._version)
 
     def end(self) -> None:
         """Ends the announcement of work that has hidden or replaced a manifest; readers would wait for a failure for minutes."""
-        try:
-            self.update(SAVE)
-        except T5CkptError as error:
-            _log.warning('t5ckpt: %s could not be written: %s', self._storage.url(self._key), error)
+        if self._action == HIDE:
+            try:
+                self.update(SAVE)
+            except T5CkptError as error:
+                _log.warning('t5ckpt: %s could not be written: %s', self._storage.url(self._key), error)
 
     def check(self) -> None:
         """Called before a manifest is written or deleted.
@@ -146,22 +143,18 @@ class Marker:
         Raises:
           StorageError: this process was stopped, or too slow, so that others may collect its files or ignore its marker.
         """
-        age, announced = self._age(self._born), self._age(self._since)
+        age = self._age()
         if age > self._seconds:
-            raise self._error(f'took {age:.0f} s, and at most {self._seconds:.0f} s are allowed')
-        if self._action == HIDE and announced > _DECIDES_SECONDS:
-            raise self._error(
-                f'was stopped for {announced:.0f} s between its announcement and the change of the manifest'
+            raise StorageError(
+                errno.ETIMEDOUT,
+                f'{self._storage.url(self._key)}: this write or deletion took {age:.0f} s, and at most {self._seconds:.0f} s are '
+                'allowed, so it was given up. Try again.',
             )
-
-    def _error(self, what: str) -> StorageError:
-        text = f'{self._storage.url(self._key)}: this write or deletion {what}, so it was given up. Try again.'
-        return StorageError(errno.ETIMEDOUT, text)
 
     @property
     def may_be_collected(self) -> bool:
         """Whether other processes may have removed the files that it names and no manifest does."""
-        return self._age(self._born) > 2 * self._seconds - CLOCK_SECONDS
+        return self._age() > 2 * self._seconds - CLOCK_SECONDS
 
     def release(self) -> None:
         """Leaves the marker, and what it names, to garbage collection."""
@@ -175,7 +168,7 @@ class Marker:
                 self._storage.delete_file(self._key)
         except T5CkptError as error:
             _log.warning('t5ckpt: %s stays for an hour or two: %s', self._storage.url(self._key), error)
-            if self._action == HIDE and not self._storage.commits_by_rename:
+            if not self._storage.commits_by_rename:
                 self.end()
 
 
@@ -186,14 +179,12 @@ class Record:
     Attributes:
       action: one of those above.
       directories: below the step.
-      unix: when the action began, by the clock of the owner.
       seconds: the horizon.
       owner: the process, see ``commit/writers.py``.
     """
 
     action: str
     directories: frozenset[str]
-    unix: float
     seconds: float
     owner: Mapping[str, Any]
 
@@ -209,7 +200,6 @@ def read_marker(storage: Storage, key: str) -> Record | None:
         return Record(
             str(data['action']),
             frozenset(map(str, data['directories'])),
-            float(data['unix']),
             float(data['seconds']),
             dict(data['owner']),
         )
@@ -229,17 +219,13 @@ def is_about_to_hide(storage: Storage, step: int, clock: Clock) -> bool:
 
 def _has_decided(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
     """Whether the owner of a marker will not hide or replace its step: it announces nothing, has ended, or may act no more."""
-    key, written = marker.key, storage.modified(marker.key)
     try:
-        record = read_marker(storage, key)
+        record = read_marker(storage, marker.key)
     except StorageError:
-        # Of another user, or written in part.
-        return marker.due + CLOCK_SECONDS < clock() if written is None else clock() - written >= _DECIDED_SECONDS
-    if record is None or record.action != HIDE:
-        return True
-    if storage.commits_by_rename and is_local(record.owner):
-        return has_ended(record.owner, marker.nonce)
-    return clock() - (record.unix if written is None else written) >= _DECIDED_SECONDS
+        # Of another user. The time in its name is by the clock of the owner.
+        written = storage.modified(marker.key) or 0.0
+        return clock() > max(marker.due + CLOCK_SECONDS, written + 2 * HORIZON_SECONDS)
+    return record is None or record.action != HIDE or is_due(storage, marker, record, clock)
 
 
 def is_due(storage: Storage, marker: MarkerName, record: Record, clock: Clock) -> bool:

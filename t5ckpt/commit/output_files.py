@@ -72,9 +72,9 @@ def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None =
 def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None) -> Generator[str]:
     """Yields the temporary path to write to; renames it to ``path`` at the end, and removes it after an error.
 
-    The arguments are those of :func:`check_output`; with ``is_ours`` the temporary path is a directory.
+    The arguments are those of :func:`check_output`, which the caller calls before it reads. With ``is_ours`` the temporary path
+    is a directory.
     """
-    check_output(path, force, is_ours)
     parent, name = os.path.split(path)
     with foreign_errors(path, writing=True):
         os.makedirs(parent, exist_ok=True)
@@ -85,7 +85,7 @@ def output(path: str, force: bool, is_ours: Callable[[str], bool] | None = None)
             os.mkdir(temporary)
         yield temporary
         with foreign_errors(path, writing=True):
-            # Another process may have written to the path since the first check.
+            # Another process may have written to the path since the check of the caller.
             check_output(path, force, is_ours)
             _publish(temporary, path)
     finally:

@@ -19,9 +19,8 @@ from t5ckpt.catalog.locate import Located, locate, open_target, with_links
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.occupancy import check_room, generations_in
-from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.taken_steps import taken_step_exists
-from t5ckpt.commit.transaction import Transaction, TransactionOptions
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
 from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
@@ -206,8 +205,7 @@ def _carry_out(
     """
     done, total = 0, sum(plan.sizes.values())
     lasts, found = seconds_for(total), collect(storage, time.time)
-    options = TransactionOptions(lambda: overwrite, seconds=lasts, listed=found)
-    with open_transaction(storage, step, time.time, options) as work:
+    with Transaction(storage, step, time.time, overwrite=overwrite, seconds=lasts, listed=found) as work:
         files, entries = CheckpointFiles.of(plan.source.located), dict[str, FileEntry]()
 
         def read_checked(name: str) -> bytes:
@@ -236,5 +234,6 @@ def _commit(
         work.commit(manifest, facts, parents_of(files))
         return
     written = located.storage.modified(join(located.directory, located.manifest))
-    base = Facts(knows_tree=False, created_unix=written and max(0.0, written))
-    work.commit_with_checksums(manifest, base, counts_of(files), files, parents_of(files))
+    counts, created = counts_of(files), written and max(0.0, written)
+    base = Facts(knows_tree=False, created_unix=created, bytes=counts['bytes'], files=counts['files'])
+    work.commit_with_checksums(manifest, base, files, parents_of(files))

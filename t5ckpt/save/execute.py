@@ -10,9 +10,8 @@ from typing import Any
 
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import Marker, seconds_for
-from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.taken_steps import StepTakenError
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
@@ -98,15 +97,20 @@ class _Leader:
         codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
         try:
             context.retention.listed = listed = collect(context.storage, context.clock)
-            nbytes = prepared.staging.total_bytes
-            options = TransactionOptions(
-                may_replace=request.may_replace, listed=listed, is_shared=not is_single, seconds=seconds_for(nbytes)
+            seconds = seconds_for(prepared.staging.total_bytes)
+            work = Transaction(
+                context.storage,
+                request.step,
+                context.clock,
+                overwrite=request.call.overwrite,
+                seconds=seconds,
+                listed=listed,
+                is_shared=not is_single,
             )
-            work = open_transaction(context.storage, request.step, context.clock, options)
         except StepTakenError as error:
             return _skip_taken_step(request.step, error)
         self._work = self._stack.enter_context(work)
-        location = {'directory': work.directory, 'generation': work.generation, 'seconds': options.seconds}
+        location = {'directory': work.directory, 'generation': work.generation, 'seconds': seconds}
         return {**location, 'reuse': reuse, 'codecs': codecs}
 
     def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:

@@ -99,9 +99,11 @@ def facts_of_save(
         )
     facts = Facts(
         prepared.tree_facts,
+        bytes=arrays['bytes'],
+        files=arrays['files'],
         devices=prepared.devices if prepared.devices > 1 else None,
         custom_metadata=prepared.request.call.custom_metadata,
         metrics=prepared.request.call.metrics,
         keep=fields_of(prepared.request.keep) or {},
     )
-    return work.facts(facts, arrays, files), arrays['bytes'] + sum(size for size, _ in files.values())
+    return work.facts(facts, files), arrays['bytes'] + sum(size for size, _ in files.values())

@@ -28,16 +28,14 @@ from typing import Any
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.occupancy import occupant_of
-from t5ckpt.commit.replacement import take_back
-from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions, write_checksums
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CoordinationError, NotDurableError, ProcessMissingError, StorageError, T5CkptError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.names import COPIES
+from t5ckpt.format.names import COPIES, step_dir
 from t5ckpt.save.execute import after_commit, agreed_codecs, check_agreement, write_positions
 from t5ckpt.save.manifest_and_facts import facts_of_save, manifest_bytes
 from t5ckpt.save.prepare import PreparedSave
@@ -81,8 +79,9 @@ def save_parts(prepared: PreparedSave, check_not_interrupted: Callable[[], None]
             # The next save must not fail for the same reason.
             context.reuse.previous = None
         raise
-    context.retention.note_saved(request.step, decode_facts(facts, context.storage.url(work.directory)))
-    return after_commit(prepared, written, work.directory, digest(facts), done['bytes'])
+    directory = step_dir(request.step)
+    context.retention.note_saved(request.step, decode_facts(facts, context.storage.url(directory)))
+    return after_commit(prepared, written, directory, digest(facts), done['bytes'])
 
 
 def _agreed(prepared: PreparedSave, votes: Sequence[Any]) -> dict[str, Any]:
@@ -105,8 +104,8 @@ def _opened(prepared: PreparedSave) -> Transaction:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(context.storage, request.step, context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    options = TransactionOptions(may_replace=request.may_replace, listed=listed, keeps_replaced=True)
-    return open_transaction(context.storage, request.step, context.clock, options)
+    overwrite = request.call.overwrite
+    return Transaction(context.storage, request.step, context.clock, overwrite=overwrite, listed=listed)
 
 
 def _write(prepared: PreparedSave, work: Transaction, started: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:
@@ -193,6 +192,7 @@ def _commit(
             with contextlib.suppress(T5CkptError):
                 _take_back(request, work.replaced)
             raise StorageError(error.errno, error.strerror) from error
+        work.keeps_files = True
         try:
             # After this vote, ``failing_together`` sends nothing.
             request.round.barrier(Phase.COMMIT)
@@ -200,9 +200,9 @@ def _commit(
             raise
         except T5CkptError:
             _take_back(request, work.replaced)
-            work.finish()
+            work.keeps_files = False
             raise
-    work.finish()
+    work.keeps_files = False
     return facts
 
 
@@ -212,7 +212,7 @@ def _take_back(request: SaveRequest, replaced: str | None) -> None:
     if replaced is None:
         delete_step(context.storage, request.step, context.clock, even_waiting=True)
     else:
-        take_back(context.storage, request.step, replaced, context.clock)
+        Transaction.take_back(context.storage, request.step, replaced, context.clock)
 
 
 def _directories(prepared: PreparedSave, written: WriteReport) -> list[str]:

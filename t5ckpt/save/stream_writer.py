@@ -21,9 +21,8 @@ from typing import Any
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.strategy import open_transaction
 from t5ckpt.commit.taken_steps import taken_step_exists
-from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, TransactionOptions
+from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock, Progress
@@ -102,8 +101,14 @@ def write_stream(table: LeafTable, request: StreamRequest) -> CommittedCheckpoin
     with taken_step_exists('Write to another directory, or try again.'):
         planned = sum(write.array.nbytes for write in plan.writes)
         listed = collect(request.storage, request.clock)
-        options = TransactionOptions(lambda: request.overwrite, seconds=seconds_for(planned), listed=listed)
-        work = open_transaction(request.storage, request.step, request.clock, options)
+        work = Transaction(
+            request.storage,
+            request.step,
+            request.clock,
+            overwrite=request.overwrite,
+            seconds=seconds_for(planned),
+            listed=listed,
+        )
     with work, taken_step_exists('Write to another directory, or replace it (overwrite=True).'):
         nbytes = _fill_and_commit(request, plan, work)
     url = request.storage.url(step_dir(request.step))
@@ -128,10 +133,15 @@ def _fill_and_commit(request: StreamRequest, plan: SavePlan, work: Transaction) 
     work.positions = [name for name in request.files if is_position(name)]
     checksums = report.checksums | {join(work.generation, name): entry_of(data) for name, data in request.files.items()}
     manifest = encode_manifest(unflatten(manifest_leaves(staging.inline, report.arrays, storage.driver)))
-    counts = {'bytes': report.file_bytes, 'files': len(report.checksums)}
-    facts = dataclasses.replace(request.facts, tree=plan.tree_facts, source=request.source or {})
+    facts = dataclasses.replace(
+        request.facts,
+        tree=plan.tree_facts,
+        source=request.source or {},
+        bytes=report.file_bytes,
+        files=len(report.checksums),
+    )
     locations = [array.location for array in report.arrays.values()] + parents_of(request.files)
-    return work.commit_with_checksums(manifest, facts, counts, checksums, locations)
+    return work.commit_with_checksums(manifest, facts, checksums, locations)
 
 
 def _write_files(request: StreamRequest, directory: str) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from t5ckpt.catalog.listing import read_facts
-from t5ckpt.commit.replacement import take_back
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.facts import save_id
@@ -74,7 +74,7 @@ def put_back_saves(storage: Storage, saves: Mapping[int, str], current: Mapping[
     for step, save in saves.items():
         name = replaced.get(step, {}).get(save)
         if name is not None and current.get(step) != save:
-            take_back(storage, step, name, clock)
+            Transaction.take_back(storage, step, name, clock)
             _log.warning(
                 't5ckpt: a process died while step %d was being overwritten; the save that all disks have was put back in %s',
                 step,

@@ -15,7 +15,7 @@ from typing import Any
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import locate_step
 from t5ckpt.commit.deletion import rename_damaged
-from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
@@ -292,7 +292,7 @@ def begin_part(storage: Storage, step: int, manifest: bytes, facts: bytes, clock
     if has_step(storage, step):
         aside = rename_damaged(storage, step, clock)
         _log.warning('t5ckpt: a part of step %d of another save, or a damaged one, was renamed to %s', step, aside)
-    with open_transaction(storage, step, clock) as work:
+    with Transaction(storage, step, clock) as work:
         storage.write(join(work.directory, COPIES), FileChecksums().encode())
         work.commit(manifest, facts, [])
     return Part.read(storage, step)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import seconds_for
-from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
@@ -55,8 +54,7 @@ def copy_alone(local: Storage, run: Storage, step: int, pace: Callable[[int], No
             raise NotUploadableError(f'{local.url(step_dir(step))} has the files of some processes of the save')
         files = {name: size for entries in part.lists.values() for name, (size, _) in entries.items()}
         seconds, found = seconds_for(sum(files.values()), rate), collect(run, clock)
-        options = TransactionOptions(lambda: replaces, seconds=seconds, listed=found)
-        with open_transaction(run, step, clock, options) as work:
+        with Transaction(run, step, clock, overwrite=replaces, seconds=seconds, listed=found) as work:
             directory = join(work.directory, work.generation)
             nbytes, work.positions = send_lists(part, run, directory, pace, None)
             manifest, facts = work.relocated(part.manifest, part.facts, run.url(directory))

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from t5ckpt.commit.markers import seconds_for
-from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
@@ -62,8 +61,7 @@ class Leader:
         run, part = self._run, read_part(self._local, step)
         # Of all processes, since an upload waits for saves.
         nbytes = decode_facts(part.facts, run.url()).bytes or 0
-        options = TransactionOptions(may_replace=lambda: replaces, seconds=seconds_for(nbytes, rate))
-        with open_transaction(run, step, self._clock, options) as work:
+        with Transaction(run, step, self._clock, overwrite=replaces, seconds=seconds_for(nbytes, rate)) as work:
             directory = join(work.directory, work.generation)
             number = self.orders.send(Upload(step, part.save, directory))
             try:

@@ -32,7 +32,6 @@ from t5ckpt.commit.deletion import delete_step, hiding
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.removal import rename_aside
-from t5ckpt.commit.replacement import publish_step
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     NoSpaceError,
@@ -596,7 +595,7 @@ def test_an_overwrite_reports_a_faster_writer(tmp_path, caplog, exchanges):
         other(lambda ck: ck.save(state(3), step=1))
 
     other(lambda ck: ck.save(state(1), step=1))
-    storage.acts['try_lock checkpoint_1.tmp'] = lambda: storage.acts.update({'try_lock checkpoint_1': before_last})
+    storage.acts['sync_tree checkpoint_1.tmp'] = lambda: storage.acts.update({'try_lock checkpoint_1': before_last})
     with Checkpointer(state(), checkpoints_dir=storage) as ck:
         assert ck.save(state(2), step=1, overwrite=True) is None
     assert 'this save of step 1 is dropped' in caplog.text
@@ -668,8 +667,10 @@ def test_a_name_that_another_process_takes_and_leaves(tmp_path):
     storage.acts['publish checkpoint_1.damaged-5'] = lambda: take('checkpoint_1.damaged-5', 'kind')
     assert rename_aside(storage, 'new', 1, 'damaged', 5) == 'checkpoint_1.damaged-6'
     storage.acts['publish checkpoint_1'] = lambda: take('checkpoint_1', 'is_file')
-    publish_step(storage, 'checkpoint_1.damaged-6', 1)
-    assert os.listdir(tmp_path / 'checkpoint_1') == []
+    with Checkpointer(state(), checkpoints_dir=storage) as ck:
+        assert ck.save(state(1), step=1) is not None
+    assert 'is_file checkpoint_1' not in storage.acts
+    assert value_of(tmp_path, 1) == 1
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
     owner = {'host': 'other', 'place': 'elsewhere', 'pid': 1, 'born': '1'}
     run.write(
         key,
-        json.dumps({'action': 'hide', 'directories': [], 'unix': clock(), 'seconds': 3600, 'owner': owner}).encode(),
+        json.dumps({'action': 'hide', 'directories': [], 'seconds': 3600, 'owner': owner}).encode(),
     )
     for seconds, is_waited_for in ((0, True), (7190, True), (7210, False)):
         age(run, key, seconds)

@@ -20,8 +20,8 @@ from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.strategy import open_transaction
-from t5ckpt.commit.transaction import TransactionOptions
+from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -224,13 +224,11 @@ def test_a_step_in_another_layout_is_not_replaced(url, name, layout):
     array = 'PLACEHOLDER://w' if name == 'checkpoint_1/checkpoint' else 1
     storage.write(name, serialization.msgpack_serialize({'w': array}))
     before = {key for key, _ in storage.walk('')}
-    for write in (
-        lambda: save(url, 2, overwrite=True),
-        # Another program may write it after the first look of a save.
-        lambda: open_transaction(storage, 1, FakeClock(), TransactionOptions(lambda: True)),
-    ):
-        with pytest.raises(UnsupportedFormatError, match=f'is in the layout of {layout}, which .* not replace'):
-            write()
+    with pytest.raises(UnsupportedFormatError, match=f'is in the layout of {layout}, which .* not replace'):
+        save(url, 2, overwrite=True)
+    # Another program may write it after the first look of a save.
+    with pytest.raises(AlreadyCommittedError):
+        Transaction(storage, 1, FakeClock(), overwrite=True)
     assert {key for key, _ in storage.walk('')} == before
 
 

@@ -197,7 +197,7 @@ def test_the_files_of_another_machine_that_saves_a_step_stay(bucket):
     storage = open_storage(url)
     nonce = '0' * 16
     owner = {'host': 'other', 'place': 'elsewhere', 'pid': 7, 'born': '1'}
-    record = {'action': 'save', 'directories': [f't5ckpt-{nonce}'], 'unix': clock(), 'seconds': 3600, 'owner': owner}
+    record = {'action': 'save', 'directories': [f't5ckpt-{nonce}'], 'seconds': 3600, 'owner': owner}
     storage.write(f'.t5ckpt/busy/5.{int(clock()) + 7201}.{nonce}', json.dumps(record).encode())
     key = f'checkpoint_5/t5ckpt-{nonce}/w/0.0'
     storage.write(key, b'chunk')

@@ -18,7 +18,7 @@ from support.libraries import needs
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.format.facts import Facts, TreeFacts, encode_facts
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.storage import open_storage
@@ -122,12 +122,11 @@ def test_what_no_reader_could_open_is_not_committed(tmp_path, case, where):
     """All writers (saves, conversions, copies) commit through the one function that decodes it first."""
     manifest, facts = UNREADABLE[case]
     storage = open_storage(tmp_path if where == 'file' else f'memory://{tmp_path.name}')
-    work = open_transaction(storage, 3, lambda: 1e9)
-    try:
-        with pytest.raises(errors.SaveFailedError, match='nothing is committed'):
-            work.commit(manifest, None if facts is None else encode_facts(facts), ())
-    finally:
-        work.rollback()
+    with (
+        pytest.raises(errors.SaveFailedError, match='nothing is committed'),
+        Transaction(storage, 3, lambda: 1e9) as work,
+    ):
+        work.commit(manifest, None if facts is None else encode_facts(facts), ())
     assert t5ckpt.all_steps(storage) == []
 
 

@@ -16,7 +16,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.catalog.run_catalog import announcement_directory
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import hold_file
 from t5ckpt.storage import open_storage
@@ -132,9 +132,9 @@ def test_what_a_save_that_is_killed_in_its_commit_leaves_goes_at_once(tmp_path):
 
 LIVE = """
 import sys, time
-from t5ckpt.commit.strategy import open_transaction
+from t5ckpt.commit.transaction import Transaction
 from t5ckpt.storage import open_storage
-work = open_transaction(open_storage(sys.argv[1]), 1, time.time)
+work = Transaction(open_storage(sys.argv[1]), 1, time.time)
 print(work.directory, flush=True)
 time.sleep(60)
 """
@@ -160,8 +160,10 @@ def test_a_live_save_is_left_alone(tmp_path):
 
 def unfinished(storage, clock, **owner):
     """What the writer of another machine with this one's name has written so far; returns its marker and its directory."""
-    work = open_transaction(storage, 1, clock)
-    work.keep()
+    work = Transaction(storage, 1, clock)
+    work.keeps_files = True
+    with work:
+        pass
     (marker,) = storage.names('', 'busy_')
     record = json.loads(storage.read(marker))
     assert {'host', 'place', 'pid', 'born'} <= record['owner'].keys()

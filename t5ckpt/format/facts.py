@@ -182,12 +182,13 @@ def _facts_of(contents: Mapping[str, Any]) -> Facts:
     numbers = {name: as_number(value) for name, value in fields.get('metrics', {}).items()}
     fields['metrics'] = {name: number for name, number in numbers.items() if number is not None}
     directory = fields['positions_in'] = generation_of(fields.get('positions_in', ''))
-    digests = fields.get('digests', {}).items()
-    # In the earlier layout, names had the directory of the save.
-    fields['digests'] = {
-        name if name == MANIFEST or generation_of(name) else join(directory, name): entry for name, entry in digests
-    }
-    stored_at = {join(directory, without_generation(join(*path))): dtype for path, dtype in stored.items()}
+
+    def located(name: str) -> str:
+        # In the earlier layout, names had the directory of the save, and no field named it.
+        return name if name == MANIFEST or generation_of(name) else join(directory, name)
+
+    fields['digests'] = {located(name): entry for name, entry in fields.get('digests', {}).items()}
+    stored_at = {located(join(*path)): dtype for path, dtype in stored.items()}
     tree_facts = TreeFacts(**by_path, stored=stored_at)
     return Facts(tree_facts, 'facts' not in contents, **fields)
 

@@ -68,7 +68,8 @@ def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str) 
       FormatError: the facts do not decode.
     """
     decoded = decode_facts(facts, where)
-    digests = {**decoded.digests, MANIFEST: [*entry_of(manifest)]}
+    others = {relocated(name, generation): entry for name, entry in decoded.digests.items() if name != MANIFEST}
+    digests = {**others, MANIFEST: [*entry_of(manifest)]}
     if (digests, generation) == (decoded.digests, decoded.positions_in):
         return facts
     return encode_facts(dataclasses.replace(decoded, digests=digests, positions_in=generation, save=save_id(facts)))

@@ -20,7 +20,7 @@ from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFo
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import DTYPES, STORED_AS, dtype_from_typestr, name_of
 from t5ckpt.format.facts import TreeFacts
-from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable, flatten_nested
+from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -242,11 +242,11 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
         raise UnsupportedFormatError(f'{name}: spec has the transform {transform!r:.200}; only the identity is read.')
 
 
-def checkpoint_leaves(state: Mapping[str, Any], version: int, tree_facts: TreeFacts) -> LeafTable:
+def checkpoint_leaves(leaves: LeafTable, version: int, tree_facts: TreeFacts) -> LeafTable:
     """The leaves of a manifest, with the strings and the empty containers in the facts.
 
     Args:
-      state: the manifest's, with specs, StoredArray, arrays, scalars and None.
+      leaves: the manifest's, with specs, StoredArray, arrays, scalars, None and Empty.
       version: the manifest's.
       tree_facts: of the checkpoint.
 
@@ -256,10 +256,9 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, tree_facts: TreeFa
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
-    table: LeafTable = {**tree_facts.text, **flatten_nested(state, is_spec)}
+    table: LeafTable = {**tree_facts.text, **leaves}
     occupied = {path[:length] for path in table for length in range(len(path) + 1)} if tree_facts.empty else ()
     table |= {path: Empty(kind) for path, kind in tree_facts.empty.items() if path not in occupied}
-    # All other mappings are flattened.
     return {
         path: _stored_array(value, version, tree_facts, path) if isinstance(value, dict) else value
         for path, value in table.items()

@@ -31,7 +31,7 @@ from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import DTYPES, name_of
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, Empty, LeafTable, unique
 
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
@@ -59,11 +59,11 @@ class Manifest:
 
     Attributes:
       version: 3, 2, 1, or 0 if the file has none.
-      state: nested dicts; leaves are arrays, numpy scalars, None, specs, :class:`StoredArray`, or an empty dict.
+      leaves: arrays, numpy scalars, None, text, specs, :class:`StoredArray`, or :class:`Empty`, by path.
     """
 
     version: int
-    state: dict[str, Any]
+    leaves: LeafTable
 
 
 # --- bytes -> tree ---------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if 'optimizer' not in contents or isinstance(version, bool) or not isinstance(version, int):
         version = 0
     if version == 0:
-        return Manifest(0, _normalise(contents, where, ()))
+        return Manifest(0, _leaves(contents, where))
     if version > VERSION or version < 0:
         raise UnsupportedFormatError(
             f'{where} has manifest version {version}; this version of t5ckpt reads versions up to {VERSION}. Update t5ckpt.'
@@ -115,7 +115,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpointError(f'{where} has facts of t5ckpt under a damaged name. {CURE_OF_DAMAGE}')
     if not isinstance(state, dict):
         raise UnsupportedFormatError(f'{where}: "optimizer" is {type(state).__name__}, expected a map of the state.')
-    return Manifest(version, _normalise(state, where, ()))
+    return Manifest(version, _leaves(state, where))
 
 
 def unpack(
@@ -222,39 +222,37 @@ def split_facts(data: bytes) -> tuple[bytes, bytes | None]:
     return bytes([data[0] - 1]) + data[1 : match.end('version')] + data[found[1] :], data[slice(*found)]
 
 
-def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
-    """Copies a tree with string keys, specs as they are and chunked arrays joined."""
-    if len(path) > MAX_DEPTH:
+def _leaves(tree: Mapping[Any, Any], where: str, prefix: Path = ()) -> LeafTable:
+    """The leaves of a tree: specs as they are, chunked arrays joined, Python numbers as scalars, keys as text."""
+    if len(prefix) > MAX_DEPTH:
         raise CorruptCheckpointError(f'{where}: nested more than {MAX_DEPTH} deep, deeper than any model.')
-    result: dict[str, Any] = {}
+    table: LeafTable = {}
+    raw_keys: dict[str, Any] = {}
     for raw_key, value in tree.items():
-        key = _text_of(raw_key)
-        if key in result:
-            first = next(other for other in tree if _text_of(other) == key)
+        key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
+        path = (*prefix, key)
+        first = raw_keys.setdefault(key, raw_key)
+        if first is not raw_key:
             raise UnsupportedFormatError(
-                f'{where}: {"/".join((*path, key))} occurs twice, with the keys {first!r:.60} and {raw_key!r:.60}, because a '
+                f'{where}: {"/".join(path)} occurs twice, with the keys {first!r:.60} and {raw_key!r:.60}, because a '
                 'checkpoint holds keys as text. Save it again with another key.'
             )
         # First, because most leaves are arrays and the other tests are slow.
         if isinstance(value, (np.ndarray, np.generic, str, bytes)) or value is None or is_spec(value):
-            result[key] = value
+            table[path] = value
         elif isinstance(value, Mapping) and _CHUNKED in value:
-            result[key] = _join_chunked(value, f'{where}: leaf {"/".join((*path, key))}')
+            table[path] = _join_chunked(value, f'{where}: leaf {"/".join(path)}')
         elif isinstance(value, (Mapping, list)):
             items = value if isinstance(value, Mapping) else dict(enumerate(value))
-            result[key] = _normalise(items, where, (*path, key))
+            table |= _leaves(items, where, path) or {path: Empty('dict')}
         elif isinstance(value, (bool, int, float, complex)):
-            result[key] = np.asarray(value)[()]
+            table[path] = np.asarray(value)[()]
         else:
             raise UnsupportedFormatError(
-                f'{where}: leaf {"/".join((*path, key))} is {type(value).__name__}, but a manifest holds arrays, scalars and '
+                f'{where}: leaf {"/".join(path)} is {type(value).__name__}, but a manifest holds arrays, scalars and '
                 'specs.'
             )
-    return result
-
-
-def _text_of(key: Any) -> str:
-    return key.decode('utf-8', 'replace') if isinstance(key, bytes) else str(key)
+    return table
 
 
 def _join_chunked(value: Mapping[Any, Any], name: str) -> np.ndarray:

@@ -249,7 +249,7 @@ def leaves_of(
       FormatError: a spec is not accepted.
     """
     manifest, tree_facts = contents.manifest, contents.facts.tree
-    before = checkpoint_leaves(manifest.state, manifest.version, tree_facts)
+    before = checkpoint_leaves(manifest.leaves, manifest.version, tree_facts)
     if not transforms:
         return before, tree_facts
     state: Any = unflatten(before)

@@ -36,7 +36,7 @@ from t5ckpt.errors import (
     UnsafeSpecError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, is_spec, shape_of
+from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, shape_of
 from t5ckpt.format.dtypes import dtype_from_typestr
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
@@ -55,7 +55,7 @@ from t5ckpt.format.orbax import (
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, check_size
 from t5ckpt.reading.open_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, Empty, LeafTable, unique
 from t5ckpt.tree.train_state import BARE_ARRAY
 
 _log = logging.getLogger('t5ckpt')
@@ -68,7 +68,7 @@ _ARRAY_HANDLER = '.ArrayCheckpointHandler'
 _TREE_HANDLERS = (_ARRAY_HANDLER, '.PyTreeCheckpointHandler', '.StandardCheckpointHandler')
 # The path at which ArrayCheckpointHandler stores its array.
 _ARRAY: Path = ('checkpoint',)
-_NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
+_NO_ARRAY = {'None': None, 'Dict': Empty('dict'), 'List': Empty('list'), 'Tuple': Empty('tuple')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | N
         impls = _key_impls(files, item, table)
         keys |= {(*prefix, *path) or BARE_ARRAY: impl for path, impl in impls.items()}
     facts = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
-    return OrbaxContents(Manifest(3, unflatten(state)), facts, left_out)
+    return OrbaxContents(Manifest(3, state), facts, left_out)
 
 
 def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
@@ -255,29 +255,17 @@ def _strings(data: bytes, key: str) -> Mapping[str, str]:
         raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
 
 
-def _has_placeholders(state: Mapping[str, Any]) -> bool:
-    """Whether any leaf is a placeholder for an array of Orbax's older layout."""
-    for value in state.values():
-        if isinstance(value, dict):
-            # A spec is a leaf, and most manifests have thousands.
-            if not is_spec(value) and _has_placeholders(value):
-                return True
-        elif isinstance(value, str) and value.startswith(PLACEHOLDER):
-            return True
-    return False
-
-
 def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxContents | None:
     """A manifest with the array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
-    if not _has_placeholders(manifest.state):
-        return None
-    table = flatten_nested(manifest.state, is_spec)
-    placeholders = {
-        path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
+    names = {
+        path: leaf.removeprefix(PLACEHOLDER)
+        for path, leaf in manifest.leaves.items()
+        if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
     }
-    names = {path: leaf.removeprefix(PLACEHOLDER) for path, leaf in placeholders.items()}
-    state = unflatten(table | array_leaves(files, '', names, 'zarr'))
-    return OrbaxContents(dataclasses.replace(manifest, state=state), _facts(files))
+    if not names:
+        return None
+    leaves = manifest.leaves | array_leaves(files, '', names, 'zarr')
+    return OrbaxContents(dataclasses.replace(manifest, leaves=leaves), _facts(files))
 
 
 def array_leaves(

@@ -251,4 +251,4 @@ def decode_tensors(data: bytes) -> Manifest:
     table: dict[Path, Any] = {}
     for name, file, shape, dtype, place in json.loads(data):
         table[path_of(name)] = StoredArray(file, tuple(shape), DTYPES[dtype], DTYPES[dtype], place, 'bytes')
-    return Manifest(3, unflatten(table))
+    return Manifest(3, table)

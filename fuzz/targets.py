@@ -282,7 +282,7 @@ RUNS = {
 
 _MANIFEST = encode_manifest(_STATE)
 _CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
-_ENCODED_FACTS = encode_facts(Facts(_FACTS, step=1, digests={'checkpoint': [3, '0' * 16]}))
+_ENCODED_FACTS = encode_facts(Facts(_FACTS, step=1, digests=FileChecksums({'checkpoint': (3, '0' * 16)})))
 _SCALAR = _field(1, b'loss') + bytes([2 << 3 | 5]) + struct.pack('<f', 0.5)
 _EVENT = _field(2, 7) + _field(5, _field(1, _SCALAR))
 _TENSOR = _field(8, _field(1, 1) + _field(2, _field(2, _field(1, 1))) + _field(4, struct.pack('<f', 0.5)))

@@ -32,12 +32,12 @@ from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
 from t5ckpt.format.manifest import file_with_facts, version_of
 from t5ckpt.format.names import (
+    DATASET_REMOVED,
     FACTS_FILE,
     PINNED,
     foreign_keys,
     generation_of,
     is_position,
-    is_removal_mark,
     positions_for_t5x,
     removal_marks,
     step_dir,
@@ -186,7 +186,7 @@ def _plan(source: Identity) -> _Plan:
     sizes = {name: listed[name] or checksums.get(name, (0,))[0] for name in sorted(own - {located.manifest})}
     plan = _Plan(source, manifest, raw.facts, checksums, sizes, tuple(sorted(left_out)))
     plan.check(located.manifest, manifest)
-    has_removed = any(map(is_removal_mark, own))
+    has_removed = any(without_generation(name) == DATASET_REMOVED for name in own)
     for name in sorted(checksums.keys() - listed.keys()):
         if not (has_removed and is_position(name)):
             raise CorruptCheckpointError(f'{located.storage.url(join(located.directory, name))} is missing. {_CURE}')

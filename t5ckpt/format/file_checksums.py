@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import ALGORITHM, digest
-from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.facts import Facts, decode_facts
 from t5ckpt.format.names import generation_of, is_file_checksums, without_generation
 
 FileEntry = tuple[int, str]
@@ -55,14 +52,8 @@ def damaged_text(where: str, entry: FileEntry, expected: FileEntry) -> str:
     )
 
 
-class FileChecksums(Mapping[str, FileEntry]):
-    """An immutable mapping from file names, relative to the checkpoint's directory, to their entries."""
-
-    def __init__(self, entries: dict[str, FileEntry] | None = None):
-        """Takes ownership of the entries; the dict is not copied and must not change afterwards."""
-        self._entries: dict[str, FileEntry] = {} if entries is None else entries
-        # Called for each chunk that is read, and a dict's method is faster than Mapping's.
-        self.get = self._entries.get
+class FileChecksums(dict[str, FileEntry]):
+    """From the names of files, relative to the checkpoint's directory, to their entries; not changed once it is made."""
 
     @classmethod
     def decode(cls, data: bytes, where: str, generation: str = '') -> FileChecksums:
@@ -83,25 +74,11 @@ class FileChecksums(Mapping[str, FileEntry]):
             raise UnsupportedFormatError(
                 f'{where} has checksums of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
             )
-        entries = cls.from_json(files, where)
+        entries = cls.parse(files, where)
         return cls({join(generation, without_generation(name)): entry for name, entry in entries.items()})
 
     @classmethod
-    def recorded_by(cls, facts: Facts, where: str) -> FileChecksums:
-        """The checksums in the facts: of the manifest and of the processes' lists.
-
-        Raises:
-          CorruptCheckpointError: as :meth:`from_json`.
-        """
-        return cls.from_json(facts.digests, where)
-
-    @classmethod
-    def recorded_in(cls, facts: bytes, where: str) -> FileChecksums:
-        """As :meth:`recorded_by`, of undecoded facts; raises also as ``decode_facts``."""
-        return cls.recorded_by(decode_facts(facts, where), where)
-
-    @classmethod
-    def from_json(cls, files: Any, where: str) -> FileChecksums:
+    def parse(cls, files: Any, where: str) -> FileChecksums:
         """Parses a decoded JSON object from file to [bytes, hex].
 
         Raises:
@@ -127,19 +104,15 @@ class FileChecksums(Mapping[str, FileEntry]):
 
         Its files have the names that they have below its own directory, so a copy of the step has the same list.
         """
-        files = dict(sorted((without_generation(name), entry) for name, entry in self._entries.items()))
+        files = dict(sorted((without_generation(name), entry) for name, entry in self.items()))
         return json.dumps({'algorithm': ALGORITHM, 'files': files}, separators=(',', ':')).encode()
-
-    def to_json(self) -> dict[str, list[Any]]:
-        """The entries as the facts record them, see :meth:`recorded_by`."""
-        return {name: list(entry) for name, entry in self._entries.items()}
 
     # --- several processes --------------------------------------------------------------------------------------------
 
     @property
     def lists(self) -> list[str]:
         """The names of the processes' lists, if these are the checksums in the facts."""
-        return [name for name in self._entries if is_file_checksums(name)]
+        return [name for name in self if is_file_checksums(name)]
 
     def load_lists(self, read: Callable[[str], bytes | None], where: Callable[[str], str]) -> dict[str, FileChecksums]:
         """Reads, verifies and decodes the processes' lists, by name; ``self`` holds the checksums in the facts.
@@ -157,48 +130,6 @@ class FileChecksums(Mapping[str, FileEntry]):
                 self.check(name, entry_of(data), where(name))
                 loaded[name] = FileChecksums.decode(data, where(name), generation_of(name))
         return loaded
-
-    @classmethod
-    def union(cls, parts: Iterable[Mapping[str, FileEntry]]) -> FileChecksums:
-        """The entries of several mappings; those of a later one take precedence."""
-        entries: dict[str, FileEntry] = {}
-        for part in parts:
-            entries |= part
-        return cls(entries)
-
-    def merged(self, other: Mapping[str, FileEntry]) -> FileChecksums:
-        """The union with ``other``, whose entries take precedence."""
-        return FileChecksums.union((self, other))
-
-    # --- lookup -------------------------------------------------------------------------------------------------------
-
-    def __getitem__(self, name: str) -> FileEntry:
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def below(self, prefix: str) -> list[str]:
-        """The files whose names begin with ``prefix``."""
-        return [name for name in self._entries if name.startswith(prefix)]
-
-    def has_array(self, array: StoredArray) -> bool:
-        """Whether every file of an array has a checksum. Those of one process may be lost."""
-        chunks = array.metadata.get('chunks', ())
-        if f'{array.location}/.zarray' not in self or len(chunks) != len(array.shape):
-            return False
-        # Other writers may use slashes in chunk names, which only the .zarray records.
-        grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
-        return any(
-            grid.num_chunks <= len(self) and all(f'{array.location}/{grid.key(index)}' in self for index in grid)
-            for grid in grids
-        )
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -219,4 +150,4 @@ class FileChecksums(Mapping[str, FileEntry]):
           CorruptCheckpointError: they differ.
         """
         if not self.matches(name, entry):
-            raise CorruptCheckpointError(f'{damaged_text(where, entry, self._entries[name])} {cure}')
+            raise CorruptCheckpointError(f'{damaged_text(where, entry, self[name])} {cure}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import re
 from collections.abc import Iterable
@@ -26,11 +27,8 @@ def array_dirs(names: Iterable[str]) -> dict[str, str]:
     Returns:
       From the name to the directory, without a trailing slash.
     """
-    ordered = list(names)
-    plain = {name: name.replace('/', '.') for name in ordered}
-    seen: dict[str, int] = {}
-    for text in plain.values():
-        seen[text.casefold()] = seen.get(text.casefold(), 0) + 1
+    plain = {name: name.replace('/', '.') for name in names}
+    seen = collections.Counter(map(str.casefold, plain.values()))
     return {
         name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
         for name, text in plain.items()

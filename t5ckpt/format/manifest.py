@@ -41,9 +41,11 @@ _FACTS_BEGIN = '{\n "checksum": "'
 _STATE = re.compile(rb'(?s)(?:[\x81-\x8f]|\xde..|\xdf.{4})[\xa0-\xbf\xd9-\xdb]')
 # A manifest that begins with its version, and then the header of the facts: the length of their text follows its type.
 _HEAD = re.compile(
-    rb'(?s)[\x81-\x8f]\xa7version(?P<version>[\x00-\x7f])'
-    rb'(?:\xa6t5ckpt[\xd9-\xdb]?(?P<facts>(?<=\xd9).|(?<=\xda)..|(?<=\xdb).{4}|))?'
+    rb'(?s)[\x81-\x8f]\xa7version[\x00-\x7f]'
+    rb'(?:\xa6t5ckpt[\xd9-\xdb]?(?P<length>(?<=\xd9).|(?<=\xda)..|(?<=\xdb).{4}|))?'
 )
+# Up to the version.
+_HEAD_BYTES = 10
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 # The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
@@ -99,11 +101,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f'{where} is msgpack of {type(contents).__name__}, but a T5X manifest is a map with "version" and "optimizer".'
         )
     version = contents.get('version', 0)
-    if 'optimizer' not in contents or isinstance(version, bool) or not isinstance(version, int):
+    if 'optimizer' not in contents or type(version) is not int:
         version = 0
     if version == 0:
         return Manifest(0, _leaves(contents, where))
-    if version > VERSION or version < 0:
+    if not 0 < version <= VERSION:
         raise UnsupportedFormatError(
             f'{where} has manifest version {version}; this version of t5ckpt reads versions up to {VERSION}. Update t5ckpt.'
         )
@@ -186,27 +188,25 @@ def refuse_pointer(data: bytes, where: str) -> None:
 
 def version_of(head: bytes) -> int | None:
     """The version with which a manifest begins; None for one of Flax, which sorts the keys, and for other files."""
-    match = _HEAD.match(head)
-    return None if match is None else match['version'][0]
+    return None if _HEAD.match(head) is None else head[_HEAD_BYTES - 1]
 
 
 def facts_range(head: bytes) -> tuple[int, int] | None:
     """The range of the facts' text in a file, from its first bytes; None if it has none. A damaged file may be shorter."""
     match = _HEAD.match(head)
-    if match is None or match['facts'] is None:
+    if match is None or match['length'] is None:
         return None
-    return match.end(), match.end() + int.from_bytes(match['facts'], 'big')
+    return match.end(), match.end() + int.from_bytes(match['length'], 'big')
 
 
 def file_with_facts(manifest: bytes, facts: bytes | None) -> bytes:
     """The file with a manifest that begins with its version, as T5X and t5ckpt encode it, and with the facts if there are any."""
     if facts is None:
         return manifest
-    match = _HEAD.match(manifest)
-    if match is None:
+    if version_of(manifest) is None:
         raise ValueError('the manifest does not begin with its version')
-    end = match.end('version')
-    return b''.join((bytes([manifest[0] + 1]), manifest[1:end], facts_entry(facts), manifest[end:]))
+    begin = bytes([manifest[0] + 1]) + manifest[1:_HEAD_BYTES]
+    return b''.join((begin, facts_entry(facts), manifest[_HEAD_BYTES:]))
 
 
 def facts_entry(facts: bytes) -> bytes:
@@ -216,10 +216,10 @@ def facts_entry(facts: bytes) -> bytes:
 
 def split_facts(data: bytes) -> tuple[bytes, bytes | None]:
     """The manifest as T5X would have written it, and the facts, or None without facts: undoes :func:`file_with_facts`."""
-    match, found = _HEAD.match(data), facts_range(data)
-    if match is None or found is None:
+    found = facts_range(data)
+    if found is None:
         return data, None
-    return bytes([data[0] - 1]) + data[1 : match.end('version')] + data[found[1] :], data[slice(*found)]
+    return bytes([data[0] - 1]) + data[1:_HEAD_BYTES] + data[found[1] :], data[slice(*found)]
 
 
 def _leaves(tree: Mapping[Any, Any], where: str, prefix: Path = ()) -> LeafTable:
@@ -276,8 +276,7 @@ def _decode_ext(code: int, data: bytes) -> Any:
         array = _decode_array(data)
         return array[()] if code == _EXT_SCALAR else array
     if code == _EXT_COMPLEX:
-        real, imag = msgpack.unpackb(data, max_array_len=2)
-        return complex(real, imag)
+        return complex(*msgpack.unpackb(data, max_array_len=2))
     raise CorruptCheckpointError(f'unknown msgpack extension type {code}')
 
 

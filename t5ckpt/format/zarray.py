@@ -13,7 +13,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.codecs import is_in_numcodecs
-from t5ckpt.format.dtypes import dtype_from_typestr, name_of, zarr_typestr
+from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
 ZARRAY = '.zarray'
 # Of zarr v2; TensorStore 0.1.86 reads no filters, and of zstd no member ``checksum``.
@@ -80,7 +80,7 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
             f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
         )
     is_opaque = typestr[1:] == f'V{array.disk_dtype.itemsize}'
-    if not is_opaque and dtype_from_typestr(typestr) != array.disk_dtype:
+    if not is_opaque and TYPESTRS.get(typestr) != array.disk_dtype:
         raise UnsupportedFormatError(
             f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.disk_dtype)}. {_OTHER_TOOL}'
         )

@@ -37,7 +37,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, shape_of
-from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.dtypes import TYPESTRS
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.names import MANIFEST
@@ -348,5 +348,5 @@ def _array(data: bytes, location: str, driver: str, where: str) -> StoredArray |
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
-    dtype = dtype_from_typestr(name)
+    dtype = TYPESTRS.get(name)
     return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, dtype, driver=driver)

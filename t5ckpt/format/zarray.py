@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ from t5ckpt.format.codecs import is_in_numcodecs
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
 ZARRAY = '.zarray'
-# Of zarr v2; TensorStore 0.1.86 reads no filters, and of zstd no member ``checksum``.
-_IN_TENSORSTORE = ('blosc', 'bz2', 'gzip', 'zlib', 'zstd')
+_KNOWN = {'order': ('C', 'F'), 'dimension_separator': ('.', '/')}
 _OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_array.'
 
 
@@ -46,14 +45,14 @@ class OtherZarray:
     """A ``.zarray`` that TensorStore refuses, although it describes the array.
 
     Attributes:
-      metadata: complete, with the name of the dtype that TensorStore has.
+      metadata: with all members that chunks are read by.
       value_dtype: the dtype of the decoded bytes, with their order.
-      codecs: of numcodecs, in the order of decoding; None for chunks that TensorStore reads by the metadata.
+      codecs: of numcodecs, in the order of decoding.
     """
 
     metadata: Mapping[str, Any]
     value_dtype: np.dtype
-    codecs: tuple[Mapping[str, Any], ...] | None
+    codecs: Sequence[Mapping[str, Any]]
 
 
 def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | None:
@@ -70,7 +69,7 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         shape, chunks, typestr = tuple(fields['shape']), tuple(fields['chunks']), str(fields['dtype'])
         filters, compressor = fields.get('filters') or (), fields.get('compressor')
         codecs = [*filters, *([] if compressor is None else [compressor])]
-        unknown = [codec.get('id') for codec in codecs if not is_in_numcodecs(codec)]
+        refused = [('codec', codec.get('id')) for codec in codecs if not is_in_numcodecs(codec)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if fields.get('zarr_format') != 2:
@@ -84,15 +83,15 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         raise UnsupportedFormatError(
             f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.disk_dtype)}. {_OTHER_TOOL}'
         )
-    if unknown or fields['order'] not in ('C', 'F'):
-        found = f'the codec {unknown[0]!r:.40}' if unknown else f'the order {fields["order"]!r:.40}'
-        raise UnsupportedFormatError(f'{where}: .zarray has {found}, which is not read here. {_OTHER_TOOL}')
+    refused += [(key, fields[key]) for key, known in _KNOWN.items() if fields[key] not in known]
+    if refused:
+        key, value = refused[0]
+        raise UnsupportedFormatError(
+            f'{where}: .zarray has the {key} {value!r:.40}, which is not read here. {_OTHER_TOOL}'
+        )
     if is_opaque and isinstance(fields['fill_value'], str):
         # By the specification, that of an opaque dtype is its bytes.
         value = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)[0]
         fields['fill_value'] = value.astype(np.float32).item()
-    is_big = typestr.startswith('>')
-    fields |= {'dtype': typestr if is_big else zarr_typestr(array.disk_dtype), 'filters': None}
-    refused = filters or any(codec.get('id') not in _IN_TENSORSTORE or 'checksum' in codec for codec in codecs)
-    value_dtype = array.disk_dtype.newbyteorder('>') if is_big else array.disk_dtype
-    return OtherZarray(fields, value_dtype, tuple(reversed(codecs)) if refused else None)
+    order = '>' if typestr.startswith('>') else '='
+    return OtherZarray(fields, array.disk_dtype.newbyteorder(order), codecs[::-1])

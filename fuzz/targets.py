@@ -35,7 +35,7 @@ from t5ckpt.reading.local.chunk_file import Blocks, Limits
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
 from t5ckpt.reading.orbax import read_orbax
 from t5ckpt.storage import open_storage
-from t5ckpt.tree.leaf_table import unflatten
+from t5ckpt.tree.leaf_table import LeafTable, unflatten
 
 __all__ = ['RUNS', 'SEEDS', 'TARGETS', 'corpus']
 
@@ -66,16 +66,16 @@ _METADATA = {
 }
 
 
-def _leaves(state: dict[str, Any], version: int, facts: TreeFacts) -> None:
+def _leaves(leaves: LeafTable, version: int, facts: TreeFacts) -> None:
     """As a restore makes the leaves of a manifest and its facts, and the tree of them."""
-    unflatten(checkpoint_leaves(state, version, facts))
+    unflatten(checkpoint_leaves(leaves, version, facts))
 
 
 def manifest(data: bytes) -> None:
     """A manifest's bytes, up to the parsed leaves."""
     is_whole(data)
     decoded = decode_manifest(data, 'fuzzed')
-    _leaves(decoded.state, decoded.version, TreeFacts())
+    _leaves(decoded.leaves, decoded.version, TreeFacts())
 
 
 def spec(data: bytes) -> None:
@@ -91,7 +91,7 @@ def facts(data: bytes) -> None:
     """Facts with a checksum that fits."""
     body = b'{\n' + data
     decoded = decode_facts(b'{\n "checksum": "%s",\n%s' % (digest(body).encode(), data), 'fuzzed')
-    _leaves({'target': {'w': _SPEC}}, 3, decoded.tree)
+    _leaves({('target', 'w'): _SPEC}, 3, decoded.tree)
 
 
 def file_checksums(data: bytes) -> None:
@@ -282,7 +282,7 @@ RUNS = {
 
 _MANIFEST = encode_manifest(_STATE)
 _CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 3}, 'chunks': {'0': np.arange(3)}}
-_ENCODED_FACTS = encode_facts(Facts(_FACTS, step=1, digests={'checkpoint': [3, '0' * 16]}))
+_ENCODED_FACTS = encode_facts(Facts(_FACTS, step=1, digests=FileChecksums({'checkpoint': (3, '0' * 16)})))
 _SCALAR = _field(1, b'loss') + bytes([2 << 3 | 5]) + struct.pack('<f', 0.5)
 _EVENT = _field(2, 7) + _field(5, _field(1, _SCALAR))
 _TENSOR = _field(8, _field(1, 1) + _field(2, _field(2, _field(1, 1))) + _field(4, struct.pack('<f', 0.5)))

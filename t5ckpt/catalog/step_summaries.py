@@ -17,7 +17,6 @@ from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
 from t5ckpt.format.facts import NO_FACTS, decode_facts
-from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import facts_entry
 from t5ckpt.format.names import COPIES, MANIFEST, PINNED, parse_step_dir, part_of
 from t5ckpt.storage import Entry, Storage
@@ -117,11 +116,10 @@ def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: 
         elif entry.is_dir:
             data = read_facts(storage, entry.name)
             facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
-            recorded = FileChecksums.recorded_by(facts, MANIFEST)
             # Of several processes, one may have a local directory of its own.
-            is_part = COPIES in files and part_of(recorded.lists, files) is not None
+            is_part = COPIES in files and part_of(facts.digests.lists, files) is not None
             if facts.bytes is not None:
-                nbytes = facts.bytes + len(facts_entry(data)) + sum(size for size, _ in recorded.values())
+                nbytes = facts.bytes + len(facts_entry(data)) + sum(size for size, _ in facts.digests.values())
     except CheckpointNotFoundError:
         pass
     except FormatError as error:

@@ -81,7 +81,7 @@ class CommittedCheckpoint:
 
 def write_checksums(storage: Storage, directory: str, process: int, files: Mapping[str, FileEntry]) -> FileEntry:
     """Writes the file checksums of a process into the directory of a checkpoint; returns the entry of that file."""
-    data = FileChecksums(dict(files)).encode()
+    data = FileChecksums(files).encode()
     storage.write(join(directory, file_checksums_name(process)), data)
     return entry_of(data)
 
@@ -243,7 +243,7 @@ class Transaction:
             writer=writer_facts(),
             created_unix=round(self._clock(), 3) if base.created_unix is None else base.created_unix,
             step=self.step,
-            digests=FileChecksums(dict(files)).to_json(),
+            digests=FileChecksums(files),
             # Also without positions: T5X's names may be of a step that is replaced.
             positions_in=self.generation,
             save=None,

@@ -28,15 +28,15 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.facts import Facts
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import file_with_facts, version_of
 from t5ckpt.format.names import (
+    DATASET_REMOVED,
     FACTS_FILE,
     PINNED,
     foreign_keys,
     generation_of,
     is_position,
-    is_removal_mark,
     positions_for_t5x,
     removal_marks,
     step_dir,
@@ -185,7 +185,7 @@ def _plan(source: Identity) -> _Plan:
     sizes = {name: listed[name] or checksums.get(name, (0,))[0] for name in sorted(own - {located.manifest})}
     plan = _Plan(source, manifest, raw.facts, checksums, sizes, tuple(sorted(left_out)))
     plan.check(located.manifest, manifest)
-    has_removed = any(map(is_removal_mark, own))
+    has_removed = any(without_generation(name) == DATASET_REMOVED for name in own)
     for name in sorted(checksums.keys() - listed.keys()):
         if not (has_removed and is_position(name)):
             raise CorruptCheckpointError(f'{located.storage.url(join(located.directory, name))} is missing. {_CURE}')
@@ -234,6 +234,7 @@ def _commit(
         work.commit(manifest, facts, parents_of(files))
         return
     written = located.storage.modified(join(located.directory, located.manifest))
-    counts, created = counts_of(files), written and max(0.0, written)
-    base = Facts(knows_tree=False, created_unix=created, bytes=counts['bytes'], files=counts['files'])
+    sizes = [size for name, (size, _) in files.items() if '/' in without_generation(name)]
+    created = written and max(0.0, written)
+    base = Facts(knows_tree=False, created_unix=created, bytes=sum(sizes), files=len(sizes))
     work.commit_with_checksums(manifest, base, files, parents_of(files))

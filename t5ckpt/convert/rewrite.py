@@ -36,7 +36,6 @@ from t5ckpt.errors import (
     mismatch_error,
     near_names,
 )
-from t5ckpt.format.array_spec import is_spec
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import entry_of
@@ -45,7 +44,7 @@ from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import SourceCheckpoint, linked_leaves
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaf_table import Empty, flatten_nested
+from t5ckpt.tree.leaf_table import Empty
 
 _UNLIKE = (
     'All checkpoints of an average need the same parameters. To average only some of the leaves, pass parameters=.'
@@ -180,8 +179,9 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
     last = contents[-1]
     if last.manifest.version == 0:
         return set()
-    in_manifest = flatten_nested(last.manifest.state, is_spec)
-    return {new_paths[name] for name, leaf in kept.items() if isinstance(in_manifest.get(leaf.path), np.ndarray)}
+    return {
+        new_paths[name] for name, leaf in kept.items() if isinstance(last.manifest.leaves.get(leaf.path), np.ndarray)
+    }
 
 
 def _iterator_files(contents: Contents, source: SourceCheckpoint) -> dict[str, str]:

@@ -41,7 +41,7 @@ from t5ckpt.errors import (
     UnsupportedTopologyError,
 )
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.dtypes import TYPESTRS
 from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
@@ -319,7 +319,7 @@ def _remove(storage: Storage, name: str) -> None:
 
 def _checked(name: str, leaf: Any) -> Any:
     array = leaf if is_jax_array(leaf) or isinstance(leaf, LazyArray) else np.asarray(leaf)
-    if dtype_from_typestr(np.dtype(array.dtype).str) != array.dtype:
+    if TYPESTRS.get(np.dtype(array.dtype).str) != array.dtype:
         raise UnsupportedLeafError(
             f'{name}: seqax does not support the dtype {array.dtype}. Convert the leaf to float32 first.'
         )

@@ -37,7 +37,7 @@ from t5ckpt.reading.orbax import array_leaves
 from t5ckpt.reading.safetensors import weight_map
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage, split_path
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')
@@ -185,12 +185,12 @@ def _open_flax_shards(index: str) -> Contents:
     for file in sorted(set(by_leaf.values())):
         # Of a leaf that two files have, the index names one.
         own = {path_of(leaf) for leaf, home in by_leaf.items() if home == file}
-        state = flatten_nested(decode_manifest(files.read(file), storage.url(file)).state)
-        table |= {path: leaf for path, leaf in state.items() if path in own or path not in named}
+        leaves = decode_manifest(files.read(file), storage.url(file)).leaves
+        table |= {path: leaf for path, leaf in leaves.items() if path in own or path not in named}
     absent = [f'{leaf} in {file}' for leaf, file in by_leaf.items() if path_of(leaf) not in table]
     if absent:
         raise CorruptCheckpointError(f'{index}: the files lack {some_of(absent, 5)}. Copy the directory again.')
-    return Contents(Located(storage, '', name, None), Manifest(0, unflatten(table)), NO_FACTS)
+    return Contents(Located(storage, '', name, None), Manifest(0, table), NO_FACTS)
 
 
 def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
@@ -233,7 +233,7 @@ def _open_jax(source: str) -> Contents:
     names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
     arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, 'zarr3')
     located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, unflatten(table | arrays)), NO_FACTS)
+    return Contents(located, Manifest(3, table | arrays), NO_FACTS)
 
 
 _OPENERS: Mapping[str, Callable[[str], Contents]] = {

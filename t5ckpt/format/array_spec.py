@@ -18,9 +18,9 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import DTYPES, STORED_AS, dtype_from_typestr, name_of
+from t5ckpt.format.dtypes import DTYPES, STORED_AS, TYPESTRS, name_of
 from t5ckpt.format.facts import TreeFacts
-from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable, flatten_nested
+from t5ckpt.tree.leaf_table import MAX_RANK, Empty, LeafTable
 
 _SPEC_KEYS = {'driver', 'kvstore', 'metadata'}
 _ALLOWED_SPEC_KEYS = _SPEC_KEYS | {
@@ -46,6 +46,8 @@ _ALLOWED_KVSTORES = {'file', 'gcs', 'gfile', 'memory', 's3'}
 _KEPT_METADATA = ('chunks', 'compressor', 'dimension_separator', 'dtype', 'filters', 'order')
 METADATA_FILES = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 """The file, or the key in a database, with the metadata of an array, by TensorStore's driver."""
+# The values in a codec.
+_PLAIN = str | int | float | None
 _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
 
 
@@ -131,12 +133,16 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
     kvstore: dict[str, Any] = {'driver': driver, 'path': f'{array.location}/'}
     if driver == 'gcs':
         kvstore['bucket'] = 't5x-dummy-bucket'
-    metadata = {
+    return {'driver': 'zarr', 'dtype': name_of(array.disk_dtype), 'kvstore': kvstore, 'metadata': layout_of(array)}
+
+
+def layout_of(array: StoredArray) -> dict[str, Any]:
+    """The metadata of a stored array, in types of JSON, that a spec has, and a ``.zarray``, too."""
+    return {
         'chunks': list(array.metadata['chunks']),
         'compressor': array.metadata['compressor'],
         'shape': list(array.shape),
     }
-    return {'driver': 'zarr', 'dtype': name_of(array.disk_dtype), 'kvstore': kvstore, 'metadata': metadata}
 
 
 def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
@@ -167,7 +173,7 @@ def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
     _check_metadata(kept, shape, name)
     # Of a spec without a dtype, that of the metadata.
     text = metadata.get('dtype') if spec.get('dtype') is None else spec['dtype']
-    dtype = dtype_from_typestr(text) if isinstance(text, str) else None
+    dtype = TYPESTRS.get(str(text))
     if dtype is None:
         raise UnsupportedFormatError(f'{name}: its spec has the dtype {text!r:.60}, which t5ckpt does not know.')
     return StoredArray(location, shape, dtype, dtype, kept)
@@ -175,27 +181,26 @@ def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
 
 def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: str) -> None:
     """Checks the metadata that replaces a missing ``.zarray``; TensorStore gets only these fields."""
-    chunks = metadata.get('chunks', [1] * len(shape))
-    good = _is_list_of_sizes(chunks) and len(chunks) == len(shape) and all(size > 0 for size in chunks)
-    codec = metadata.get('compressor')
-    good = good and (codec is None or (isinstance(codec, Mapping) and all(map(_is_plain_item, codec.items()))))
-    filters: Any = metadata.get('filters') or ()
-    good = good and isinstance(filters, (list, tuple)) and all(isinstance(codec, Mapping) for codec in filters)
-    good = good and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
-    if not good:
+    chunks, codec = metadata.get('chunks', [1] * len(shape)), metadata.get('compressor')
+    filters: Any = metadata.get('filters') or []
+    if not (
+        is_list_of_sizes(chunks)
+        and len(chunks) == len(shape)
+        and all(chunks)
+        and isinstance(codec, Mapping | None)
+        and all(isinstance(key, str) and isinstance(value, _PLAIN) for key, value in (codec or {}).items())
+        and isinstance(filters, (list, tuple))
+        and all(isinstance(each, Mapping) for each in filters)
+        and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
+    ):
         raise CorruptCheckpointError(
             f'{name}: the metadata in the spec is not zarr v2 metadata for shape {shape}: {metadata!r:.200}.'
         )
 
 
-def _is_plain_item(item: tuple[Any, Any]) -> bool:
-    return isinstance(item[0], str) and (item[1] is None or isinstance(item[1], (str, int, float)))
-
-
-def _is_list_of_sizes(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in value
-    )
+def is_list_of_sizes(value: Any) -> bool:
+    """Whether a value in a file is a list of integers below 2**62."""
+    return isinstance(value, (list, tuple)) and all(type(size) is int and 0 <= size < 2**62 for size in value)
 
 
 def shape_of(value: Any, name: str) -> tuple[int, ...]:
@@ -204,7 +209,7 @@ def shape_of(value: Any, name: str) -> tuple[int, ...]:
     Raises:
       CorruptCheckpointError: it is not a list of sizes.
     """
-    if not _is_list_of_sizes(value) or len(value) > MAX_RANK:
+    if not is_list_of_sizes(value) or len(value) > MAX_RANK:
         raise CorruptCheckpointError(f'{name}: metadata has shape {value!r:.120}, expected a list of sizes.')
     return tuple(value)
 
@@ -215,7 +220,7 @@ def location_of(spec: Mapping[str, Any], name: str) -> str:
     if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
         raise UnsafeSpecError(f'{name}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
     parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
-    if not parts or not all(isinstance(part, str) for part in parts):
+    if {*map(type, parts)} != {str}:
         raise CorruptCheckpointError(f'{name}: the spec has no path, neither in "kvstore" nor at the top.')
     path = '/'.join(part.rstrip('/') for part in parts)
     if not is_inside(path):
@@ -233,20 +238,18 @@ def _check_transform(transform: Any, shape: tuple[int, ...], name: str) -> None:
     if identity:
         ends = transform.get('input_exclusive_max', transform.get('input_shape', list(shape)))
         starts = transform.get('input_inclusive_min', [0] * len(shape))
-        identity = isinstance(ends, (list, tuple)) and starts == [0] * len(shape)
+        identity = isinstance(ends, (list, tuple)) and len(ends) == len(shape) and starts == [0] * len(shape)
         # ``to_json`` writes an implicit bound as a list of one number.
-        identity = identity and [
-            end[0] if isinstance(end, (list, tuple)) and len(end) == 1 else end for end in ends
-        ] == list(shape)
+        identity = identity and all(end in (size, [size]) for end, size in zip(ends, shape, strict=True))
     if not identity:
         raise UnsupportedFormatError(f'{name}: spec has the transform {transform!r:.200}; only the identity is read.')
 
 
-def checkpoint_leaves(state: Mapping[str, Any], version: int, tree_facts: TreeFacts) -> LeafTable:
+def checkpoint_leaves(leaves: LeafTable, version: int, tree_facts: TreeFacts) -> LeafTable:
     """The leaves of a manifest, with the strings and the empty containers in the facts.
 
     Args:
-      state: the manifest's, with specs, StoredArray, arrays, scalars and None.
+      leaves: the manifest's, with specs, StoredArray, arrays, scalars, None and Empty.
       version: the manifest's.
       tree_facts: of the checkpoint.
 
@@ -256,10 +259,9 @@ def checkpoint_leaves(state: Mapping[str, Any], version: int, tree_facts: TreeFa
     Raises:
       FormatError: a spec that is not accepted, see ``parse_spec``.
     """
-    table: LeafTable = {**tree_facts.text, **flatten_nested(state, is_spec)}
+    table: LeafTable = {**tree_facts.text, **leaves}
     occupied = {path[:length] for path in table for length in range(len(path) + 1)} if tree_facts.empty else ()
     table |= {path: Empty(kind) for path, kind in tree_facts.empty.items() if path not in occupied}
-    # All other mappings are flattened.
     return {
         path: _stored_array(value, version, tree_facts, path) if isinstance(value, dict) else value
         for path, value in table.items()
@@ -270,12 +272,12 @@ def _stored_array(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, 
     """Parses a spec, and determines the dtype after reading."""
     name = leaf_name(path)
     array = parse_spec(spec, name)
-    if version in (1, 2) and array.dtype == np.uint16:
-        return dataclasses.replace(array, dtype=DTYPES['bfloat16'])
     recorded = tree_facts.stored.get(array.location)
-    if recorded is None:
+    if version in (1, 2) and array.dtype == np.uint16:
+        recorded = 'bfloat16'
+    elif recorded is None:
         return array
-    if recorded not in DTYPES or STORED_AS.get(recorded) != array.dtype.name:
+    elif STORED_AS.get(recorded) != array.dtype.name:
         raise CorruptCheckpointError(
             f'{name}: its dtype in the facts is {recorded!r:.40}, which is never stored as {array.dtype.name}. '
             f'{CURE_OF_DAMAGE}'

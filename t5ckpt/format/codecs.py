@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.dtypes import TYPESTRS
 
 AUTO: dict[str, Any] = {'id': 'auto'}
 """Placeholder for a codec that is chosen during the save; never written."""
@@ -43,20 +43,25 @@ _BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'zlib', 'zstd')
 # BLOSC_MAX_BUFFERSIZE of c-blosc.
 _BLOSC_BYTES = 2**31 - 17
 _NUMCODECS = {
-    *(
-        'adler32',
-        'astype',
-        'bitround',
-        'blosc',
-        'bz2',
-        'crc32',
-        'crc32c',
-        'delta',
-        'fixedscaleoffset',
-        'fletcher32',
-        'gzip',
-    ),
-    *('jenkins_lookup3', 'lz4', 'lzma', 'packbits', 'quantize', 'shuffle', 'zlib', 'zstd'),
+    'adler32',
+    'astype',
+    'bitround',
+    'blosc',
+    'bz2',
+    'crc32',
+    'crc32c',
+    'delta',
+    'fixedscaleoffset',
+    'fletcher32',
+    'gzip',
+    'jenkins_lookup3',
+    'lz4',
+    'lzma',
+    'packbits',
+    'quantize',
+    'shuffle',
+    'zlib',
+    'zstd',
 }
 _NUMCODECS_ERRORS = (ValueError, TypeError, RuntimeError, ImportError, OSError, EOFError, lzma.LZMAError, zlib.error)
 WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
@@ -97,23 +102,22 @@ def decode(data: memoryview, out: memoryview) -> None:
     Raises:
       ValueError: the data is damaged, or its values have another size.
     """
-    if len(data) < _BLOSC_HEADER.size:
-        raise ValueError(f'{len(data)} bytes are too few for a blosc chunk')
-    *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
-    if total != len(data) or size != len(out):
-        raise ValueError(
-            f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
-        )
     try:
+        *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
+        if total != len(data) or size != len(out):
+            raise ValueError(
+                f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
+            )
         _codec({'id': 'blosc'}).decode(data, out)
-    except RuntimeError as error:
+    except (RuntimeError, struct.error) as error:
         raise ValueError(str(error)) from error
 
 
 def is_in_numcodecs(codec: Mapping[str, Any]) -> bool:
     """Whether :func:`decoded` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
-    dtypes = [codec[key] for key in ('dtype', 'astype') if key in codec]
-    return codec.get('id') in _NUMCODECS and all(dtype_from_typestr(str(dtype)) is not None for dtype in dtypes)
+    return codec.get('id') in _NUMCODECS and all(
+        str(codec[key]) in TYPESTRS for key in ('dtype', 'astype') if key in codec
+    )
 
 
 def decoded(data: bytes, codecs: Sequence[Mapping[str, Any]]) -> bytes:

@@ -11,6 +11,7 @@ Casts of floating leaves are in :func:`cast`, so that none loses a finite value 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,7 @@ _PLAIN = (
     'complex64',
     'complex128',
 )
-DTYPES: Mapping[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
-    name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)
-}
+DTYPES: Mapping[str, np.dtype] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*_PLAIN, *_EXTENDED)}
 """The dtypes of arrays by name. A name in a file never reaches ``np.dtype``, which would accept structured types."""
 
 # Casts to these saturate.
@@ -72,13 +71,11 @@ def is_storable(dtype: np.dtype) -> bool:
     return name_of(dtype) in DTYPES
 
 
-def dtype_from_typestr(typestr: str) -> np.dtype | None:
-    """The dtype of a name in a ``.zarray``, in native byte order ('<f4' and '>f4' are float32); None for an unknown name."""
-    if typestr in DTYPES:
-        return DTYPES[typestr]
-    if typestr[:1] not in ('<', '>', '|'):
-        return None
-    return next((dtype for name, dtype in DTYPES.items() if name in _PLAIN and dtype.str[1:] == typestr[1:]), None)
+TYPESTRS: Mapping[str, np.dtype] = {
+    **DTYPES,
+    **{order + DTYPES[name].str[1:]: DTYPES[name] for name in _PLAIN for order in '<>|'},
+}
+"""The dtypes by their names in a ``.zarray``, in native byte order: '<f4' and '>f4' are float32."""
 
 
 @functools.cache
@@ -90,11 +87,8 @@ def name_of(dtype: np.dtype) -> str:
 @functools.cache
 def kind(dtype: np.dtype) -> str:
     """'bool', 'int', 'uint', 'float', 'complex' or 'other'. Nothing is cast silently from one kind to another."""
-    name = dtype.name
-    for prefix in ('bool', 'uint', 'int', 'float', 'bfloat', 'complex'):
-        if name.startswith(prefix):
-            return 'float' if prefix == 'bfloat' else prefix
-    return 'other'
+    found = re.search('bool|uint|int|float|complex', dtype.name)
+    return found[0] if found else 'other'
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:

@@ -29,8 +29,10 @@ from typing import Any
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.decoding import decoding
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import MANIFEST, generation_of, without_generation
 from t5ckpt.tree.leaf_table import MAX_DEPTH
 
@@ -40,26 +42,29 @@ _VALUES = {
     'python': {'bool', 'complex', 'float', 'int'},
     'keys': None,
     'text': None,
+    'stored': None,
 }
-"""From a field of the tree by path to the texts that are its values, or None for any."""
-_TYPES: Mapping[str, Any] = {
+"""From a field of :class:`TreeFacts` to the texts that are its values, or None for any."""
+_TYPES: Mapping[str, tuple[type, ...]] = {
     'created_unix': (int, float),
-    **dict.fromkeys(('bytes', 'devices', 'files', 'step'), int),
-    **dict.fromkeys(('positions_in', 'save'), str),
-    **dict.fromkeys(('custom_metadata', 'digests', 'keep', 'metrics', 'source', 'writer'), dict),
+    **dict.fromkeys(('bytes', 'devices', 'files', 'step'), (int,)),
+    **dict.fromkeys(('positions_in', 'save'), (str,)),
+    **dict.fromkeys(('custom_metadata', 'digests', 'keep', 'metrics', 'source', 'writer'), (dict,)),
 }
-"""From a field of :class:`Facts` to the type of its value."""
+"""From a field of :class:`Facts` to the types of its value in JSON."""
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
 
 _Object = Mapping[str, Any]
 
 
-def as_number(value: Any) -> float | None:
-    """A number of JSON, which has text for NaN and infinities; None for anything else."""
-    if value in ('nan', 'inf', '-inf'):
-        return float(value)
-    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
-    return value if is_number else None
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a JSON object, which has text for NaN and infinities; other values are left out."""
+    numbers = {name: float(value) if value in ('nan', 'inf', '-inf') else value for name, value in values.items()}
+    return {
+        name: value
+        for name, value in numbers.items()
+        if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +92,6 @@ class Facts:
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.
       digests: {file: [bytes, xxh3-64 hex]} of the manifest without the facts, and of the file checksums, integrity.*.json.
-        Parsed by :meth:`FileChecksums.recorded_by`.
       positions_in: the ``generation_dir`` of the save, with the states of data iterators; '' for the step's directory. In the
         text, the names in ``digests`` and ``tree.stored`` are relative to it, except the manifest's.
       save: for a copy with other names, see :func:`save_id`; else None.
@@ -106,7 +110,7 @@ class Facts:
     created_unix: float | None = None
     bytes: int | None = None
     files: int | None = None
-    digests: _Object = dataclasses.field(default_factory=dict)
+    digests: FileChecksums = dataclasses.field(default_factory=FileChecksums)
     positions_in: str = ''
     save: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -127,17 +131,16 @@ NO_FACTS = Facts(knows_tree=False)
 
 def encode_facts(facts: Facts) -> bytes:
     """The bytes of the facts."""
-    tree: dict[str, Any] = {
-        field: [[list(path), value] for path, value in getattr(facts.tree, field).items()] for field in _VALUES
-    }
-    tree['stored'] = [[without_generation(location), dtype] for location, dtype in facts.tree.stored.items()]
-    contents = {field: value for field in _TYPES if (value := getattr(facts, field)) not in (None, {}, '')}
+    in_json = dataclasses.replace(
+        facts,
+        digests=FileChecksums({without_generation(name): entry for name, entry in facts.digests.items()}),
+        metrics=finite_json(facts.metrics),
+    )
+    tree = {field: [*getattr(facts.tree, field).items()] for field in _VALUES}
+    tree['stored'] = [(without_generation(location), dtype) for location, dtype in tree['stored']]
+    contents = {field: value for field in _TYPES if (value := getattr(in_json, field)) not in (None, {}, '')}
     contents |= {'format': FORMAT, 'tree': tree} | ({} if facts.knows_tree else {'facts': 'unknown'})
-    if facts.digests:
-        contents['digests'] = {without_generation(name): entry for name, entry in facts.digests.items()}
-    if facts.metrics:
-        contents['metrics'] = finite_json(facts.metrics)
-    text = (json.dumps(contents, indent=1, sort_keys=True, allow_nan=True) + '\n').encode()
+    text = (json.dumps(contents, indent=1, sort_keys=True) + '\n').encode()
     return b'{\n "checksum": "%s",\n%s' % (digest(text).encode(), text.removeprefix(b'{\n'))
 
 
@@ -153,50 +156,43 @@ def decode_facts(data: bytes, where: str) -> Facts:
         raise CorruptCheckpointError(
             f'{where} is damaged or was edited: it does not match its own checksum. {CURE_OF_DAMAGE}'
         )
-    try:
+    with decoding(where):
         contents = json.loads(data)
         version = contents.get('format', FORMAT)
-        facts = _facts_of(contents) if version <= FORMAT else None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
-        ) from error
-    if facts is None:
-        raise UnsupportedFormatError(
-            f'{where} has facts of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
-        )
-    return facts
+        if version > FORMAT:
+            raise UnsupportedFormatError(
+                f'its facts are of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
+            )
+        return _facts_of(contents)
 
 
 def _facts_of(contents: Mapping[str, Any]) -> Facts:
     """The facts; raises TypeError for a value of another type, or out of range."""
-    tree = contents.get('tree', {})
-    by_path = {field: _by_path(tree.get(field, []), allowed) for field, allowed in _VALUES.items()}
-    stored = _by_path(tree.get('stored', []), None)
     fields = {field: contents[field] for field in _TYPES if field in contents}
     for field, value in fields.items():
-        limit = 10**11 if field == 'created_unix' else 2**63
-        is_number = isinstance(value, (int, float))
-        if not isinstance(value, _TYPES[field]) or (is_number and (isinstance(value, bool) or not 0 <= value < limit)):
+        types, limit = _TYPES[field], 10**11 if field == 'created_unix' else 2**63
+        if type(value) not in types or (int in types and not 0 <= value < limit):
             raise TypeError(f'{field} is {value!r:.40}')
-    numbers = {name: as_number(value) for name, value in fields.get('metrics', {}).items()}
-    fields['metrics'] = {name: number for name, number in numbers.items() if number is not None}
+    fields['metrics'] = numbers_of(fields.get('metrics', {}))
     directory = fields['positions_in'] = generation_of(fields.get('positions_in', ''))
-    digests = fields.get('digests', {}).items()
-    # In the earlier layout, names had the directory of the save.
-    fields['digests'] = {
-        name if name == MANIFEST or generation_of(name) else join(directory, name): entry for name, entry in digests
-    }
-    stored_at = {join(directory, without_generation(join(*path))): dtype for path, dtype in stored.items()}
-    tree_facts = TreeFacts(**by_path, stored=stored_at)
-    return Facts(tree_facts, 'facts' not in contents, **fields)
+
+    def located(name: str) -> str:
+        # In the earlier layout, names had the directory of the save, and no field named it.
+        return name if name == MANIFEST or generation_of(name) else join(directory, name)
+
+    digests = FileChecksums.parse(fields.get('digests', {}))
+    fields['digests'] = FileChecksums({located(name): entry for name, entry in digests.items()})
+    tree = contents.get('tree', {})
+    by_path = {field: _by_path(tree.get(field, []), allowed) for field, allowed in _VALUES.items()}
+    stored = {located(join(*path)): dtype for path, dtype in by_path.pop('stored').items()}
+    return Facts(TreeFacts(**by_path, stored=stored), 'facts' not in contents, **fields)
 
 
 def _by_path(entries: Any, allowed: Collection[str] | None) -> dict[Path, str]:
     found = {(path,) if isinstance(path, str) else tuple(path): value for path, value in entries}
     for path, value in found.items():
-        is_path = 0 < len(path) <= MAX_DEPTH and all(isinstance(key, str) for key in path)
-        if not is_path or not isinstance(value, str) or (allowed is not None and value not in allowed):
+        is_text = {*map(type, (*path, value))} == {str}
+        if not 0 < len(path) <= MAX_DEPTH or not is_text or (allowed is not None and value not in allowed):
             raise TypeError(f'the facts of a leaf are {path!r:.80}: {value!r:.40}')
     return found
 
@@ -205,5 +201,5 @@ def save_id(facts: bytes) -> str:
     """Identifies the save by the facts of a checkpoint: a copy with other names has that of its original in its own."""
     try:
         return decode_facts(facts, '').save or digest(facts)
-    except (CorruptCheckpointError, UnsupportedFormatError):
+    except FormatError:
         return digest(facts)

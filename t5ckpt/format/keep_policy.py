@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.policies import (
-    KeepAll,
-    KeepAny,
-    KeepBest,
-    KeepEvery,
-    KeepEveryHours,
-    KeepLatest,
-    KeepPolicy,
-    KeepSteps,
-)
+from t5ckpt.policies import KeepPolicy
 
 _KINDS: Mapping[Any, type[Any]] = {
-    kind.__name__: kind for kind in (KeepAll, KeepAny, KeepBest, KeepEvery, KeepEveryHours, KeepLatest, KeepSteps)
+    kind.__name__: kind for kind in KeepPolicy.__subclasses__() if kind.__module__ == KeepPolicy.__module__
 }
 
 
 def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
     """A policy in types of JSON; None for one of another module, or joined with one of another module."""
-    fields = {**vars(policy), 'keep': type(policy).__name__}
-    if isinstance(policy, KeepAny):
-        fields['policies'] = [fields_of(part) for part in policy.policies]
-    if isinstance(policy, KeepSteps):
-        fields['steps'] = sorted(policy.steps)
-    is_known = _KINDS.get(fields['keep']) is type(policy) and None not in fields.get('policies', ())
-    return fields if is_known else None
+    name = type(policy).__name__
+    if _KINDS.get(name) is not type(policy):
+        return None
+    fields: dict[str, Any] = {**vars(policy), 'keep': name}
+    if 'policies' in fields:
+        fields['policies'] = [fields_of(part) for part in fields['policies']]
+    if isinstance(fields.get('steps'), frozenset):
+        fields['steps'] = sorted(fields['steps'])
+    return None if None in fields.get('policies', ()) else fields
 
 
 def policy_of(fields: Any, depth: int = 4) -> KeepPolicy | None:

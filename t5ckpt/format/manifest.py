@@ -28,10 +28,11 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
-from t5ckpt.format.array_spec import is_spec
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.array_spec import is_list_of_sizes, is_spec
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES, name_of
-from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, Empty, LeafTable, unique
 
 VERSION = 3
 _EXT_ARRAY, _EXT_COMPLEX, _EXT_SCALAR = 1, 2, 3
@@ -41,16 +42,14 @@ _FACTS_BEGIN = '{\n "checksum": "'
 _STATE = re.compile(rb'(?s)(?:[\x81-\x8f]|\xde..|\xdf.{4})[\xa0-\xbf\xd9-\xdb]')
 # A manifest that begins with its version, and then the header of the facts: the length of their text follows its type.
 _HEAD = re.compile(
-    rb'(?s)[\x81-\x8f]\xa7version(?P<version>[\x00-\x7f])'
-    rb'(?:\xa6t5ckpt[\xd9-\xdb]?(?P<facts>(?<=\xd9).|(?<=\xda)..|(?<=\xdb).{4}|))?'
+    rb'(?s)[\x81-\x8f]\xa7version[\x00-\x7f]'
+    rb'(?:\xa6t5ckpt[\xd9-\xdb]?(?P<length>(?<=\xd9).|(?<=\xda)..|(?<=\xdb).{4}|))?'
 )
+# Up to the version.
+_HEAD_BYTES = 10
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 # The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
-_DAMAGED = (
-    *(ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException),
-    *(MemoryError, OverflowError),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +58,11 @@ class Manifest:
 
     Attributes:
       version: 3, 2, 1, or 0 if the file has none.
-      state: nested dicts; leaves are arrays, numpy scalars, None, specs, :class:`StoredArray`, or an empty dict.
+      leaves: arrays, numpy scalars, None, text, specs, :class:`StoredArray`, or :class:`Empty`, by path.
     """
 
     version: int
-    state: dict[str, Any]
+    leaves: LeafTable
 
 
 # --- bytes -> tree ---------------------------------------------------------------------------------------------------
@@ -89,8 +88,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             'Convert that checkpoint: t5ckpt convert tf, or Checkpointer.convert_from_tf_checkpoint. In a run of CLU, pass '
             'one of its files .flax instead.'
         )
-    if not data:
-        raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
     contents = unpack(data, where, _decode_ext)
     if contents == {}:
         raise CorruptCheckpointError(f'{where} is an empty map, which no program saves. Restore an older step.')
@@ -98,12 +95,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise UnsupportedFormatError(
             f'{where} is msgpack of {type(contents).__name__}, but a T5X manifest is a map with "version" and "optimizer".'
         )
-    version = contents.get('version', 0)
-    if 'optimizer' not in contents or isinstance(version, bool) or not isinstance(version, int):
-        version = 0
-    if version == 0:
-        return Manifest(0, _normalise(contents, where, ()))
-    if version > VERSION or version < 0:
+    version = contents.get('version') if 'optimizer' in contents else 0
+    if type(version) is not int or version == 0:
+        return Manifest(0, _leaves(contents, where))
+    if not 0 < version <= VERSION:
         raise UnsupportedFormatError(
             f'{where} has manifest version {version}; this version of t5ckpt reads versions up to {VERSION}. Update t5ckpt.'
         )
@@ -115,7 +110,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpointError(f'{where} has facts of t5ckpt under a damaged name. {CURE_OF_DAMAGE}')
     if not isinstance(state, dict):
         raise UnsupportedFormatError(f'{where}: "optimizer" is {type(state).__name__}, expected a map of the state.')
-    return Manifest(version, _normalise(state, where, ()))
+    return Manifest(version, _leaves(state, where))
 
 
 def unpack(
@@ -135,7 +130,8 @@ def unpack(
     Raises:
       FormatError: as :func:`decode_manifest`.
     """
-    try:
+    cure = f'It has {len(data)} bytes: it is truncated, or not a T5X manifest, which is msgpack. {CURE_OF_DAMAGE}'
+    with decoding(where, cure):
         return msgpack.unpackb(
             data,
             object_pairs_hook=map_hook,
@@ -143,13 +139,6 @@ def unpack(
             strict_map_key=False,
             max_array_len=min(_MAX_LIST, len(data)),
         )
-    except FormatError as error:
-        raise type(error)(f'{where}: {error}') from error
-    except _DAMAGED as error:
-        raise CorruptCheckpointError(
-            f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
-            f'manifest. {CURE_OF_DAMAGE}'
-        ) from error
 
 
 def begins_state(head: bytes) -> bool:
@@ -186,27 +175,25 @@ def refuse_pointer(data: bytes, where: str) -> None:
 
 def version_of(head: bytes) -> int | None:
     """The version with which a manifest begins; None for one of Flax, which sorts the keys, and for other files."""
-    match = _HEAD.match(head)
-    return None if match is None else match['version'][0]
+    return None if _HEAD.match(head) is None else head[_HEAD_BYTES - 1]
 
 
 def facts_range(head: bytes) -> tuple[int, int] | None:
     """The range of the facts' text in a file, from its first bytes; None if it has none. A damaged file may be shorter."""
     match = _HEAD.match(head)
-    if match is None or match['facts'] is None:
+    if match is None or match['length'] is None:
         return None
-    return match.end(), match.end() + int.from_bytes(match['facts'], 'big')
+    return match.end(), match.end() + int.from_bytes(match['length'], 'big')
 
 
 def file_with_facts(manifest: bytes, facts: bytes | None) -> bytes:
     """The file with a manifest that begins with its version, as T5X and t5ckpt encode it, and with the facts if there are any."""
     if facts is None:
         return manifest
-    match = _HEAD.match(manifest)
-    if match is None:
+    if version_of(manifest) is None:
         raise ValueError('the manifest does not begin with its version')
-    end = match.end('version')
-    return b''.join((bytes([manifest[0] + 1]), manifest[1:end], facts_entry(facts), manifest[end:]))
+    begin = bytes([manifest[0] + 1]) + manifest[1:_HEAD_BYTES]
+    return b''.join((begin, facts_entry(facts), manifest[_HEAD_BYTES:]))
 
 
 def facts_entry(facts: bytes) -> bytes:
@@ -216,60 +203,53 @@ def facts_entry(facts: bytes) -> bytes:
 
 def split_facts(data: bytes) -> tuple[bytes, bytes | None]:
     """The manifest as T5X would have written it, and the facts, or None without facts: undoes :func:`file_with_facts`."""
-    match, found = _HEAD.match(data), facts_range(data)
-    if match is None or found is None:
+    found = facts_range(data)
+    if found is None:
         return data, None
-    return bytes([data[0] - 1]) + data[1 : match.end('version')] + data[found[1] :], data[slice(*found)]
+    return bytes([data[0] - 1]) + data[1:_HEAD_BYTES] + data[found[1] :], data[slice(*found)]
 
 
-def _normalise(tree: Mapping[Any, Any], where: str, path: Path) -> dict[str, Any]:
-    """Copies a tree with string keys, specs as they are and chunked arrays joined."""
-    if len(path) > MAX_DEPTH:
+def _leaves(tree: Mapping[Any, Any], where: str, prefix: Path = ()) -> LeafTable:
+    """The leaves of a tree: specs as they are, chunked arrays joined, Python numbers as scalars, keys as text."""
+    if len(prefix) > MAX_DEPTH:
         raise CorruptCheckpointError(f'{where}: nested more than {MAX_DEPTH} deep, deeper than any model.')
-    result: dict[str, Any] = {}
+    table: LeafTable = {}
+    raw_keys: dict[str, Any] = {}
     for raw_key, value in tree.items():
-        key = _text_of(raw_key)
-        if key in result:
-            first = next(other for other in tree if _text_of(other) == key)
+        key = raw_key.decode('utf-8', 'replace') if isinstance(raw_key, bytes) else str(raw_key)
+        path = (*prefix, key)
+        first = raw_keys.setdefault(key, raw_key)
+        if first is not raw_key:
             raise UnsupportedFormatError(
-                f'{where}: {"/".join((*path, key))} occurs twice, with the keys {first!r:.60} and {raw_key!r:.60}, because a '
+                f'{where}: {"/".join(path)} occurs twice, with the keys {first!r:.60} and {raw_key!r:.60}, because a '
                 'checkpoint holds keys as text. Save it again with another key.'
             )
         # First, because most leaves are arrays and the other tests are slow.
         if isinstance(value, (np.ndarray, np.generic, str, bytes)) or value is None or is_spec(value):
-            result[key] = value
+            table[path] = value
         elif isinstance(value, Mapping) and _CHUNKED in value:
-            result[key] = _join_chunked(value, f'{where}: leaf {"/".join((*path, key))}')
+            table[path] = _join_chunked(value, f'{where}: leaf {"/".join(path)}')
         elif isinstance(value, (Mapping, list)):
             items = value if isinstance(value, Mapping) else dict(enumerate(value))
-            result[key] = _normalise(items, where, (*path, key))
+            table |= _leaves(items, where, path) or {path: Empty('dict')}
         elif isinstance(value, (bool, int, float, complex)):
-            result[key] = np.asarray(value)[()]
+            table[path] = np.asarray(value)[()]
         else:
             raise UnsupportedFormatError(
-                f'{where}: leaf {"/".join((*path, key))} is {type(value).__name__}, but a manifest holds arrays, scalars and '
+                f'{where}: leaf {"/".join(path)} is {type(value).__name__}, but a manifest holds arrays, scalars and '
                 'specs.'
             )
-    return result
-
-
-def _text_of(key: Any) -> str:
-    return key.decode('utf-8', 'replace') if isinstance(key, bytes) else str(key)
+    return table
 
 
 def _join_chunked(value: Mapping[Any, Any], name: str) -> np.ndarray:
     """Joins an array that Flax split, because msgpack limits lengths to 2^32."""
-    try:
+    with decoding(f'{name}: its array of chunks, which have one dtype and fill its shape,'):
         shape, parts = ([value[field][str(i)] for i in range(len(value[field]))] for field in ('shape', 'chunks'))
         flat = [part.reshape(-1) for part in parts]
-        joined = np.concatenate(flat, dtype=flat[0].dtype, casting='no').reshape(shape)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(
-            f'{name}: the chunks of its array are not arrays of one dtype that fill its shape ({_brief(error)}).'
-        ) from error
-    if min(shape, default=0) < 0:
-        raise CorruptCheckpointError(f'{name}: its shape {shape} has a negative size. {CURE_OF_DAMAGE}')
-    return joined
+        if min(shape, default=0) < 0:
+            raise ValueError(f'its shape {shape} has a negative size')
+        return np.concatenate(flat, dtype=flat[0].dtype, casting='no').reshape(shape)
 
 
 def _decode_ext(code: int, data: bytes) -> Any:
@@ -278,8 +258,7 @@ def _decode_ext(code: int, data: bytes) -> Any:
         array = _decode_array(data)
         return array[()] if code == _EXT_SCALAR else array
     if code == _EXT_COMPLEX:
-        real, imag = msgpack.unpackb(data, max_array_len=2)
-        return complex(real, imag)
+        return complex(*msgpack.unpackb(data, max_array_len=2))
     raise CorruptCheckpointError(f'unknown msgpack extension type {code}')
 
 
@@ -289,7 +268,7 @@ def _decode_array(data: bytes) -> np.ndarray:
     dtype = DTYPES.get(name)
     if dtype is None:
         raise UnsupportedFormatError(f'an array has the dtype {name!r:.60}, which t5ckpt does not know')
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    if not is_list_of_sizes(shape):
         raise CorruptCheckpointError(f'an array has the shape {shape!r:.80}, expected a list of sizes')
     if math.prod(shape) * dtype.itemsize != len(values):
         raise CorruptCheckpointError(
@@ -313,8 +292,8 @@ def encode_manifest(state: Mapping[str, Any], *, split_bytes: int = 2**30) -> by
 def _encode_leaf(value: Any, split_bytes: int) -> Any:
     if isinstance(value, np.ndarray) and value.nbytes > split_bytes:
         # As Flax does, because msgpack limits lengths to 2^32.
-        flat, size = value.reshape(-1), max(1, split_bytes // value.itemsize)
-        parts = [flat[start : start + size] for start in range(0, flat.size, size)]
+        size = max(1, split_bytes // value.itemsize)
+        parts = np.split(value.reshape(-1), range(size, value.size, size))
         return {_CHUNKED: True, 'shape': _numbered(value.shape), 'chunks': _numbered(parts)}
     if isinstance(value, (np.ndarray, np.generic)):
         packed = _packed([list(value.shape), name_of(value.dtype), value.tobytes()])
@@ -330,7 +309,3 @@ def _numbered(items: Iterable[Any]) -> dict[str, Any]:
 
 def _packed(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     return msgpack.packb(value, default=default, strict_types=True) or b''
-
-
-def _brief(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'[:200].rstrip(': ')

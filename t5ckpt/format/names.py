@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import numbered
@@ -45,7 +45,6 @@ PINNED = 'PINNED'
 DATASET_REMOVED = 'DATASET_REMOVED'
 TRAIN_DS_PREFIX = 'train_ds-'
 STEP_PREFIX = 'checkpoint_'
-GENERATION_PREFIX = 't5ckpt-'
 INDEX = '.t5ckpt'
 TIER_RECORD = '.t5ckpt/tier.json'
 TO_PERSIST = '.t5ckpt/to_persist'
@@ -54,12 +53,7 @@ BUSY_PREFIX = 'busy_'
 
 _GENERATION = re.compile(r't5ckpt-[0-9a-f]{16}')
 _FILE_CHECKSUMS = re.compile(r'(t5ckpt-[0-9a-f]{16}/)?integrity\.(0|[1-9][0-9]{0,9})\.json')
-_STEP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})')
-_PADDED = re.compile(r'checkpoint_(0[0-9]{1,17})')
-_TMP = re.compile(r'checkpoint_(0|[1-9][0-9]{0,17})\.tmp-[0-9]{1,20}')
 _HOLD = re.compile(r'held_(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.[0-9a-f]{16}s([0-9]{1,12})')
-_NUMBER = re.compile(r'[0-9]{1,18}')
-_PREFIXED = re.compile(r'(?:[A-Za-z][A-Za-z0-9_\-]*[_\-])?([0-9]{1,18})')
 _MARKER = re.compile(r'(?:\.t5ckpt/busy/|busy_)(0|[1-9][0-9]{0,17})\.([0-9]{1,12})\.([0-9a-f]{1,16})')
 # In an array's directory; '/' may separate the indices of a chunk.
 _IN_ARRAY = re.compile(r'\.zarray|[0-9]+([./][0-9]+)*')
@@ -107,6 +101,27 @@ class MarkerName:
     nonce: str
 
 
+def _number_in(pattern: str) -> Callable[[str], int | None]:
+    """A parser of names that match a pattern, to the number in its first group with one."""
+    fullmatch = re.compile(pattern).fullmatch
+    return lambda name: None if (match := fullmatch(name)) is None else int(match[match.lastindex or 0])
+
+
+parse_step_dir = _number_in(r'checkpoint_(0|[1-9][0-9]{0,17})')
+"""The step in ``checkpoint_<step>``, or None for any other name."""
+parse_step_name = _number_in(r'([0-9]{1,18})|checkpoint_(0|[1-9][0-9]{0,17})')
+"""The step in ``checkpoint_<step>`` or in ``<step>``, the name in an Orbax CheckpointManager; else None."""
+parse_padded_step = _number_in(r'checkpoint_(0[0-9]{1,17})')
+"""The step in ``checkpoint_<step>`` with leading zeros, which T5X lists as the step; else None."""
+parse_prefixed_step = _number_in(r'(?:[A-Za-z][A-Za-z0-9_\-]*[_\-])?([0-9]{1,18})')
+"""The step in the names of :func:`parse_step_name`, in ``<prefix>_<step>`` or ``<prefix>-<step>``; else None.
+
+Other directories may have such names; callers check that Orbax or Levanter wrote the directory.
+"""
+parse_tmp_dir = _number_in(r'checkpoint_(0|[1-9][0-9]{0,17})\.tmp-[0-9]{1,20}')
+"""The step of an :func:`aside_dir` in the state 'tmp', or of such a directory of T5X; None for any other name."""
+
+
 def step_dir(step: int, digits: int = 0) -> str:
     """The directory of a complete checkpoint; ``digits`` pads the number with zeros, as T5X can list but not write it."""
     return f'checkpoint_{step:0{digits}d}'
@@ -115,7 +130,7 @@ def step_dir(step: int, digits: int = 0) -> str:
 def flax_number(name: str) -> float | None:
     """The number in the name of a file that Flax wrote for a step that is not an integer of at least 0, else None."""
     try:
-        is_other = name.startswith(STEP_PREFIX) and _STEP.fullmatch(name) is None
+        is_other = name.startswith(STEP_PREFIX) and parse_step_dir(name) is None
         return float(name.removeprefix(STEP_PREFIX)) if is_other else None
     except ValueError:
         return None
@@ -133,11 +148,6 @@ def aside_dir(step: int, state: str, unix: int) -> str:
     return f'checkpoint_{step}.{state}-{unix}'
 
 
-def _number_in(pattern: re.Pattern[str], name: str) -> int | None:
-    match = pattern.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def hold_file(step: int, until: int, seconds: int, nonce: str) -> str:
     """The file of a hold, in the run's directory or, on object stores, in ``.t5ckpt/``.
 
@@ -149,7 +159,7 @@ def hold_file(step: int, until: int, seconds: int, nonce: str) -> str:
 def parse_hold(name: str) -> Hold | None:
     """Parses :func:`hold_file`; None for any other name."""
     match = _HOLD.fullmatch(name)
-    return None if match is None else Hold(name, int(match[1]), int(match[2]), int(match[3]))
+    return None if match is None else Hold(name, *map(int, match.groups()))
 
 
 def to_persist_file(step: int) -> str:
@@ -173,34 +183,6 @@ def parse_marker(key: str) -> MarkerName | None:
     return None if match is None else MarkerName(key, int(match[1]), int(match[2]), match[3])
 
 
-def parse_step_dir(name: str) -> int | None:
-    """The step in ``checkpoint_<step>``, or None for any other name."""
-    return _number_in(_STEP, name)
-
-
-def parse_step_name(name: str) -> int | None:
-    """The step in ``checkpoint_<step>`` or in ``<step>``, the name in an Orbax CheckpointManager; else None."""
-    return int(name) if _NUMBER.fullmatch(name) else parse_step_dir(name)
-
-
-def parse_padded_step(name: str) -> int | None:
-    """The step in ``checkpoint_<step>`` with leading zeros, which T5X lists as the step; else None."""
-    return _number_in(_PADDED, name)
-
-
-def parse_prefixed_step(name: str) -> int | None:
-    """The step in the names of :func:`parse_step_name`, in ``<prefix>_<step>`` or ``<prefix>-<step>``; else None.
-
-    Other directories may have such names; callers check that Orbax or Levanter wrote the directory.
-    """
-    return _number_in(_PREFIXED, name)
-
-
-def parse_tmp_dir(name: str) -> int | None:
-    """The step of an :func:`aside_dir` in the state 'tmp', or of such a directory of T5X; None for any other name."""
-    return _number_in(_TMP, name)
-
-
 def file_checksums_name(process: int) -> str:
     """The file with the file checksums of one process."""
     return f'integrity.{process}.json'
@@ -213,7 +195,7 @@ def is_file_checksums(name: str) -> bool:
 
 def generation_dir(nonce: str) -> str:
     """The directory, below the step's, of one save on an object store; ``nonce`` is 16 hexadecimal digits of no other save."""
-    return f'{GENERATION_PREFIX}{nonce}'
+    return f't5ckpt-{nonce}'
 
 
 def generation_of(key: str) -> str:
@@ -232,13 +214,8 @@ def is_position(key: str) -> bool:
     return without_generation(key).startswith(TRAIN_DS_PREFIX)
 
 
-def is_removal_mark(key: str) -> bool:
-    """Whether a file says that the states of data iterators beside it are gone on purpose."""
-    return without_generation(key) == DATASET_REMOVED
-
-
 def removal_marks(files: Collection[str]) -> set[str]:
-    """The names of the marks beside some files, see :func:`is_removal_mark`."""
+    """The names of the files that say that the states of data iterators beside them are gone on purpose."""
     return {join(generation_of(file), DATASET_REMOVED) for file in files}
 
 
@@ -260,14 +237,6 @@ def part_of(lists: Collection[str], names: Collection[str]) -> str | None:
     if not indices:
         return f'copies of the files of {len(lists)} processes'
     return f'{numbered("process", indices, "processes")} of {len(lists)}'
-
-
-def part_text(where: str, part: str) -> str:
-    """The error that a directory has only a part of a step, see :func:`part_of`."""
-    return (
-        f'{where} is the part of {part}: the other files are on the disks of the other processes. Restore it in a job of several '
-        'processes (or of one, if it has all chunks) with Checkpointer(local_dir=...), or read the copy in checkpoints_dir.'
-    )
 
 
 def dataset_prefix(shard_id: int, num_shards: int) -> str:
@@ -294,5 +263,6 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
 
 def _is_in(arrays: Collection[str], name: str) -> bool:
     """Whether a file is the metadata or a chunk of one of these arrays."""
-    slashes = [match.start() for match in re.finditer('/', name)]
-    return any(name[:slash] in arrays and _IN_ARRAY.fullmatch(name, slash + 1) for slash in slashes)
+    return any(
+        name[: slash.start()] in arrays and _IN_ARRAY.fullmatch(name, slash.end()) for slash in re.finditer('/', name)
+    )

@@ -14,7 +14,7 @@ import msgpack
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import is_spec, location_of
 from t5ckpt.format.facts import decode_facts, encode_facts, save_id
-from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.manifest import unpack, version_of
 from t5ckpt.format.names import MANIFEST, without_generation
 from t5ckpt.tree.leaf_table import unique
@@ -68,7 +68,8 @@ def relocated_facts(facts: bytes, manifest: bytes, generation: str, where: str) 
       FormatError: the facts do not decode.
     """
     decoded = decode_facts(facts, where)
-    digests = {**decoded.digests, MANIFEST: [*entry_of(manifest)]}
+    lists = {relocated(name, generation): decoded.digests[name] for name in decoded.digests.lists}
+    digests = FileChecksums({**lists, MANIFEST: entry_of(manifest)})
     if (digests, generation) == (decoded.digests, decoded.positions_in):
         return facts
     return encode_facts(dataclasses.replace(decoded, digests=digests, positions_in=generation, save=save_id(facts)))

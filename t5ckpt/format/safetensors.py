@@ -13,10 +13,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import refuse_pointer
 from t5ckpt.tree.leaf_table import MAX_RANK, unique
@@ -112,36 +112,31 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
     data, end = 8 + len(text), 0
     arrays: list[tuple[str, StoredArray]] = []
     unread: dict[str, str] = {}
-    try:
+    with decoding(f'{where}: the header', 'Copy the file again.'):
         header = json.loads(text, object_pairs_hook=unique)
         # The package takes null for absent.
         metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
         for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
-            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), entry['dtype'], entry['data_offsets']
-            _check(name, shape, text_of_dtype, start, stop, end)
-            dtype, end = _DTYPES.get(text_of_dtype), stop
+            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), str(entry['dtype']), entry['data_offsets']
+            dtype = _DTYPES.get(text_of_dtype)
+            if (
+                len(shape) > MAX_RANK
+                or not is_list_of_sizes((*shape, start, stop))
+                or not start == end <= stop
+                or (dtype is not None and math.prod(shape) * dtype.itemsize != stop - start)
+            ):
+                raise ValueError(
+                    f'{name:.80}: its shape is {shape!r:.80} of {text_of_dtype!r:.40}, its offsets are {start!r:.40} to '
+                    f'{stop!r:.40}, and the tensor before it ends at {end:,}'
+                )
+            end = stop
             if dtype is None:
                 unread[name] = text_of_dtype
             else:
                 place = {'offset': data + start, 'file_bytes': size}
                 arrays.append((name, StoredArray(file, shape, dtype, dtype, place, 'bytes')))
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f'{where}: the header does not decode ({error!s:.300}). Copy the file again.'
-        ) from error
     if size not in (None, data + end):
         raise CorruptCheckpointError(
             f'{where}: the tensors end at byte {data + end:,} of {size:,}. Copy the file again.'
         )
     return Header(arrays, data + end, unread, metadata)
-
-
-def _check(name: str, shape: tuple[Any, ...], dtype: Any, start: Any, stop: Any, end: int) -> None:
-    """Raises ValueError for a tensor that does not begin where the one before it ends, or has another size."""
-    good = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
-    good = good and start == end <= stop and isinstance(dtype, str)
-    if not good or (dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start):
-        raise ValueError(
-            f'{name:.80}: its shape is {shape!r:.80} of {dtype!r:.40}, its offsets are {start!r:.40} to {stop!r:.40}, and '
-            f'the tensor before it ends at {end:,}'
-        )

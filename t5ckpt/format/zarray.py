@@ -5,33 +5,30 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes, layout_of
 from t5ckpt.format.codecs import is_in_numcodecs
-from t5ckpt.format.dtypes import dtype_from_typestr, name_of, zarr_typestr
+from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
 ZARRAY = '.zarray'
-# Of zarr v2; TensorStore 0.1.86 reads no filters, and of zstd no member ``checksum``.
-_IN_TENSORSTORE = ('blosc', 'bz2', 'gzip', 'zlib', 'zstd')
+_KNOWN = {'order': ('C', 'F'), 'dimension_separator': ('.', '/')}
 _OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_array.'
 
 
 def zarray_of(array: StoredArray) -> dict[str, Any]:
     """The contents of an array's ``.zarray`` (zarr v2 storage specification)."""
     return {
-        'chunks': list(array.metadata['chunks']),
-        'compressor': array.metadata['compressor'],
+        **layout_of(array),
         'dimension_separator': '.',
         'dtype': zarr_typestr(array.disk_dtype),
         'fill_value': None,
         'filters': None,
         'order': 'C',
-        'shape': list(array.shape),
         'zarr_format': 2,
     }
 
@@ -46,14 +43,14 @@ class OtherZarray:
     """A ``.zarray`` that TensorStore refuses, although it describes the array.
 
     Attributes:
-      metadata: complete, with the name of the dtype that TensorStore has.
+      metadata: with all members that chunks are read by.
       value_dtype: the dtype of the decoded bytes, with their order.
-      codecs: of numcodecs, in the order of decoding; None for chunks that TensorStore reads by the metadata.
+      codecs: of numcodecs, in the order of decoding.
     """
 
     metadata: Mapping[str, Any]
     value_dtype: np.dtype
-    codecs: tuple[Mapping[str, Any], ...] | None
+    codecs: Sequence[Mapping[str, Any]]
 
 
 def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | None:
@@ -70,29 +67,29 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         shape, chunks, typestr = tuple(fields['shape']), tuple(fields['chunks']), str(fields['dtype'])
         filters, compressor = fields.get('filters') or (), fields.get('compressor')
         codecs = [*filters, *([] if compressor is None else [compressor])]
-        unknown = [codec.get('id') for codec in codecs if not is_in_numcodecs(codec)]
+        refused = [('codec', codec.get('id')) for codec in codecs if not is_in_numcodecs(codec)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if fields.get('zarr_format') != 2:
         return None
-    if shape != array.shape or len(chunks) != len(shape) or not all(type(size) is int and size > 0 for size in chunks):
+    if shape != array.shape or len(chunks) != len(shape) or not is_list_of_sizes(chunks) or 0 in chunks:
         raise CorruptCheckpointError(
             f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
         )
     is_opaque = typestr[1:] == f'V{array.disk_dtype.itemsize}'
-    if not is_opaque and dtype_from_typestr(typestr) != array.disk_dtype:
+    if not is_opaque and TYPESTRS.get(typestr) != array.disk_dtype:
         raise UnsupportedFormatError(
             f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.disk_dtype)}. {_OTHER_TOOL}'
         )
-    if unknown or fields['order'] not in ('C', 'F'):
-        found = f'the codec {unknown[0]!r:.40}' if unknown else f'the order {fields["order"]!r:.40}'
-        raise UnsupportedFormatError(f'{where}: .zarray has {found}, which is not read here. {_OTHER_TOOL}')
+    refused += [(key, fields[key]) for key, known in _KNOWN.items() if fields[key] not in known]
+    if refused:
+        key, value = refused[0]
+        raise UnsupportedFormatError(
+            f'{where}: .zarray has the {key} {value!r:.40}, which is not read here. {_OTHER_TOOL}'
+        )
     if is_opaque and isinstance(fields['fill_value'], str):
         # By the specification, that of an opaque dtype is its bytes.
         value = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)[0]
         fields['fill_value'] = value.astype(np.float32).item()
-    is_big = typestr.startswith('>')
-    fields |= {'dtype': typestr if is_big else zarr_typestr(array.disk_dtype), 'filters': None}
-    refused = filters or any(codec.get('id') not in _IN_TENSORSTORE or 'checksum' in codec for codec in codecs)
-    value_dtype = array.disk_dtype.newbyteorder('>') if is_big else array.disk_dtype
-    return OtherZarray(fields, value_dtype, tuple(reversed(codecs)) if refused else None)
+    order = '>' if typestr.startswith('>') else '='
+    return OtherZarray(fields, array.disk_dtype.newbyteorder(order), codecs[::-1])

@@ -16,8 +16,8 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import METADATA_FILES, StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
-from t5ckpt.format.file_checksums import size_text
-from t5ckpt.format.orbax import is_database_file
+from t5ckpt.format.file_checksums import FileChecksums, size_text
+from t5ckpt.format.orbax import DATABASE_FILE
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
@@ -165,7 +165,7 @@ class ImpliedFiles:
         if base not in self._databases:
             whole = join(self._files.directory, base)
             files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._files.storage.walk(whole))
-            self._databases[base] = {join(base, name): size for name, size in files if is_database_file(name)}
+            self._databases[base] = {join(base, name): size for name, size in files if DATABASE_FILE.fullmatch(name)}
         return dict(self._databases[base])
 
 
@@ -177,3 +177,16 @@ def located_in_leaf(damage: Damage, name: str, leaf: StoredArray, key: str) -> D
     chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
     box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
     return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)
+
+
+def has_checksums(array: StoredArray, checksums: FileChecksums) -> bool:
+    """Whether every file of an array has a checksum. Those of one process may be lost."""
+    chunks = array.metadata.get('chunks', ())
+    if f'{array.location}/.zarray' not in checksums or len(chunks) != len(array.shape):
+        return False
+    # Other writers may use slashes in chunk names, which only the .zarray records.
+    grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]
+    return any(
+        grid.num_chunks <= len(checksums) and all(f'{array.location}/{grid.key(index)}' in checksums for index in grid)
+        for grid in grids
+    )

@@ -51,7 +51,7 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.integrity.findings import Findings
-from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles
+from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksums
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
@@ -192,12 +192,8 @@ class _Check:
         self.dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
         facts = self._facts(top)
-        recorded = FileChecksums()
+        recorded = FileChecksums() if facts is None else facts.digests
         if facts is not None:
-            try:
-                recorded = FileChecksums.recorded_by(facts, self.recorder)
-            except CorruptCheckpointError as error:
-                self.findings.add('undecodable', self.recorder, str(error))
             self._compare_step(facts)
         lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
         if COPIES in top and (part := part_of(recorded.lists, top)) is not None:
@@ -256,7 +252,7 @@ class _Check:
             self.findings.add(
                 'contradiction', name, f'records another checksum of {min(twice)} than the other file checksums'
             )
-        self.checksums = self.checksums.merged(entries)
+        self.checksums = FileChecksums({**self.checksums, **entries})
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with the recorded checksum; adds a damage and returns None if it cannot be read."""
@@ -298,7 +294,7 @@ class _Check:
         if self.part is not None:
             # The checksums of the other files are on other disks.
             return
-        unlisted = {location: item for location, item in leaves.items() if not self.checksums.has_array(item[1])}
+        unlisted = {location: item for location, item in leaves.items() if not has_checksums(item[1], self.checksums)}
         for location, files in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
             name, _ = leaves[location]
             if isinstance(files, T5CkptError):

@@ -41,7 +41,7 @@ class ChecksumVerifier:
 
     def listed(self, prefix: str) -> list[str]:
         """The files with a checksum whose names begin with ``prefix``."""
-        return self._checksums.below(prefix)
+        return [file for file in self._checksums if file.startswith(prefix)]
 
     def compare(self, file: str, name: str, entry: FileEntry) -> None:
         """Compares a file's length and checksum with the recorded ones.

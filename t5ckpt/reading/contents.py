@@ -32,7 +32,6 @@ from t5ckpt.format.names import (
     MANIFEST,
     parse_step_dir,
     part_of,
-    part_text,
 )
 from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -84,7 +83,7 @@ class Contents:
         Raises:
           CorruptCheckpointError: it is a part; the text says how to restore it.
         """
-        _check_not_part(self.located, FileChecksums.recorded_by(self.facts, self.located.url))
+        _check_not_part(self.located, self.facts.digests)
 
     @contextlib.contextmanager
     def naming_part(self) -> Generator[None]:
@@ -148,8 +147,8 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_FACTS, None, raw.versions)
     refuse_pointer(raw.manifest, located.url)
-    facts, recorded = _recorded(located, raw)
-    recorded.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
+    facts = _facts(located, raw)
+    facts.digests.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
     try:
         manifest = decode_manifest(raw.manifest, located.url)
     except CorruptCheckpointError as error:
@@ -162,13 +161,11 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:
         return Contents(located, orbax.manifest, orbax.facts, None, raw.versions)
-    return Contents(located, manifest, facts, _file_checksums(located, raw, recorded), raw.versions)
+    return Contents(located, manifest, facts, _file_checksums(located, raw, facts.digests), raw.versions)
 
 
-def _recorded(located: Located, raw: RawFiles) -> tuple[Facts, FileChecksums]:
-    """The facts, and the checksums that they record."""
-    facts = NO_FACTS if raw.facts is None else decode_facts(raw.facts, located.url)
-    return facts, FileChecksums.recorded_by(facts, located.url)
+def _facts(located: Located, raw: RawFiles) -> Facts:
+    return NO_FACTS if raw.facts is None else decode_facts(raw.facts, located.url)
 
 
 def check_opens(storage: Storage, directory: str, manifest: bytes, facts: bytes | None) -> None:
@@ -204,7 +201,8 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
             f'{what}, so no checksum can be compared. {CURE_OF_DAMAGE} Checkpointer, open_checkpoint and load_t5x_checkpoint '
             "read it with verify='quick'. t5ckpt cp --trust-files copies it with new checksums."
         )
-    return FileChecksums.union(recorded.load_lists(lists.get, where).values())
+    loaded = recorded.load_lists(lists.get, where).values()
+    return FileChecksums({name: entry for entries in loaded for name, entry in entries.items()})
 
 
 def _check_not_part(located: Located, recorded: FileChecksums) -> None:
@@ -213,7 +211,11 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
         return
     part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
     if part is not None:
-        raise CorruptCheckpointError(part_text(storage.url(directory), part))
+        raise CorruptCheckpointError(
+            f'{storage.url(directory)} is the part of {part}: the other files are on the disks of the other processes. '
+            'Restore it in a job of several processes (or of one, if it has all chunks) with Checkpointer(local_dir=...), or '
+            'read the copy in checkpoints_dir.'
+        )
 
 
 def file_checksums_of(located: Located) -> FileChecksums | None:
@@ -223,7 +225,7 @@ def file_checksums_of(located: Located) -> FileChecksums | None:
       CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
     """
     raw = read_raw(located, checksums=True)
-    return _file_checksums(located, raw, _recorded(located, raw)[1])
+    return _file_checksums(located, raw, _facts(located, raw).digests)
 
 
 def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
@@ -232,8 +234,8 @@ def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
     Raises:
       CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
     """
-    _, recorded = _recorded(located, raw)
-    return recorded.merged(_file_checksums(located, raw, recorded) or {})
+    recorded = _facts(located, raw).digests
+    return FileChecksums({**recorded, **(_file_checksums(located, raw, recorded) or {})})
 
 
 def leaves_of(
@@ -249,7 +251,7 @@ def leaves_of(
       FormatError: a spec is not accepted.
     """
     manifest, tree_facts = contents.manifest, contents.facts.tree
-    before = checkpoint_leaves(manifest.state, manifest.version, tree_facts)
+    before = checkpoint_leaves(manifest.leaves, manifest.version, tree_facts)
     if not transforms:
         return before, tree_facts
     state: Any = unflatten(before)

@@ -32,7 +32,7 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
-from t5ckpt.errors import CorruptCheckpointError, StorageError, T5CkptError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.codecs import decoded
@@ -144,17 +144,7 @@ class TensorStoreArrays:
             # A damaged file is not one of an unknown format.
             self._checks.compare(file, name, entry_of(read[0]))
         other = other_zarray(read[0], array, f'{name} ({self.url(array)})')
-        if other is None:
-            return None
-        if other.codecs is not None:
-            return self._decoding(array, other, name)
-        try:
-            return self._open_with(array, other.metadata, name)
-        except CorruptCheckpointError as error:
-            # The file is JSON, of the right shape and of known codecs, so it has a value of another program.
-            raise UnsupportedFormatError(
-                f'{name} ({self.url(array)}): {error.__cause__}. It is not damaged.'
-            ) from error
+        return None if other is None else self._decoding(array, other, name)
 
     def _decoding(self, array: StoredArray, zarray: OtherZarray, name: str) -> Any:
         """A TensorStore of an array that numcodecs decodes, chunk by chunk."""
@@ -166,17 +156,17 @@ class TensorStoreArrays:
             box = Box(zip(domain.origin, domain.exclusive_max, strict=True))
             key = f'{array.location}/{grid.key(grid.index_of(box))}'
             found, where = self._files.read_if_there(key), f'{name} ({self.url(array)}): {key}'
-            if found is None:
-                if not self.is_filled(array, None):
-                    raise CorruptCheckpointError(f'{where} is missing. {CURE_OF_DAMAGE}')
-                # JSON has texts for NaN and infinities.
-                fill = zarray.metadata['fill_value']
-                out[...] = float(fill) if isinstance(fill, str) else fill
-                return
+            if found is None and not self.is_filled(array, None):
+                raise CorruptCheckpointError(f'{where} is missing. {CURE_OF_DAMAGE}')
             try:
-                values = np.frombuffer(decoded(found[0], zarray.codecs or ()), zarray.value_dtype)
+                if found is None:
+                    # JSON has texts for NaN and infinities.
+                    fill = zarray.metadata['fill_value']
+                    out[...] = float(fill) if isinstance(fill, str) else fill
+                    return
+                values = np.frombuffer(decoded(found[0], zarray.codecs), zarray.value_dtype)
                 whole = values.reshape(chunks, order=zarray.metadata['order'])
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise CorruptCheckpointError(f'{where} cannot be decoded: {error}. {CURE_OF_DAMAGE}') from error
             out[...] = whole[box.relative_to(grid.full_box(grid.index_of(box))).slices]
 

@@ -36,8 +36,9 @@ from t5ckpt.errors import (
     UnsafeSpecError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, is_spec, shape_of
-from t5ckpt.format.dtypes import dtype_from_typestr
+from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, shape_of
+from t5ckpt.format.decoding import decoding
+from t5ckpt.format.dtypes import TYPESTRS
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
 from t5ckpt.format.names import MANIFEST
@@ -55,7 +56,7 @@ from t5ckpt.format.orbax import (
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, check_size
 from t5ckpt.reading.open_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable, flatten_nested, unflatten, unique
+from t5ckpt.tree.leaf_table import MAX_DEPTH, Empty, LeafTable, unique
 from t5ckpt.tree.train_state import BARE_ARRAY
 
 _log = logging.getLogger('t5ckpt')
@@ -68,7 +69,7 @@ _ARRAY_HANDLER = '.ArrayCheckpointHandler'
 _TREE_HANDLERS = (_ARRAY_HANDLER, '.PyTreeCheckpointHandler', '.StandardCheckpointHandler')
 # The path at which ArrayCheckpointHandler stores its array.
 _ARRAY: Path = ('checkpoint',)
-_NO_ARRAY = {'None': None, 'Dict': {}, 'List': [], 'Tuple': ()}
+_NO_ARRAY = {'None': None, 'Dict': Empty('dict'), 'List': Empty('list'), 'Tuple': Empty('tuple')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | N
         impls = _key_impls(files, item, table)
         keys |= {(*prefix, *path) or BARE_ARRAY: impl for path, impl in impls.items()}
     facts = dataclasses.replace(_facts(files), tree=TreeFacts(keys=keys))
-    return OrbaxContents(Manifest(3, unflatten(state)), facts, left_out)
+    return OrbaxContents(Manifest(3, state), facts, left_out)
 
 
 def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path, str]:
@@ -125,11 +126,9 @@ def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path
         return {}
     where = join(directory, record.name)
     arrays = orbax_object(files.read(where), where).get('array_metadatas')
-    try:
+    with decoding(where):
         described = [array['array_metadata'] for array in arrays or ()]
         impls = {array['param_name']: (array.get('ext_metadata') or {}).get('random_key_impl') for array in described}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
     return {names[name]: str(impl) for name, impl in impls.items() if name in names and impl is not None}
 
 
@@ -220,14 +219,13 @@ def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:
     where = storage.url(join(base, TREE_METADATA))
     data = files.read(join(item, TREE_METADATA))
     texts = files.read(join(item, STRINGS)) if storage.is_file(join(base, STRINGS)) else b'{}'
-    try:
+    with decoding(where):
         metadata = json.loads(data)
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
         unique(leaves)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
-    strings = _strings(texts, join(item, STRINGS))
+    with decoding(join(item, STRINGS)):
+        strings = {str(name): str(text) for name, text in json.loads(texts).items()}
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
@@ -248,36 +246,17 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
     return path
 
 
-def _strings(data: bytes, key: str) -> Mapping[str, str]:
-    try:
-        return {str(name): str(text) for name, text in json.loads(data).items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
-
-
-def _has_placeholders(state: Mapping[str, Any]) -> bool:
-    """Whether any leaf is a placeholder for an array of Orbax's older layout."""
-    for value in state.values():
-        if isinstance(value, dict):
-            # A spec is a leaf, and most manifests have thousands.
-            if not is_spec(value) and _has_placeholders(value):
-                return True
-        elif isinstance(value, str) and value.startswith(PLACEHOLDER):
-            return True
-    return False
-
-
 def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxContents | None:
     """A manifest with the array for each ``PLACEHOLDER://<name>``; None if there is no placeholder."""
-    if not _has_placeholders(manifest.state):
-        return None
-    table = flatten_nested(manifest.state, is_spec)
-    placeholders = {
-        path: leaf for path, leaf in table.items() if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
+    names = {
+        path: leaf.removeprefix(PLACEHOLDER)
+        for path, leaf in manifest.leaves.items()
+        if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER)
     }
-    names = {path: leaf.removeprefix(PLACEHOLDER) for path, leaf in placeholders.items()}
-    state = unflatten(table | array_leaves(files, '', names, 'zarr'))
-    return OrbaxContents(dataclasses.replace(manifest, state=state), _facts(files))
+    if not names:
+        return None
+    leaves = manifest.leaves | array_leaves(files, '', names, 'zarr')
+    return OrbaxContents(dataclasses.replace(manifest, leaves=leaves), _facts(files))
 
 
 def array_leaves(
@@ -351,14 +330,12 @@ def _safe(name: str) -> str:
 
 def _array(data: bytes, location: str, driver: str, where: str) -> StoredArray | str | None:
     """The array of this metadata, the name of its dtype if it is unknown, or None for a group."""
-    try:
+    with decoding(f'{where}: array metadata'):
         metadata = json.loads(data)
         if metadata.get('node_type') == 'group':
             return None
         claimed = metadata['shape']
         name = str(metadata['data_type'] if driver == 'zarr3' else metadata['dtype'])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
-    dtype = dtype_from_typestr(name)
+    dtype = TYPESTRS.get(name)
     return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, dtype, driver=driver)

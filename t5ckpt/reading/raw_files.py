@@ -15,7 +15,7 @@ from t5ckpt.catalog.facts_files import facts_file, facts_files
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import is_file_checksums
 from t5ckpt.format.safetensors import is_tensor_file
@@ -82,7 +82,7 @@ def _read_lists(located: Located, files: CheckpointFiles, facts: bytes | None) -
     else:
         # Damaged facts are reported where they are decoded, as is a missing list.
         with contextlib.suppress(CorruptCheckpointError):
-            names = FileChecksums.recorded_in(facts, located.url).lists
+            names = decode_facts(facts, located.url).digests.lists
     lists: dict[str, bytes] = {}
     for name in names:
         with contextlib.suppress(CheckpointNotFoundError):

@@ -24,7 +24,7 @@ from t5ckpt.format.orbax import OCDBT_MANIFEST
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.orbax import OrbaxContents, array_leaves
 from t5ckpt.storage import foreign_errors
-from t5ckpt.tree.leaf_table import MAX_DEPTH, unflatten
+from t5ckpt.tree.leaf_table import MAX_DEPTH, LeafTable
 
 _log = logging.getLogger('t5ckpt')
 
@@ -47,7 +47,7 @@ def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents
     # A group of v3 has the same file as an array.
     groups = {name[: end.start()] for name in by_file['zarr.json'] for end in re.finditer('/', name)}
     unread: dict[Path, str] = {}
-    leaves = {
+    leaves: LeafTable = {
         path: leaf
         for driver, file in METADATA_FILES.items()
         for path, leaf in array_leaves(
@@ -82,7 +82,7 @@ def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents
         raise UnsupportedFormatError(f'{text}. There is no other array: write them in another dtype.')
     if left_out and logs_items:
         _log.warning('t5ckpt: %s', printable(text))
-    return OrbaxContents(Manifest(3, unflatten(leaves)), _facts(files), left_out, by_name)
+    return OrbaxContents(Manifest(3, leaves), _facts(files), left_out, by_name)
 
 
 def _keys(files: CheckpointFiles, where: str) -> list[str]:

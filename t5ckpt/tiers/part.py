@@ -82,17 +82,20 @@ class Part:
         manifest, facts = split_facts(storage.read(join(directory, MANIFEST)))
         facts = read_facts_file(storage, directory) if facts is None else facts
         decoded = decode_facts(facts, where(MANIFEST))
-        recorded = FileChecksums.recorded_by(decoded, where(MANIFEST))
-        recorded.check(MANIFEST, entry_of(manifest), where(MANIFEST))
+        decoded.digests.check(MANIFEST, entry_of(manifest), where(MANIFEST))
         sizes = {key.removeprefix(f'{directory}/'): size for key, size in storage.walk(directory)}
         copies = FileChecksums()
         if COPIES in sizes:
             copies = FileChecksums.decode(storage.read(join(directory, COPIES)), where(COPIES))
-        lists = recorded.load_lists(lambda name: storage.read(join(directory, name)) if name in sizes else None, where)
-        checksums = FileChecksums.union((copies, *lists.values()))
+        lists = decoded.digests.load_lists(
+            lambda name: storage.read(join(directory, name)) if name in sizes else None, where
+        )
+        checksums = FileChecksums({name: entry for files in (copies, *lists.values()) for name, entry in files.items()})
         there = frozenset(name for name, entry in checksums.items() if sizes.get(name) == entry[0])
         has_removed, created = DATASET_REMOVED in sizes, decoded.created_unix or 0.0
-        return cls(storage, step, manifest, facts, lists, checksums, there, len(recorded.lists), created, has_removed)
+        return cls(
+            storage, step, manifest, facts, lists, checksums, there, len(decoded.digests.lists), created, has_removed
+        )
 
     @property
     def save(self) -> str:

@@ -96,8 +96,7 @@ class Leader:
         """Writes the list of the lost disk, whose files the processes have sent; returns its size."""
         name = file_checksums_name(self.orders.lost.index)
         data = FileChecksums({key: entry for entries in entry_maps for key, entry in entries.items()}).encode()
-        recorded = FileChecksums.recorded_in(part.facts, MANIFEST)
-        if recorded.get(name) != entry_of(data):
+        if decode_facts(part.facts, MANIFEST).digests.get(name) != entry_of(data):
             raise NotUploadableError(f'{name} is on no disk, and cannot be made from the other disks')
         self._run.write(join(directory, name), data)
         return len(data)

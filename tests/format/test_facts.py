@@ -12,6 +12,7 @@ from support.golden import TESTDATA
 from t5ckpt import errors
 from t5ckpt.core.text import finite_json
 from t5ckpt.format.facts import FORMAT, NO_FACTS, Facts, TreeFacts, decode_facts, encode_facts
+from t5ckpt.format.file_checksums import FileChecksums
 
 WRITTEN = {path.stem: path.read_bytes() for path in sorted((TESTDATA / 'sidecars').glob('*.json'))}
 WRITER = {'name': 't5ckpt', 'version': '0.1.0', 'host': 'host', 'pid': 1234, 'place': 'boot/pid:[1]', 'born': '56789'}
@@ -48,11 +49,13 @@ def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(nam
 
 
 def test_names_below_the_directory_of_a_save():
-    facts = Facts(TreeFacts(stored={'u': 'uint4'}), digests={'checkpoint': [1, 'a'], 'integrity.0.json': [2, 'b']})
+    manifest, checksums = (1, 'a' * 16), (2, 'b' * 16)
+    digests = FileChecksums({'checkpoint': manifest, 'integrity.0.json': checksums})
+    facts = Facts(TreeFacts(stored={'u': 'uint4'}), digests=digests)
     directory = 't5ckpt-074e217ae24b59a5'
     moved = decode_facts(encode_facts(dataclasses.replace(facts, positions_in=directory)), '')
     assert moved.tree.stored == {f'{directory}/u': 'uint4'}
-    assert moved.digests == {'checkpoint': [1, 'a'], f'{directory}/integrity.0.json': [2, 'b']}
+    assert moved.digests == {'checkpoint': manifest, f'{directory}/integrity.0.json': checksums}
     assert decode_facts(encode_facts(dataclasses.replace(moved, positions_in='')), '') == facts
 
 
@@ -77,7 +80,7 @@ def test_the_fields_of_a_save():
         created_unix=1_700_000_000.0,
         bytes=345845,
         files=7,
-        digests=saved['digests'],
+        digests=FileChecksums.parse(saved['digests']),
         metrics={'acc': 0.5, 'loss': 1.0},
         devices=4,
         custom_metadata={'a': [1, {'b': None}]},
@@ -127,7 +130,9 @@ def test_metrics_that_are_no_numbers_and_other_directories_are_left_out():
 
 def test_a_newer_format_is_refused():
     newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
-    with pytest.raises(errors.UnsupportedFormatError, match=f'here has facts of version {FORMAT + 1}.* Update t5ckpt'):
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=f'here: its facts are of version {FORMAT + 1}.* Update t5ckpt'
+    ):
         decode_facts(newer, 'here')
     with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
         decode_facts(with_fields(WRITTEN['saved'], format='two'), 'here')
@@ -143,7 +148,7 @@ def test_damaged_facts_are_refused():
 def test_names_with_the_directory_of_the_save_are_read_without_it_twice():
     """Facts of a bucket had both until 28 November 2026."""
     where = 't5ckpt-0123456789abcdef'
-    digests = {f'{where}/integrity.0.json': [5, 'a' * 16]}
+    digests = FileChecksums({f'{where}/integrity.0.json': (5, 'a' * 16)})
     facts = Facts(TreeFacts(stored={f'{where}/a': 'uint4'}), digests=digests, positions_in=where)
     full = with_fields(encode_facts(facts), digests=digests, tree={'stored': [[[f'{where}/a'], 'uint4']]})
     assert decode_facts(full, 'facts') == decode_facts(encode_facts(facts), 'facts')

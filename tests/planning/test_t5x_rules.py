@@ -238,9 +238,9 @@ def test_a_huge_leaf_of_a_manifest_is_split_as_flax_splits_it():
     values = np.arange(1000, dtype=np.float32).reshape(10, 100)
     data = encode_manifest({'target': {'w': values, 'small': values[:1]}}, split_bytes=1001)
     assert_same(serialization.msgpack_restore(data)['optimizer']['target']['w'], values)
-    decoded = decode_manifest(data, 'checkpoint').state['target']
-    assert_same(decoded['w'], values)
-    assert_same(decoded['small'], values[:1])
+    leaves = decode_manifest(data, 'checkpoint').leaves
+    assert_same(leaves['target', 'w'], values)
+    assert_same(leaves['target', 'small'], values[:1])
 
 
 def test_adafactor_by_the_leaves_shardings(run_dir):

@@ -20,6 +20,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.format.facts import Facts, TreeFacts, encode_facts
+from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.storage import open_storage
 
@@ -112,7 +113,7 @@ UNREADABLE = {
     'a dtype that nothing is stored as': (with_spec('w/'), Facts(TreeFacts(stored={'w': 'float64'}))),
     'a spec that leads elsewhere': (with_spec('../w/'), None),
     'a truncated manifest': (GOOD[:-1], None),
-    'another checksum of the manifest': (GOOD, Facts(digests={'checkpoint': [1, '0' * 16]})),
+    'another checksum of the manifest': (GOOD, Facts(digests=FileChecksums({'checkpoint': (1, '0' * 16)}))),
 }
 
 

@@ -31,7 +31,7 @@ from t5ckpt.storage.durable import (
     sync_dir,
     write_synced,
 )
-from t5ckpt.storage.error_mapping import foreign_errors
+from t5ckpt.storage.error_mapping import foreign_errors, map_os_error
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.memory_limit import check_whole_read
 from t5ckpt.storage.options import FileOptions
@@ -202,11 +202,12 @@ class FileStorage(Storage):
                 try:
                     info = item.stat()
                 except OSError as error:
-                    # The name was just deleted or is a dangling link. After any other error, the listing would be incomplete.
-                    if error.errno not in (errno.ENOENT, errno.ELOOP):
-                        raise
                     if item.is_symlink():
+                        # What it leads to cannot be inspected. It does not keep the other names from being listed.
                         entries.append(Entry(item.name, is_dir=True))
+                    elif error.errno != errno.ENOENT:
+                        # The listing would be incomplete, except without a name that was just deleted.
+                        raise
                 else:
                     is_dir = stat.S_ISDIR(info.st_mode)
                     entries.append(Entry(item.name, is_dir, 0 if is_dir else info.st_size))
@@ -252,7 +253,11 @@ class FileStorage(Storage):
 
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):
-            rename_durably(self._path(source), self._path(target))
+            try:
+                rename_durably(self._path(source), self._path(target))
+            except FileNotFoundError as error:
+                # The system does not say of which name.
+                raise map_os_error(error, self.url(source)) from error
 
     def exchange(self, source: str, target: str) -> bool:
         with foreign_errors(self.url(target)):

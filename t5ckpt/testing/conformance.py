@@ -15,7 +15,7 @@ import pathlib
 import numpy as np
 import tensorstore as ts
 
-from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
 from t5ckpt.storage import Storage
 
 
@@ -152,7 +152,7 @@ class StorageConformance:
         again.close()
 
     def test_publish(self, tmp_path: pathlib.Path) -> None:
-        """``publish`` renames a whole directory, and never replaces one."""
+        """``publish`` renames a whole directory, and never replaces one; an error names the source if it does not exist."""
         storage = self.make(tmp_path)
         if not storage.commits_by_rename:
             return
@@ -169,6 +169,12 @@ class StorageConformance:
             _check(self.raw(storage, 'taken/x') == b'taken', 'publish wrote over something')
         else:
             raise AssertionError('publish took a name that was taken')
+        try:
+            storage.publish('gone', 'elsewhere')
+        except T5CkptError as error:
+            _check('gone' in str(error) and 'elsewhere' not in str(error), f'the error does not name the source: {error}')
+        else:
+            raise AssertionError('publish of nothing did not fail')
 
     def test_tensorstore_reads_and_writes_the_same_files(self, tmp_path: pathlib.Path) -> None:
         """Files written by ``start_write`` can be read from the storage, and the other way round."""

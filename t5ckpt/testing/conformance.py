@@ -172,7 +172,9 @@ class StorageConformance:
         try:
             storage.publish('gone', 'elsewhere')
         except T5CkptError as error:
-            _check('gone' in str(error) and 'elsewhere' not in str(error), f'the error does not name the source: {error}')
+            _check(
+                'gone' in str(error) and 'elsewhere' not in str(error), f'the error does not name the source: {error}'
+            )
         else:
             raise AssertionError('publish of nothing did not fail')
 

@@ -252,13 +252,6 @@ class Storage(ABC):
     def delete_tree(self, key: str) -> None:
         """Removes everything below ``key``, and the directory."""
 
-    def delete_empty(self, key: str) -> bool:
-        """Removes a directory if it is empty, in one operation if the storage can; returns whether it did."""
-        if self.entries(key):
-            return False
-        self.delete_tree(key)
-        return True
-
     @abstractmethod
     def array_kvstore(self, key: str) -> dict[str, Any]:
         """The absolute TensorStore kvstore spec of the directory ``key``, for reads; ``azure`` has none for writes."""

@@ -292,16 +292,6 @@ class FileStorage(Storage):
             else:
                 _remove_tree(path)
 
-    def delete_empty(self, key: str) -> bool:
-        try:
-            with foreign_errors(self.url(key)):
-                os.rmdir(self._path(key))
-        except StorageError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return False
-        return True
-
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {'driver': 'file', 'path': self._path(key).rstrip('/') + '/'}
 

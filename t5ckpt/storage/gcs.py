@@ -108,24 +108,19 @@ class GcsRequests(HttpRequests):
         except (ValueError, KeyError, TypeError):
             return None
 
-    def children(self, prefix: str) -> list[str]:
-        """See the base class."""
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]:
         fields = 'kind,nextPageToken,prefixes,items/name'
-        query = {'delimiter': '/', 'fields': fields, 'prefix': prefix}
-        children: list[str] = []
-        while True:
-            reply = self._list(f'{self._objects}?{urllib.parse.urlencode(query)}')
-            try:
-                answer = json.loads(reply)
-                children += [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]
-                kind = answer['kind']
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise RefusedError.of(200, f'the answer is not a listing of Google ({error})') from error
-            if kind != 'storage#objects':
-                raise RefusedError.of(200, f'the answer is a {kind}, not a listing of Google')
-            if not answer.get('nextPageToken'):
-                return children
-            query['pageToken'] = answer['nextPageToken']
+        query = {'delimiter': '/', 'fields': fields, 'prefix': prefix, **({'pageToken': token} if token else {})}
+        reply = self._request('GET', f'{self._objects}?{urllib.parse.urlencode(query)}', {})
+        try:
+            answer = json.loads(reply)
+            names = [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]
+            kind = answer['kind']
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RefusedError.of(200, f'the answer is not a listing of Google ({error})') from error
+        if kind != 'storage#objects':
+            raise RefusedError.of(200, f'the answer is a {kind}, not a listing of Google')
+        return names, answer.get('nextPageToken')
 
 
 def _signer() -> Sign:

@@ -30,7 +30,7 @@ from t5ckpt.errors import AccessDeniedError, InvalidPathError
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.options import S3Options
-from t5ckpt.storage.server_requests import HttpRequests, RefusedError, Sign, log_lack
+from t5ckpt.storage.server_requests import HttpRequests, RefusedError, Sign, log_lack, retried
 
 # docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
 _NAME = re.compile('[a-z0-9.-]+')
@@ -160,23 +160,20 @@ class S3Requests(HttpRequests):
         copied = _ETAG.search(self._request('PUT', self._target(target), headers))
         return None if copied is None else _ETAG_FOLLOWS + html.unescape(copied[1].decode()).encode()
 
-    def children(self, prefix: str) -> list[str]:
-        """See the base class."""
-        query = {'delimiter': '/', 'encoding-type': 'url', 'list-type': '2', 'prefix': prefix}
-        children: list[str] = []
-        while True:
-            encoded = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe='-._~')
-            reply = self._list(f'/{self._bucket}?{encoded}')
-            if b'</ListBucketResult>' not in reply:
-                raise RefusedError.of(200, 'the answer is not a listing of S3')
-            decode = urllib.parse.unquote_plus if b'<EncodingType>url<' in reply else html.unescape
-            children += [decode(child.decode()) for child in _CHILD.findall(reply)]
-            page = _NEXT_PAGE.search(reply)
-            if page is None and b'<IsTruncated>true<' in reply:
-                raise RefusedError.of(200, 'the answer has no token of the next page')
-            if page is None:
-                return children
-            query['continuation-token'] = html.unescape(page[1].decode())
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]:
+        # Sorted, as the signature requires.
+        query = {'continuation-token': token} if token else {}
+        query |= {'delimiter': '/', 'encoding-type': 'url', 'list-type': '2', 'prefix': prefix}
+        encoded = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe='-._~')
+        reply = self._request('GET', f'/{self._bucket}?{encoded}', {})
+        if b'</ListBucketResult>' not in reply:
+            raise RefusedError.of(200, 'the answer is not a listing of S3')
+        decode = urllib.parse.unquote_plus if b'<EncodingType>url<' in reply else html.unescape
+        names = [decode(child.decode()) for child in _CHILD.findall(reply)]
+        page = _NEXT_PAGE.search(reply)
+        if page is None and b'<IsTruncated>true<' in reply:
+            raise RefusedError.of(200, 'the answer has no token of the next page')
+        return names, page and html.unescape(page[1].decode())
 
     def delete_unchanged(self, key: str, version: bytes) -> bool | None:
         """Deletes an object if it has this version; returns False if it has another or is gone, None if unsupported."""
@@ -184,7 +181,7 @@ class S3Requests(HttpRequests):
             return None
         headers = {'If-Match': version.removeprefix(_ETAG_FOLLOWS).decode()}
         try:
-            self._request('DELETE', self._target(key), headers)
+            retried(lambda: self._request('DELETE', self._target(key), headers), self._patience)
         except RefusedError as error:
             if error.is_transient or error.is_of_credentials:
                 raise

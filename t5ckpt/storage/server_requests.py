@@ -93,6 +93,22 @@ def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
         delay = min(2 * delay, _LAST_DELAY)
 
 
+def pages(page: Callable[[Any], tuple[list[str], Any]], patience: float) -> list[str]:
+    """The names in all pages of a listing.
+
+    Args:
+      page: returns the names in a page and the token of the next page, if there is one; takes its own token, None for the first.
+      patience: seconds for retries of each request.
+    """
+    names: list[str] = []
+    token = None
+    while True:
+        found, token = retried(functools.partial(page, token), patience)
+        names += found
+        if not token:
+            return names
+
+
 @functools.cache
 def log_lack(scheme: str, cause: str) -> None:
     """Logs once why there are none of these requests."""
@@ -100,7 +116,7 @@ def log_lack(scheme: str, cause: str) -> None:
 
 
 class ServerRequests(ABC):
-    """The requests to one bucket.
+    """The requests to one bucket. A subclass sends them, each once: this class repeats those that fail.
 
     Attributes:
       bulk_keys: how many keys one request deletes, where there is such a request.
@@ -122,7 +138,7 @@ class ServerRequests(ABC):
         if not self.copies or time.monotonic() < self._paused_until:
             return None
         try:
-            return self._copy(source, target, version)
+            return retried(functools.partial(self._copy, source, target, version), self._patience)
         except RefusedError as error:
             if not error.is_of_object:
                 self.copies = error.is_transient or error.is_of_credentials
@@ -133,15 +149,19 @@ class ServerRequests(ABC):
     @abstractmethod
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
 
-    @abstractmethod
     def children(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix and have no slash after it, and the directories, which end with one."""
+        # For half of the patience: TensorStore's listing or a probe follows if it fails.
+        return pages(functools.partial(self._page, prefix), self._patience / 2)
+
+    @abstractmethod
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]: ...
 
     def delete_many(self, keys: Sequence[str]) -> bool:
         """Deletes objects with few requests; returns False if it is not known that all are gone."""
         try:
             return self._deletes_many and all(
-                self._delete_batch(keys[start : start + self.bulk_keys])
+                retried(functools.partial(self._delete_batch, keys[start : start + self.bulk_keys]), self._patience)
                 for start in range(0, len(keys), self.bulk_keys)
             )
         except RefusedError as error:
@@ -175,34 +195,19 @@ class HttpRequests(ServerRequests):
             headers = urllib3.make_headers(proxy_basic_auth=owner)
             self._pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
 
-    def _list(self, target: str) -> bytes:
-        """Sends a request for a listing, for half of the patience: TensorStore's listing follows if it fails."""
-        return self._request('GET', target, {}, patience=self._patience / 2)
-
-    def _request(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        body: bytes = b'',
-        patience: float | None = None,
-    ) -> bytes:
-        """Sends a request until it succeeds or is refused; returns the body of the answer.
+    def _request(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b'') -> bytes:
+        """Sends a request; returns the body of the answer.
 
         Raises:
-          RefusedError: the server refused it, or failed each attempt.
+          RefusedError: the server refused or failed it.
         """
-
-        def attempt() -> bytes:
-            try:
-                url = f'{self._endpoint}{target}'
-                signed = self._sign(headers, method, url, body)
-                reply = self._pool.urlopen(method, url, body=body, headers=signed, retries=False, redirect=False)
-            except Exception as error:
-                # Of urllib3, or of the library that finds the credentials.
-                raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
-            if 200 <= reply.status < 300:
-                return reply.data
-            raise RefusedError.of(reply.status, reply.data[:300].decode(errors='replace'))
-
-        return retried(attempt, self._patience if patience is None else patience)
+        try:
+            url = f'{self._endpoint}{target}'
+            signed = self._sign(headers, method, url, body)
+            reply = self._pool.urlopen(method, url, body=body, headers=signed, retries=False, redirect=False)
+        except Exception as error:
+            # Of urllib3, or of the library that finds the credentials.
+            raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
+        if 200 <= reply.status < 300:
+            return reply.data
+        raise RefusedError.of(reply.status, reply.data[:300].decode(errors='replace'))

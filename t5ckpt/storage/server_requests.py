@@ -1,8 +1,7 @@
 """Requests to an object store that TensorStore does not send: listings with a delimiter, copies, conditional or bulk deletions.
 
 They are sent from any thread. A failed request is retried with growing, random delays until the patience is over. Errors have the
-texts of TensorStore's, so ``storage/error_mapping.py`` maps them. S3 and Google's storage get them over urllib3's connections,
-which botocore and requests bring along.
+texts of TensorStore's, so ``storage/error_mapping.py`` maps them.
 
 Without the libraries and the credentials, an object store has none of these requests: arrays are uploaded, keys are deleted one
 by one, and a listing of steps lists the keys of their chunks.
@@ -11,15 +10,12 @@ by one, and a listing of steps lists the keys of their chunks.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import random
 import re
 import time
-import urllib.parse
-import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from t5ckpt.storage.error_mapping import EXPIRED
@@ -29,11 +25,9 @@ _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 41
 # Of S3: another request to the same key was under way. Other answers of this status do not change.
 _CONFLICT = re.compile(r'\b(ConditionalRequestConflict|OperationAborted)\b')
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
-_MOST_CONNECTIONS = 100
+MOST_CONNECTIONS = 100
 _log = logging.getLogger('t5ckpt')
 _Answer = TypeVar('_Answer')
-Sign = Callable[[Mapping[str, str], str, str, bytes], Mapping[str, str]]
-"""Returns the headers of a request with those that show who sends it; takes its headers, method, URL and body."""
 
 
 class RefusedError(ValueError):
@@ -174,40 +168,3 @@ class ServerRequests(ABC):
     def _delete_batch(self, keys: Sequence[str]) -> bool:
         del keys
         return False
-
-
-class HttpRequests(ServerRequests):
-    """Requests that are sent over connections of urllib3."""
-
-    def __init__(self, endpoint: str, url: str, patience: float, sign: Sign):
-        """Takes the server's address and a function that signs requests, too."""
-        super().__init__(url, patience)
-        self._sign, self._endpoint = sign, endpoint
-        urllib3: Any = importlib.import_module('urllib3')
-        # An attempt must end before the patience does.
-        settings = {'timeout': max(1.0, patience / 2), 'maxsize': _MOST_CONNECTIONS}
-        parts = urllib.parse.urlsplit(endpoint)
-        proxy = urllib.request.getproxies().get(parts.scheme)
-        if proxy is None or urllib.request.proxy_bypass(parts.netloc):
-            self._pool: Any = urllib3.PoolManager(**settings)
-        else:
-            owner = urllib.parse.unquote(urllib3.util.parse_url(proxy).auth or '')
-            headers = urllib3.make_headers(proxy_basic_auth=owner)
-            self._pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
-
-    def _request(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b'') -> bytes:
-        """Sends a request; returns the body of the answer.
-
-        Raises:
-          RefusedError: the server refused or failed it.
-        """
-        try:
-            url = f'{self._endpoint}{target}'
-            signed = self._sign(headers, method, url, body)
-            reply = self._pool.urlopen(method, url, body=body, headers=signed, retries=False, redirect=False)
-        except Exception as error:
-            # Of urllib3, or of the library that finds the credentials.
-            raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
-        if 200 <= reply.status < 300:
-            return reply.data
-        raise RefusedError.of(reply.status, reply.data[:300].decode(errors='replace'))

@@ -51,6 +51,7 @@ _UNSIGNED = 'Check the key or the shared access signature, and the clock of this
 # The errors of azure-storage-blob for an answer that is not one of Azure's, such as a web page.
 _MALFORMED = (AttributeError, KeyError, SyntaxError, TypeError, ValueError)
 _Answer = TypeVar('_Answer')
+_Generation = ts.KvStore.TimestampedStorageGeneration
 
 
 class AzureStorage(BucketStorage):
@@ -298,13 +299,13 @@ class AzureClient(ServerRequests):
             data, etag = self._ask(head if part.stop == part.start else whole)
         except RefusedError as error:
             if error.code == _NO_BLOB:
-                return ts.KvStore.ReadResult('missing', b'', ts.KvStore.TimestampedStorageGeneration(ABSENT))
+                return ts.KvStore.ReadResult('missing', b'', _Generation(ABSENT))
             if error.status in (304, 412):
                 return ts.KvStore.ReadResult()
             raise
         return ts.KvStore.ReadResult('value', data, _generation(etag))
 
-    def _write(self, key: str, value: bytes | None, expected: bytes | None) -> ts.KvStore.TimestampedStorageGeneration:
+    def _write(self, key: str, value: bytes | None, expected: bytes | None) -> _Generation:
         blob = self._blobs.get_blob_client(key)
         options: dict[str, Any] = {}
         if expected not in (None, ABSENT):
@@ -312,15 +313,15 @@ class AzureClient(ServerRequests):
         try:
             if value is None:
                 self._ask(lambda: blob.delete_blob(delete_snapshots='include', **options))
-                return ts.KvStore.TimestampedStorageGeneration(ABSENT)
+                return _Generation(ABSENT)
             options['overwrite'] = expected != ABSENT
             return _generation(self._ask(lambda: blob.upload_blob(value, length=len(value), **options))['etag'])
         except RefusedError as error:
             is_gone = error.code == _NO_BLOB
             if is_gone and expected is None:
-                return ts.KvStore.TimestampedStorageGeneration(ABSENT)
+                return _Generation(ABSENT)
             if is_gone or error.code == _EXISTS or error.status in (304, 412):
-                return ts.KvStore.TimestampedStorageGeneration(b'')
+                return _Generation(b'')
             raise
 
     def _delete_batch(self, keys: Sequence[str]) -> bool:
@@ -361,10 +362,10 @@ class AzureClient(ServerRequests):
             raise RefusedError.of(200, f'the answer is not one of Azure ({error})') from error
 
 
-def _generation(etag: str | None) -> ts.KvStore.TimestampedStorageGeneration:
+def _generation(etag: str | None) -> _Generation:
     if not etag:
         raise RefusedError.of(200, 'the answer has no ETag')
-    return ts.KvStore.TimestampedStorageGeneration(etag.encode())
+    return _Generation(etag.encode())
 
 
 def _is_directory(blob: Any) -> bool:

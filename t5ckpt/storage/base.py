@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
-__all__ = ['Entry', 'Lock', 'Storage', 'foreign_errors']
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:

@@ -74,7 +74,7 @@ class _Outage:
 class BucketStorage(Storage):
     """A prefix of a bucket.
 
-    Safe from any thread. A subclass has ``scheme`` and ``driver``; ``open_at`` in its module is listed in ``storage/open.py``.
+    Safe from any thread. A subclass has ``scheme`` and ``driver``, and its module ``open_at``.
     """
 
     commits_by_rename = False
@@ -189,8 +189,6 @@ class BucketStorage(Storage):
         try:
             with bucket_errors(self.url(key), 'writing'):
                 self.wait(self.start_write(key, data))
-        except AccessDeniedError:
-            raise
         except StorageError:
             if not self._has_data(key, data):
                 raise
@@ -205,18 +203,12 @@ class BucketStorage(Storage):
             return False
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
-        expected = ABSENT if version is None else version
-        written = None
         try:
-            if self._compares(expected):
-                written = self._change(key, data, expected)
-        except AccessDeniedError:
-            raise
+            written = self._change(key, data, ABSENT if version is None else version)
         except StorageError:
-            if self._compares(expected):
-                if not self._has_data(key, data):
-                    raise
-                written = b''
+            if not self._has_data(key, data):
+                raise
+            written = b''
         if written is None:
             return super().replace(key, data, version)
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
@@ -230,22 +222,27 @@ class BucketStorage(Storage):
         """Whether the server compares this version, ``ABSENT`` or that of an object, as far as is known."""
         return not (self._ignores_conditions or (self._refuses_changes and version != ABSENT))
 
-    def _change(self, key: str, data: bytes | None, version: bytes) -> bytes:
-        """Writes or deletes a key that has this version; returns the new version, b'' if it was refused.
+    def _change(self, key: str, data: bytes | None, version: bytes) -> bytes | None:
+        """Writes or deletes a key that has this version.
+
+        Returns:
+          The new version, b'' if the server refused it, None if the server does not compare this version.
 
         Raises:
           StorageError: the request failed; it may have been applied.
         """
+        if not self._compares(version):
+            return None
         try:
             written = self._changed(key, data, version)
-        except AccessDeniedError:
-            raise
         except StorageError as error:
             if _NOT_IMPLEMENTED in str(error.__cause__):
                 self._refuses_changes = True
                 if self._ignores_conditions is None:
                     self._note_conditions(is_ignored=True)
-            raise
+            if self._compares(version):
+                raise
+            return None
         if self._ignores_conditions is None and written and version == ABSENT:
             again = self._changed(key, data, version)
             self._note_conditions(is_ignored=bool(again))
@@ -285,16 +282,11 @@ class BucketStorage(Storage):
             if self.is_file(key):
                 raise StorageError(error.errno, f'{error} It may disappear, if the request arrives later.') from error
             return True
-        return super().delete_unchanged(key, version) if is_done is None else is_done or not self.is_file(key)
+        return super().delete_unchanged(key, version) if is_done is None else bool(is_done) or not self.is_file(key)
 
-    def _delete_if_unchanged(self, key: str, version: Any) -> bool | None:
-        """Deletes a key that has this version; returns False if it was refused, None if the server compares no versions."""
-        try:
-            return bool(self._change(key, None, version)) if self._compares(version) else None
-        except StorageError:
-            if self._compares(version):
-                raise
-            return None
+    def _delete_if_unchanged(self, key: str, version: Any) -> bool | bytes | None:
+        """Deletes a key that has this version; returns what ``_change`` does."""
+        return self._change(key, None, version)
 
     @property
     def copies(self) -> bool:
@@ -336,7 +328,7 @@ class BucketStorage(Storage):
         names = self._delimited(below)
         keys = self._keys(key) if names is None else [name[len(below) :] for name in names]
         children: dict[str, bool] = {}
-        for name in sorted(keys):
+        for name in keys:
             # Consoles create keys that end with a slash to show a directory. A file and a directory may have one name.
             first, slash, _ = name.partition('/')
             if first:
@@ -483,13 +475,9 @@ class BucketStorage(Storage):
             return
         half = self._patience / 2
         with self._lock:
-            before = self._outage
-            if before is None:
-                outage = _Outage(outage.since, min(_FIRST_PROBE_SECONDS, half), answer)
-            else:
-                since, seconds = min(before.since, outage.since), min(2 * before.seconds, half)
-                outage = _Outage(since, seconds, answer or before.answer)
-            self._outage = outage
+            before = self._outage or _Outage(outage.since, _FIRST_PROBE_SECONDS / 2)
+            since, seconds = min(before.since, outage.since), min(2 * before.seconds, half)
+            self._outage = outage = _Outage(since, seconds, answer or before.answer)
             # Requests that cannot connect block the queues for minutes, so the next requests get new queues.
             self._context = self._kv = self._probe_kv = None
         wait = "storage_options={'retry_seconds': ...} sets the wait."

@@ -185,20 +185,16 @@ class FileStorage(Storage):
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
 
-    def _scan(self, key: str) -> list[os.DirEntry[str]] | None:
-        try:
-            with os.scandir(self._path(key)) as scan:
-                return sorted(scan, key=lambda item: item.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
     def entries(self, key: str = '') -> list[Entry]:
         entries: list[Entry] = []
         with foreign_errors(self.url(key)):
-            items = self._scan(key)
-            if items is None:
+            try:
+                with os.scandir(self._path(key)) as scan:
+                    items = sorted(scan, key=lambda item: item.name)
+            except (FileNotFoundError, NotADirectoryError):
                 self._check_links()
-            for item in items or ():
+                return []
+            for item in items:
                 try:
                     info = item.stat()
                 except OSError as error:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.options import GcsOptions, stall_seconds
+from t5ckpt.storage.options import BucketOptions, stall_seconds
 from t5ckpt.storage.server_requests import MOST_CONNECTIONS, RefusedError, ServerRequests, log_lack
 
 _ENDPOINT = 'TENSORSTORE_GCS_HTTP_URL'
@@ -40,7 +40,7 @@ class GcsStorage(BucketStorage):
     driver = 'gcs'
     orbax_commits = True
 
-    def __init__(self, bucket: str, prefix: str, options: GcsOptions):
+    def __init__(self, bucket: str, prefix: str, options: BucketOptions):
         """Takes the bucket, the prefix and the options."""
         self._server = (os.environ.get(_ENDPOINT) or _PUBLIC).rstrip('/')
         requests = None

@@ -15,6 +15,7 @@ t5ckpt itself sends the requests that TensorStore does not send. botocore finds 
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import os
 import re
@@ -26,7 +27,7 @@ from t5ckpt.errors import AccessDeniedError, InvalidPathError
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.options import S3Options, stall_seconds
-from t5ckpt.storage.server_requests import MOST_CONNECTIONS, RefusedError, ServerRequests, log_lack, retried
+from t5ckpt.storage.server_requests import MOST_CONNECTIONS, OF_OBJECT, RefusedError, ServerRequests, log_lack, retried
 
 # docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
 _NAME = re.compile('[a-z0-9.-]+')
@@ -169,16 +170,17 @@ class S3Requests(ServerRequests):
                 'botocore finds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE'
             )
         seconds = stall_seconds(patience)
-        self._settings = {
-            'region_name': region,
-            'signature_version': importlib.import_module('botocore').UNSIGNED if kind == 'anonymous' else 's3v4',
-            's3': {'addressing_style': 'path'},
-            'retries': {'total_max_attempts': 1},
-            'connect_timeout': seconds,
-            'read_timeout': seconds,
-            'max_pool_connections': MOST_CONNECTIONS,
-        }
-        self._session, self._server = session, endpoint or f'https://s3.{region}.amazonaws.com'
+        config: Any = importlib.import_module('botocore.config').Config(
+            region_name=region,
+            signature_version=importlib.import_module('botocore').UNSIGNED if kind == 'anonymous' else 's3v4',
+            s3={'addressing_style': 'path'},
+            retries={'total_max_attempts': 1},
+            connect_timeout=seconds,
+            read_timeout=seconds,
+            max_pool_connections=MOST_CONNECTIONS,
+        )
+        server = endpoint or f'https://s3.{region}.amazonaws.com'
+        self._new_client = functools.partial(session.create_client, 's3', endpoint_url=server, config=config)
         self._lock = threading.Lock()
         self._client: Any = None
 
@@ -186,9 +188,7 @@ class S3Requests(ServerRequests):
         """Sends a request of botocore's client, which takes a tenth of a second to make."""
         try:
             with self._lock:
-                if self._client is None:
-                    config: Any = importlib.import_module('botocore.config').Config(**self._settings)
-                    self._client = self._session.create_client('s3', endpoint_url=self._server, config=config)
+                self._client = self._client or self._new_client()
             return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
         except Exception as error:
             reply = getattr(error, 'response', None)
@@ -225,7 +225,7 @@ class S3Requests(ServerRequests):
         except RefusedError as error:
             if error.is_transient or error.is_of_credentials:
                 raise
-            if error.is_of_object:
+            if error.status in OF_OBJECT:
                 return False
             # The server does not support the condition.
             self._compares = False

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 from t5ckpt.storage.error_mapping import EXPIRED
 
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+OF_OBJECT = (404, 412)
+"""The answers that an object is gone or another one, which are not failures of the server."""
 _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED', 416: 'OUT_OF_RANGE'}
 # Of S3: another request to the same key was under way. Other answers of this status do not change.
 _CONFLICT = re.compile(r'\b(ConditionalRequestConflict|OperationAborted)\b')
@@ -53,11 +55,6 @@ class RefusedError(ValueError):
     def is_of_credentials(self) -> bool:
         """Whether the credentials are refused, which may be renewed."""
         return self.status in (401, 403) or EXPIRED.search(str(self)) is not None
-
-    @property
-    def is_of_object(self) -> bool:
-        """Whether the object is gone or another one, which is not a failure of the server."""
-        return self.status in (404, 412)
 
 
 def is_conflict(text: str) -> bool:
@@ -134,7 +131,7 @@ class ServerRequests(ABC):
         try:
             return retried(functools.partial(self._copy, source, target, version), self._patience)
         except RefusedError as error:
-            if not error.is_of_object:
+            if error.status not in OF_OBJECT:
                 self.copies = error.is_transient or error.is_of_credentials
                 self._paused_until = time.monotonic() + 4 * self._patience
                 _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)

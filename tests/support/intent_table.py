@@ -307,7 +307,7 @@ direct_bytes | error | with direct_io='never'
     'storage.options.AzureOptions': """
 account endpoint anonymous retry_seconds | error | of another type; what they are for may not come
 """,
-    'storage.options.GcsOptions': """
+    'storage.options.BucketOptions': """
 retry_seconds | error | of another type; what they are for may not come
 """,
     'storage.options.S3Options': """

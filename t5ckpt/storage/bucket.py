@@ -189,6 +189,8 @@ class BucketStorage(Storage):
         try:
             with bucket_errors(self.url(key), 'writing'):
                 self.wait(self.start_write(key, data))
+        except AccessDeniedError:
+            raise
         except StorageError:
             if not self._has_data(key, data):
                 raise
@@ -205,6 +207,8 @@ class BucketStorage(Storage):
     def replace(self, key: str, data: bytes, version: Any) -> Any:
         try:
             written = self._change(key, data, ABSENT if version is None else version)
+        except AccessDeniedError:
+            raise
         except StorageError:
             if not self._has_data(key, data):
                 raise

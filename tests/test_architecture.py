@@ -53,8 +53,6 @@ SCHEME_HOMES = {'convert', 'storage'}
 PUBLIC_IN_ROOMS = {
     'convert.seqax',
     'save.stream_writer',
-    'storage.base',
-    'storage.options',
 }
 
 HEAVY = ('flax', 'jax', 'jaxlib', 'optax', 'orbax', 'tensorboard', 'tensorflow', 'tensorstore', 'torch')

@@ -1,7 +1,7 @@
 """The storage of checkpoints: one class per backend, behind one small interface.
 
 Only this package knows URL schemes and TensorStore drivers. A new backend is a module here: a subclass of ``base.Storage``, or
-of ``bucket.BucketStorage`` for an object store, and ``open_at``, which makes it. ``open.py`` lists the module by its scheme,
+of ``bucket.BucketStorage`` for an object store, and ``open_at``, which makes it. ``open.py`` finds the module by its scheme,
 ``options.py`` has its options, and ``testing/conformance.py`` tests it.
 """
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
 import logging
 import os
@@ -34,7 +35,7 @@ from t5ckpt.errors import InvalidPathError, MissingDependencyError
 from t5ckpt.storage.bucket import ABSENT, BucketStorage
 from t5ckpt.storage.error_mapping import bucket_errors
 from t5ckpt.storage.options import AzureOptions, stall_seconds
-from t5ckpt.storage.server_requests import RefusedError, ServerRequests, retried
+from t5ckpt.storage.server_requests import RefusedError, ServerRequests, pages, retried
 
 # learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 _NAME = re.compile(r'\$root|\$web|(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]')
@@ -50,6 +51,7 @@ _UNSIGNED = 'Check the key or the shared access signature, and the clock of this
 # The errors of azure-storage-blob for an answer that is not one of Azure's, such as a web page.
 _MALFORMED = (AttributeError, KeyError, SyntaxError, TypeError, ValueError)
 _Answer = TypeVar('_Answer')
+_Generation = ts.KvStore.TimestampedStorageGeneration
 
 
 class AzureStorage(BucketStorage):
@@ -234,7 +236,11 @@ class AzureClient(ServerRequests):
                 by: dict[str, Any] = {'account_key': getattr(service.credential, 'account_key', None)}
                 if by['account_key'] is None:
                     start, end = now - datetime.timedelta(minutes=15), now + _SIGNED_FOR
-                    by = {'user_delegation_key': self._ask(lambda: service.get_user_delegation_key(start, end))}
+                    by = {
+                        'user_delegation_key': retried(
+                            lambda: self._ask(lambda: service.get_user_delegation_key(start, end)), self._patience
+                        )
+                    }
                 sign, name = _library('azure.storage.blob').generate_container_sas, self._blobs.container_name
                 self._signature = sign(service.account_name, name, permission='r', expiry=now + _SIGNED_FOR, **by)
                 self._renewed = now + _RENEWED_AFTER
@@ -242,24 +248,19 @@ class AzureClient(ServerRequests):
 
     def read(self, key: str, *, byte_range: slice) -> Future[Any]:
         """As TensorStore's; an empty range is a HEAD."""
-        return self._pool.submit(self._read, key, byte_range)
+        return self._start(self._read, key, byte_range)
 
     def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Future[Any]:
         """As TensorStore's; None deletes."""
-        if value is None:
-            return self._pool.submit(self._delete, key, if_equal)
-        return self._pool.submit(self._put, key, value, if_equal)
+        return self._start(self._write, key, value, if_equal)
 
     def list(self, keys: Any) -> Future[list[bytes]]:
         """As TensorStore's, for the range of the keys that begin with a prefix."""
-        prefix = keys.inclusive_min.decode()
-        return self._pool.submit(
-            lambda: [name.encode() for name in self._listed(prefix, self._blobs.list_blobs, self._patience)]
-        )
+        page = functools.partial(self._page_of, self._blobs.list_blobs, keys.inclusive_min.decode())
+        return self._pool.submit(lambda: [name.encode() for name in pages(page, self._patience)])
 
-    def children(self, prefix: str) -> list[str]:
-        """See the base class; for half of the patience, since a probe may follow."""
-        return self._listed(prefix, self._blobs.walk_blobs, self._patience / 2)
+    def _start(self, request: Callable[..., _Answer], *arguments: Any) -> Future[_Answer]:
+        return self._pool.submit(retried, functools.partial(request, *arguments), self._patience)
 
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:
         blob = self._blobs.get_blob_client(target)
@@ -270,7 +271,7 @@ class AzureClient(ServerRequests):
             return reply['etag'].encode()
         # The service copies in the background, and refuses an upload to this blob meanwhile.
         with contextlib.suppress(RefusedError):
-            self._ask(lambda: blob.abort_copy(reply['copy_id']))
+            retried(lambda: self._ask(lambda: blob.abort_copy(reply['copy_id'])), self._patience)
         return None
 
     def _read(self, key: str, part: slice) -> ts.KvStore.ReadResult:
@@ -298,92 +299,73 @@ class AzureClient(ServerRequests):
             data, etag = self._ask(head if part.stop == part.start else whole)
         except RefusedError as error:
             if error.code == _NO_BLOB:
-                return ts.KvStore.ReadResult('missing', b'', ts.KvStore.TimestampedStorageGeneration(ABSENT))
+                return ts.KvStore.ReadResult('missing', b'', _Generation(ABSENT))
             if error.status in (304, 412):
                 return ts.KvStore.ReadResult()
             raise
         return ts.KvStore.ReadResult('value', data, _generation(etag))
 
-    def _put(self, key: str, value: bytes, expected: bytes | None) -> ts.KvStore.TimestampedStorageGeneration:
+    def _write(self, key: str, value: bytes | None, expected: bytes | None) -> _Generation:
         blob = self._blobs.get_blob_client(key)
-        options = {'overwrite': expected != ABSENT, **self._conditions(expected if expected != ABSENT else None)}
+        options: dict[str, Any] = {}
+        if expected not in (None, ABSENT):
+            options = {'etag': expected.decode(), 'match_condition': self._unmodified}
         try:
-            reply = self._ask(lambda: blob.upload_blob(value, length=len(value), **options))
-            return _generation(reply['etag'])
+            if value is None:
+                self._ask(lambda: blob.delete_blob(delete_snapshots='include', **options))
+                return _Generation(ABSENT)
+            options['overwrite'] = expected != ABSENT
+            return _generation(self._ask(lambda: blob.upload_blob(value, length=len(value), **options))['etag'])
         except RefusedError as error:
-            if error.code == _EXISTS or error.status in (304, 412) or (expected and error.code == _NO_BLOB):
-                return ts.KvStore.TimestampedStorageGeneration(b'')
+            is_gone = error.code == _NO_BLOB
+            if is_gone and expected is None:
+                return _Generation(ABSENT)
+            if is_gone or error.code == _EXISTS or error.status in (304, 412):
+                return _Generation(b'')
             raise
-
-    def _delete(self, key: str, expected: bytes | None) -> ts.KvStore.TimestampedStorageGeneration:
-        blob = self._blobs.get_blob_client(key)
-        options = {'delete_snapshots': 'include', **self._conditions(expected)}
-        try:
-            self._ask(lambda: blob.delete_blob(**options))
-        except RefusedError as error:
-            if error.code != _NO_BLOB and error.status not in (304, 412):
-                raise
-            if expected is not None or error.code != _NO_BLOB:
-                return ts.KvStore.TimestampedStorageGeneration(b'')
-        return ts.KvStore.TimestampedStorageGeneration(ABSENT)
-
-    def _conditions(self, expected: bytes | None) -> dict[str, Any]:
-        return {} if expected is None else {'etag': expected.decode(), 'match_condition': self._unmodified}
 
     def _delete_batch(self, keys: Sequence[str]) -> bool:
         options = {'delete_snapshots': 'include', 'raise_on_any_failure': False}
 
-        def ask() -> None:
-            statuses = [part.status_code for part in self._blobs.delete_blobs(*keys, **options)]
-            failed = [status for status in statuses if status not in (202, 404)]
-            if failed or len(statuses) != len(keys):
-                raise RefusedError.of((failed or [0])[0], f'{len(statuses)} of {len(keys)} deletions were answered')
-
-        self._ask(ask)
+        statuses = self._ask(lambda: [part.status_code for part in self._blobs.delete_blobs(*keys, **options)])
+        failed = [status for status in statuses if status not in (202, 404)]
+        if failed or len(statuses) != len(keys):
+            raise RefusedError.of((failed or [0])[0], f'{len(statuses)} of {len(keys)} deletions were answered')
         return True
 
-    def _listed(self, prefix: str, pages_of: Callable[..., Any], patience: float) -> list[str]:
-        """The names in all pages of a listing."""
-        names: list[str] = []
-        token: str | None = None
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]:
+        return self._page_of(self._blobs.walk_blobs, prefix, token)
 
-        def page() -> str | None:
+    def _page_of(self, listing: Callable[..., Any], prefix: str, token: Any) -> tuple[list[str], Any]:
+        def page() -> tuple[list[str], Any]:
             # In an account with a hierarchical namespace, the metadata show which blobs are directories.
-            pages = pages_of(name_starts_with=prefix, include=['metadata']).by_page(token)
-            names.extend([blob.name for blob in [*next(pages, ())] if not _is_directory(blob)])
-            return pages.continuation_token
+            pages = listing(name_starts_with=prefix, include=['metadata']).by_page(token)
+            return [blob.name for blob in next(pages, ()) if not _is_directory(blob)], pages.continuation_token
 
-        while True:
-            token = self._ask(page, patience)
-            if not token:
-                return names
+        return self._ask(page)
 
-    def _ask(self, ask: Callable[[], _Answer], patience: float | None = None) -> _Answer:
-        """Sends a request until it succeeds or is refused, for all of the patience or as long as given.
+    def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Sends a request.
 
         Raises:
-          RefusedError: the server refused it, or failed each attempt.
+          RefusedError: the server refused or failed it.
         """
-
-        def attempt() -> _Answer:
-            try:
-                return ask()
-            except RefusedError:
-                raise
-            except self._azure_error as error:
-                raise _refused(error, self._blobs.container_name) from error
-            except OSError as error:
-                raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
-            except _MALFORMED as error:
-                raise RefusedError.of(200, f'the answer is not one of Azure ({error})') from error
-
-        return retried(attempt, self._patience if patience is None else patience)
+        try:
+            return ask()
+        except RefusedError:
+            raise
+        except self._azure_error as error:
+            raise _refused(error, self._blobs.container_name) from error
+        except OSError as error:
+            raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
+        except _MALFORMED as error:
+            raise RefusedError.of(200, f'the answer is not one of Azure ({error})') from error
 
 
-def _generation(etag: str | None) -> ts.KvStore.TimestampedStorageGeneration:
+def _generation(etag: str | None) -> _Generation:
     if not etag:
         raise RefusedError.of(200, 'the answer has no ETag')
-    return ts.KvStore.TimestampedStorageGeneration(etag.encode())
+    return _Generation(etag.encode())
 
 
 def _is_directory(blob: Any) -> bool:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorstore as ts
 
-__all__ = ['Entry', 'Lock', 'Storage', 'foreign_errors']
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -69,6 +67,8 @@ class Storage(ABC):
     """Whether ``link`` works."""
     copies = False
     """Whether ``copy_unchanged`` may work, as far as is known."""
+    compares_versions = False
+    """Whether ``replace`` of an existing key compares and writes in one operation, as far as is known."""
     orbax_commits = False
     """Whether Orbax writes in place here, and marks a complete checkpoint with a file ``commit_success.txt``."""
     is_shared = True
@@ -92,7 +92,6 @@ class Storage(ABC):
 
     def direct_bytes(self, *, in_background: bool) -> int | None:
         """The smallest size of a chunk file that a save writes with ``write_direct``; None for no file."""
-        del in_background
 
     def write_direct(self, key: str, data: np.ndarray) -> None:
         """Writes a file of an unfinished checkpoint without the page cache; creates its directory if necessary.
@@ -112,7 +111,7 @@ class Storage(ABC):
 
     def root_kind(self) -> str | None:
         """``kind`` of the root, without a request: always ``'dir'`` on an object store, which has no directories."""
-        return self.kind('')
+        return self.kind('') if self.commits_by_rename else 'dir'
 
     def is_file(self, key: str) -> bool:
         """Whether a key is a file; cheaper than ``kind`` on object stores."""
@@ -135,16 +134,13 @@ class Storage(ABC):
 
         With ``before``, an earlier stamp: also None if more than the hard links has changed since then.
         """
-        del key, before
         return None
 
     def modified(self, key: str) -> float | None:
         """The time of the last write to a file, by the file server's clock; None if the file does not exist, and in buckets."""
-        del key
 
     def server_time(self, key: str) -> float | None:
         """The time on the clock of :meth:`modified`, None without one; writes and deletes the file ``key`` to find it."""
-        del key
 
     def version(self, key: str) -> Any:
         """A value that changes when a file is replaced, also by one with equal bytes; None if it does not exist."""
@@ -165,11 +161,6 @@ class Storage(ABC):
             return None
         self.write(key, data)
         return self.version(key)
-
-    @property
-    def compares_versions(self) -> bool:
-        """Whether :meth:`replace` of an existing key compares and writes in one operation, as far as is known."""
-        return False
 
     @abstractmethod
     def entries(self, key: str = '') -> list[Entry]:
@@ -205,7 +196,6 @@ class Storage(ABC):
 
         The caller names the directories, since finding them would list every file of a huge checkpoint.
         """
-        del key, below
 
     def publish(self, source: str, target: str) -> None:
         """Renames a directory durably to a name that does not exist. Only with ``commits_by_rename``."""
@@ -213,12 +203,10 @@ class Storage(ABC):
 
     def exchange(self, source: str, target: str) -> bool:
         """Swaps two directories durably in one atomic operation; returns False if the storage cannot."""
-        del source, target
         return False
 
     def link(self, source: str, target: str, of: Storage | None = None) -> bool:
         """Hard-links a file, ``of`` another storage, to ``target``, and creates parents; returns False if the storage cannot."""
-        del source, target, of
         return False
 
     def copy_unchanged(self, source: str, target: str, version: Any) -> Any:
@@ -226,7 +214,6 @@ class Storage(ABC):
 
         Returns None if the key has another version or does not exist, and if the storage cannot copy it.
         """
-        del source, target, version
 
     def delete_file(self, key: str) -> None:
         """Removes a key; does nothing if it does not exist."""
@@ -244,20 +231,12 @@ class Storage(ABC):
         Raises:
           StorageError: the key may still be removed, by a request that is on its way.
         """
-        del version
         self.delete_file(key)
         return True
 
     @abstractmethod
     def delete_tree(self, key: str) -> None:
         """Removes everything below ``key``, and the directory."""
-
-    def delete_empty(self, key: str) -> bool:
-        """Removes a directory if it is empty, in one operation if the storage can; returns whether it did."""
-        if self.entries(key):
-            return False
-        self.delete_tree(key)
-        return True
 
     @abstractmethod
     def array_kvstore(self, key: str) -> dict[str, Any]:
@@ -283,7 +262,6 @@ class Storage(ABC):
 
     def local_path(self, key: str) -> str | None:
         """The path of the key in the local file system, or None if it has none."""
-        del key
         return None
 
     @property

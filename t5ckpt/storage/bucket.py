@@ -74,7 +74,7 @@ class _Outage:
 class BucketStorage(Storage):
     """A prefix of a bucket.
 
-    Safe from any thread. A subclass has ``scheme`` and ``driver``; ``open_at`` in its module is listed in ``storage/open.py``.
+    Safe from any thread. A subclass has ``scheme`` and ``driver``, and its module ``open_at``.
     """
 
     commits_by_rename = False
@@ -176,9 +176,6 @@ class BucketStorage(Storage):
             return 'file'
         return 'dir' if self._children(key) else None
 
-    def root_kind(self) -> str | None:
-        return 'dir'
-
     def size(self, key: str) -> int | None:
         del key
         return -1
@@ -205,18 +202,14 @@ class BucketStorage(Storage):
             return False
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
-        expected = ABSENT if version is None else version
-        written = None
         try:
-            if self._compares(expected):
-                written = self._change(key, data, expected)
+            written = self._change(key, data, ABSENT if version is None else version)
         except AccessDeniedError:
             raise
         except StorageError:
-            if self._compares(expected):
-                if not self._has_data(key, data):
-                    raise
-                written = b''
+            if not self._has_data(key, data):
+                raise
+            written = b''
         if written is None:
             return super().replace(key, data, version)
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
@@ -230,22 +223,27 @@ class BucketStorage(Storage):
         """Whether the server compares this version, ``ABSENT`` or that of an object, as far as is known."""
         return not (self._ignores_conditions or (self._refuses_changes and version != ABSENT))
 
-    def _change(self, key: str, data: bytes | None, version: bytes) -> bytes:
-        """Writes or deletes a key that has this version; returns the new version, b'' if it was refused.
+    def _change(self, key: str, data: bytes | None, version: bytes) -> bytes | None:
+        """Writes or deletes a key that has this version.
+
+        Returns:
+          The new version, b'' if the server refused it, None if the server does not compare this version.
 
         Raises:
           StorageError: the request failed; it may have been applied.
         """
+        if not self._compares(version):
+            return None
         try:
             written = self._changed(key, data, version)
-        except AccessDeniedError:
-            raise
         except StorageError as error:
             if _NOT_IMPLEMENTED in str(error.__cause__):
                 self._refuses_changes = True
                 if self._ignores_conditions is None:
                     self._note_conditions(is_ignored=True)
-            raise
+            if self._compares(version):
+                raise
+            return None
         if self._ignores_conditions is None and written and version == ABSENT:
             again = self._changed(key, data, version)
             self._note_conditions(is_ignored=bool(again))
@@ -285,16 +283,11 @@ class BucketStorage(Storage):
             if self.is_file(key):
                 raise StorageError(error.errno, f'{error} It may disappear, if the request arrives later.') from error
             return True
-        return super().delete_unchanged(key, version) if is_done is None else is_done or not self.is_file(key)
+        return super().delete_unchanged(key, version) if is_done is None else bool(is_done) or not self.is_file(key)
 
-    def _delete_if_unchanged(self, key: str, version: Any) -> bool | None:
-        """Deletes a key that has this version; returns False if it was refused, None if the server compares no versions."""
-        try:
-            return bool(self._change(key, None, version)) if self._compares(version) else None
-        except StorageError:
-            if self._compares(version):
-                raise
-            return None
+    def _delete_if_unchanged(self, key: str, version: Any) -> bool | bytes | None:
+        """Deletes a key that has this version; returns what ``_change`` does."""
+        return self._change(key, None, version)
 
     @property
     def copies(self) -> bool:
@@ -336,7 +329,7 @@ class BucketStorage(Storage):
         names = self._delimited(below)
         keys = self._keys(key) if names is None else [name[len(below) :] for name in names]
         children: dict[str, bool] = {}
-        for name in sorted(keys):
+        for name in keys:
             # Consoles create keys that end with a slash to show a directory. A file and a directory may have one name.
             first, slash, _ = name.partition('/')
             if first:
@@ -347,14 +340,16 @@ class BucketStorage(Storage):
         """The children of a prefix; None if TensorStore is to list all keys below it, which also explains a failure."""
         if self._requests is None:
             return None
-        # Also checks the name of the bucket.
-        self._check()
+        # Checks the name of the bucket.
+        self._kvstore()
         started = time.monotonic()
+        if self._outage is not None:
+            self._probe(started)
         try:
             children = self._requests.children(prefix)
         except RefusedError as error:
             if error.is_transient:
-                self._check(started)
+                self._probe(started)
             return None
         self._is_found = True
         return children
@@ -450,29 +445,21 @@ class BucketStorage(Storage):
             request has none. TensorStore reports such a write as done and such a read as empty.
         """
         while True:
-            started, outage = time.monotonic(), self._outage
-            if outage is not None and not future.done():
-                self._probe(outage)
+            started = time.monotonic()
+            if self._outage is not None and not future.done():
+                self._probe(started)
             try:
                 result = future.result(timeout=self._patience / 2) if self._patience else future.result()
                 break
             except TimeoutError:
-                self._probe(_Outage(started, self._patience / 2))
+                self._probe(started)
         if not is_conditional and _is_unmet(result):
             raise ValueError(UNMET_CONDITION)
         return result
 
-    def _check(self, started: float | None = None) -> None:
-        """Raises the error of an outage that goes on, or of one since a request that another client ``started``."""
-        self._kvstore()
-        outage = self._outage
-        if started is not None and outage is None:
-            outage = _Outage(started, started + self._patience - time.monotonic())
-        if outage is not None:
-            self._probe(outage)
-
-    def _probe(self, outage: _Outage) -> None:
-        """Sends a probe for an outage, or for a wait without an answer; raises if the server does not answer."""
+    def _probe(self, started: float) -> None:
+        """Sends a probe in an outage, or for a request without an answer that ``started`` then; raises if there is none."""
+        outage = self._outage or _Outage(started, self._patience / 2)
         with self._lock:
             if self._probe_kv is None:
                 self._probe_kv = self._open(self._new_context(_PROBE_RETRIES), is_probe=True)
@@ -483,13 +470,9 @@ class BucketStorage(Storage):
             return
         half = self._patience / 2
         with self._lock:
-            before = self._outage
-            if before is None:
-                outage = _Outage(outage.since, min(_FIRST_PROBE_SECONDS, half), answer)
-            else:
-                since, seconds = min(before.since, outage.since), min(2 * before.seconds, half)
-                outage = _Outage(since, seconds, answer or before.answer)
-            self._outage = outage
+            before = self._outage or _Outage(outage.since, _FIRST_PROBE_SECONDS / 2)
+            since, seconds = min(before.since, outage.since), min(2 * before.seconds, half)
+            self._outage = outage = _Outage(since, seconds, answer or before.answer)
             # Requests that cannot connect block the queues for minutes, so the next requests get new queues.
             self._context = self._kv = self._probe_kv = None
         wait = "storage_options={'retry_seconds': ...} sets the wait."

@@ -85,11 +85,8 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ENOSPC: (NoSpaceError, _NO_SPACE),
     errno.EDQUOT: (NoSpaceError, _QUOTA),
     errno.EROFS: (AccessDeniedError, _READ_ONLY),
-    errno.EACCES: (AccessDeniedError, _DENIED),
-    errno.EPERM: (AccessDeniedError, _DENIED),
-    errno.ENOTDIR: (NotADirectoryStorageError, _CONFUSED),
-    errno.EISDIR: (NotADirectoryStorageError, _CONFUSED),
-    errno.EEXIST: (NotADirectoryStorageError, _CONFUSED),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), (AccessDeniedError, _DENIED)),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), (NotADirectoryStorageError, _CONFUSED)),
     errno.EMFILE: (StorageError, 'This process has too many open files: raise `ulimit -n`, or close some.'),
     errno.ENFILE: (
         StorageError,

@@ -31,7 +31,7 @@ from t5ckpt.storage.durable import (
     sync_dir,
     write_synced,
 )
-from t5ckpt.storage.error_mapping import foreign_errors
+from t5ckpt.storage.error_mapping import foreign_errors, map_os_error
 from t5ckpt.storage.forked import use_tensorstore
 from t5ckpt.storage.memory_limit import check_whole_read
 from t5ckpt.storage.options import FileOptions
@@ -185,28 +185,25 @@ class FileStorage(Storage):
         is_dir = stat.S_ISDIR(info.st_mode)
         return info.st_dev, info.st_ino, *(() if is_dir else (info.st_size, info.st_mtime_ns))
 
-    def _scan(self, key: str) -> list[os.DirEntry[str]] | None:
-        try:
-            with os.scandir(self._path(key)) as scan:
-                return sorted(scan, key=lambda item: item.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
     def entries(self, key: str = '') -> list[Entry]:
         entries: list[Entry] = []
         with foreign_errors(self.url(key)):
-            items = self._scan(key)
-            if items is None:
+            try:
+                with os.scandir(self._path(key)) as scan:
+                    items = sorted(scan, key=lambda item: item.name)
+            except (FileNotFoundError, NotADirectoryError):
                 self._check_links()
-            for item in items or ():
+                return []
+            for item in items:
                 try:
                     info = item.stat()
                 except OSError as error:
-                    # The name was just deleted or is a dangling link. After any other error, the listing would be incomplete.
-                    if error.errno not in (errno.ENOENT, errno.ELOOP):
-                        raise
                     if item.is_symlink():
+                        # What it leads to cannot be inspected. It does not keep the other names from being listed.
                         entries.append(Entry(item.name, is_dir=True))
+                    elif error.errno != errno.ENOENT:
+                        # The listing would be incomplete, except without a name that was just deleted.
+                        raise
                 else:
                     is_dir = stat.S_ISDIR(info.st_mode)
                     entries.append(Entry(item.name, is_dir, 0 if is_dir else info.st_size))
@@ -252,7 +249,11 @@ class FileStorage(Storage):
 
     def publish(self, source: str, target: str) -> None:
         with foreign_errors(self.url(target)):
-            rename_durably(self._path(source), self._path(target))
+            try:
+                rename_durably(self._path(source), self._path(target))
+            except FileNotFoundError as error:
+                # The system does not say of which name.
+                raise map_os_error(error, self.url(source)) from error
 
     def exchange(self, source: str, target: str) -> bool:
         with foreign_errors(self.url(target)):
@@ -286,16 +287,6 @@ class FileStorage(Storage):
                 os.unlink(path)
             else:
                 _remove_tree(path)
-
-    def delete_empty(self, key: str) -> bool:
-        try:
-            with foreign_errors(self.url(key)):
-                os.rmdir(self._path(key))
-        except StorageError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return False
-        return True
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         return {'driver': 'file', 'path': self._path(key).rstrip('/') + '/'}

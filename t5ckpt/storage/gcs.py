@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5ckpt.storage.bucket import BucketStorage
-from t5ckpt.storage.options import GcsOptions
-from t5ckpt.storage.server_requests import HttpRequests, RefusedError, Sign, log_lack
+from t5ckpt.storage.options import BucketOptions, stall_seconds
+from t5ckpt.storage.server_requests import MOST_CONNECTIONS, RefusedError, ServerRequests, log_lack
 
 _ENDPOINT = 'TENSORSTORE_GCS_HTTP_URL'
 # The most keys in one page of Google's listings.
@@ -40,12 +40,12 @@ class GcsStorage(BucketStorage):
     driver = 'gcs'
     orbax_commits = True
 
-    def __init__(self, bucket: str, prefix: str, options: GcsOptions):
+    def __init__(self, bucket: str, prefix: str, options: BucketOptions):
         """Takes the bucket, the prefix and the options."""
         self._server = (os.environ.get(_ENDPOINT) or _PUBLIC).rstrip('/')
         requests = None
         try:
-            requests = GcsRequests(bucket, self._server, options.retry_seconds, _signer())
+            requests = GcsRequests(bucket, self._server, options.retry_seconds)
         except ImportError:
             log_lack(self.scheme, "google-auth is not installed: pip install google-auth, or pip install 't5ckpt[gcs]'")
         except Exception:  # noqa: BLE001, S110 - without credentials, requests are anonymous
@@ -87,60 +87,60 @@ class GcsStorage(BucketStorage):
 open_at = GcsStorage
 
 
-class GcsRequests(HttpRequests):
+class GcsRequests(ServerRequests):
     """The requests to one bucket of Google's storage."""
 
-    def __init__(self, bucket: str, endpoint: str, patience: float, sign: Sign):
-        """Takes the bucket, the server, the seconds for retries, and a function that adds a token."""
-        super().__init__(endpoint, f'gs://{bucket}', patience, sign)
-        self._objects = f'/storage/v1/b/{urllib.parse.quote(bucket, safe="")}/o'
+    def __init__(self, bucket: str, endpoint: str, patience: float):
+        """Takes the bucket, the server and the seconds for retries; an error of google-auth without credentials."""
+        super().__init__(f'gs://{bucket}', patience)
+        self._objects = f'/b/{urllib.parse.quote(bucket, safe="")}/o'
+        self._api = f'{endpoint}/storage/v1'
+        transport: Any = importlib.import_module('google.auth.transport.requests')
+        given = os.environ.get(_TEST_TOKEN)
+        if given:
+            credentials: Any = importlib.import_module('google.oauth2.credentials').Credentials(given)
+        else:
+            credentials, _ = importlib.import_module('google.auth').default(scopes=[_SCOPE])
+        # Renews a token before it expires.
+        self._session = transport.AuthorizedSession(credentials, refresh_status_codes=())
+        adapter: Any = importlib.import_module('requests.adapters').HTTPAdapter(pool_maxsize=MOST_CONNECTIONS)
+        self._session.mount(endpoint, adapter)
+
+    def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+        """Sends a request; returns the JSON of the answer."""
+        url, seconds = f'{self._api}{path}', stall_seconds(self._patience)
+        try:
+            reply = self._session.request(method, url, params=query, timeout=seconds, allow_redirects=False)
+        except Exception as error:
+            # Of requests, or of google-auth.
+            raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
+        if reply.status_code >= 300:
+            raise RefusedError.of(reply.status_code, reply.content[:300].decode(errors='replace'))
+        return json.loads(reply.content)
 
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:
-        quoted = [urllib.parse.quote(key, safe='') for key in (source, target)]
-        path = f'{self._objects}/{quoted[0]}/rewriteTo{self._objects.removeprefix("/storage/v1")}/{quoted[1]}'
+        quoted = [f'{self._objects}/{urllib.parse.quote(key, safe="")}' for key in (source, target)]
         query = {'ifSourceGenerationMatch': str(int.from_bytes(version[_GENERATION], 'little'))}
         try:
             # In one bucket, one request copies all of an object: an answer without a resource is another one.
-            answer = json.loads(self._request('POST', f'{path}?{urllib.parse.urlencode(query)}', {}))
+            answer = self._request('POST', '/rewriteTo'.join(quoted), query)
             return b'\0' + int(answer['resource']['generation']).to_bytes(8, 'little')
         except RefusedError:
             raise
         except (ValueError, KeyError, TypeError):
             return None
 
-    def children(self, prefix: str) -> list[str]:
-        """See the base class."""
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]:
         fields = 'kind,nextPageToken,prefixes,items/name'
-        query = {'delimiter': '/', 'fields': fields, 'prefix': prefix}
-        children: list[str] = []
-        while True:
-            reply = self._list(f'{self._objects}?{urllib.parse.urlencode(query)}')
-            try:
-                answer = json.loads(reply)
-                children += [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]
-                kind = answer['kind']
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise RefusedError.of(200, f'the answer is not a listing of Google ({error})') from error
-            if kind != 'storage#objects':
-                raise RefusedError.of(200, f'the answer is a {kind}, not a listing of Google')
-            if not answer.get('nextPageToken'):
-                return children
-            query['pageToken'] = answer['nextPageToken']
-
-
-def _signer() -> Sign:
-    """A function that adds a token to the headers of a request; an error of google-auth without credentials."""
-    given = os.environ.get(_TEST_TOKEN)
-    if given:
-        return lambda headers, *_: {**headers, 'Authorization': f'Bearer {given}'}
-    request: Any = importlib.import_module('google.auth.transport.requests').Request()
-    credentials, _ = importlib.import_module('google.auth').default(scopes=[_SCOPE])
-
-    def sign(headers: Mapping[str, str], method: str, url: str, body: bytes) -> Mapping[str, str]:
-        del body
-        signed = dict(headers)
-        # Renews a token before it expires.
-        credentials.before_request(request, method, url, signed)
-        return signed
-
-    return sign
+        query = {'delimiter': '/', 'fields': fields, 'prefix': prefix, **({'pageToken': token} if token else {})}
+        try:
+            answer = self._request('GET', self._objects, query)
+            names = [*answer.get('prefixes', ()), *(item['name'] for item in answer.get('items', ()))]
+            kind = answer['kind']
+        except RefusedError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RefusedError.of(200, f'the answer is not a listing of Google ({error})') from error
+        if kind != 'storage#objects':
+            raise RefusedError.of(200, f'the answer is a {kind}, not a listing of Google')
+        return names, answer.get('nextPageToken')

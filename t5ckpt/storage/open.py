@@ -15,15 +15,8 @@ from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
 from t5ckpt.storage.base import Storage
 from t5ckpt.storage.options import BY_SCHEME, parse_options, storage_defaults, unknown_options, value_of_text
 
-# The module of each scheme's backend. Its ``open_at`` makes the storage. It is imported when a path of the scheme is opened,
-# because TensorStore's import takes most of the time of `t5ckpt ls`.
-_BACKENDS = {
-    'az': 't5ckpt.storage.azure',
-    'file': 't5ckpt.storage.file',
-    'gs': 't5ckpt.storage.gcs',
-    'memory': 't5ckpt.storage.memory',
-    's3': 't5ckpt.storage.s3',
-}
+# The modules of the backends that do not have the name of their scheme.
+_MODULES = {'az': 'azure', 'gs': 'gcs'}
 # How a program gets the keys of a backend that has keys.
 _CREDENTIALS = {
     'az': "pass storage_options={'account': ...}, and set AZURE_STORAGE_KEY, or AZURE_STORAGE_SAS_TOKEN to the query",
@@ -32,7 +25,7 @@ _CREDENTIALS = {
 }
 # The schemes of Hadoop, adlfs and other tools.
 _SPELLINGS = {'gcs': 'gs', 's3a': 's3', 's3n': 's3', **dict.fromkeys(('abfs', 'abfss', 'azure', 'wasb', 'wasbs'), 'az')}
-_BUCKETS = sorted(_BACKENDS.keys() - {'file'})
+_BUCKETS = sorted(BY_SCHEME.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': the user forgot a slash, or pathlib removed one. A directory of that name is './gs:x'.
 _HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
@@ -201,10 +194,12 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
             raise ValueError('storage_options: a Storage was opened with its own.')
         return path
     scheme, bucket, prefix = _parse(path)
-    if scheme in _BACKENDS:
+    if scheme in BY_SCHEME:
         where = f'{scheme}://{bucket}/{prefix}' if bucket else prefix
         options = parse_options(BY_SCHEME[scheme], storage_options, where)
-        return importlib.import_module(_BACKENDS[scheme]).open_at(bucket, prefix, options)
+        # Imported now, because TensorStore's import takes most of the time of `t5ckpt ls`.
+        module = importlib.import_module(f't5ckpt.storage.{_MODULES.get(scheme, scheme)}')
+        return module.open_at(bucket, prefix, options)
     # Neither a password nor a query is shown.
     bucket, prefix = _PASSWORD.sub('', bucket), prefix.partition('?')[0]
     url = f'{scheme}://{bucket}/{prefix}'
@@ -214,7 +209,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         account = f", with storage_options={{'account': {host.partition('.')[0]!r}}}" if host else ''
         raise UnsupportedFormatError(f'{url}: write {_SPELLINGS[scheme]}://{container}/{prefix}{account}.')
     raise UnsupportedFormatError(
-        f'{url}: {scheme!r} is not supported, only {sorted(_BACKENDS)}. Copy the checkpoint to a disk first.'
+        f'{url}: {scheme!r} is not supported, only {sorted(BY_SCHEME)}. Copy the checkpoint to a disk first.'
     )
 
 

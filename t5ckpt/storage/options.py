@@ -12,22 +12,7 @@ from typing import Any
 from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.text import did_you_mean, shown
 
-__all__ = [
-    'BY_SCHEME',
-    'AzureOptions',
-    'FileOptions',
-    'GcsOptions',
-    'MemoryOptions',
-    'S3Options',
-    'parse_options',
-    'retry_context',
-    'stall_seconds',
-    'storage_defaults',
-    'unknown_options',
-    'value_of_text',
-]
-
-DIRECT_IO = ('auto', 'always', 'never')
+_DIRECT_IO = ('auto', 'always', 'never')
 _DEFAULTS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar('t5ckpt.storage_defaults')
 
 
@@ -51,8 +36,8 @@ class MemoryOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class GcsOptions:
-    """The options of Google Cloud Storage.
+class BucketOptions:
+    """The options of all buckets, and those of Google Cloud Storage.
 
     Attributes:
       retry_seconds: the time for retries of a failed request, and the longest wait for a server that does not answer.
@@ -62,18 +47,16 @@ class GcsOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class S3Options:
+class S3Options(BucketOptions):
     """The options of S3 and compatible stores.
 
     Attributes:
-      retry_seconds: the time for retries of a failed request, and the longest wait for a server that does not answer.
       endpoint: another server than Amazon's, ``http://host:port``.
       anonymous: True sends requests without credentials. None does so if no credentials are found.
       region: of the bucket; None takes that of the environment, or else TensorStore requests it from the bucket.
       profile: a profile of the AWS configuration files.
     """
 
-    retry_seconds: float = 50.0
     endpoint: str | None = None
     anonymous: bool | None = None
     region: str | None = None
@@ -81,17 +64,15 @@ class S3Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class AzureOptions:
+class AzureOptions(BucketOptions):
     """The options of Azure Blob Storage.
 
     Attributes:
-      retry_seconds: the time for retries of a failed request, and the longest wait for a server that does not answer.
       account: the storage account.
       endpoint: the address of its blob service.
       anonymous: True sends requests without credentials.
     """
 
-    retry_seconds: float = 50.0
     account: str | None = None
     endpoint: str | None = None
     anonymous: bool | None = None
@@ -100,7 +81,7 @@ class AzureOptions:
 BY_SCHEME: Mapping[str, type[Any]] = {
     'az': AzureOptions,
     'file': FileOptions,
-    'gs': GcsOptions,
+    'gs': BucketOptions,
     'memory': MemoryOptions,
     's3': S3Options,
 }
@@ -161,7 +142,7 @@ def _check(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match name:
         case 'direct_io':
-            good, wanted = value in DIRECT_IO, f'one of {list(DIRECT_IO)}'
+            good, wanted = value in _DIRECT_IO, f'one of {list(_DIRECT_IO)}'
         case 'direct_bytes':
             good, wanted = is_number and isinstance(value, int) and value > 0, 'an integer above 0'
         case 'retry_seconds':

@@ -1,8 +1,7 @@
 """Requests to an object store that TensorStore does not send: listings with a delimiter, copies, conditional or bulk deletions.
 
 They are sent from any thread. A failed request is retried with growing, random delays until the patience is over. Errors have the
-texts of TensorStore's, so ``storage/error_mapping.py`` maps them. S3 and Google's storage get them over urllib3's connections,
-which botocore and requests bring along.
+texts of TensorStore's, so ``storage/error_mapping.py`` maps them.
 
 Without the libraries and the credentials, an object store has none of these requests: arrays are uploaded, keys are deleted one
 by one, and a listing of steps lists the keys of their chunks.
@@ -11,29 +10,26 @@ by one, and a listing of steps lists the keys of their chunks.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import random
 import re
 import time
-import urllib.parse
-import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from t5ckpt.storage.error_mapping import EXPIRED
 
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+OF_OBJECT = (404, 412)
+"""The answers that an object is gone or another one, which are not failures of the server."""
 _CODES = {401: 'UNAUTHENTICATED', 403: 'PERMISSION_DENIED', 404: 'NOT_FOUND', 412: 'ABORTED', 416: 'OUT_OF_RANGE'}
 # Of S3: another request to the same key was under way. Other answers of this status do not change.
 _CONFLICT = re.compile(r'\b(ConditionalRequestConflict|OperationAborted)\b')
 _FIRST_DELAY, _LAST_DELAY = 0.2, 8.0
-_MOST_CONNECTIONS = 100
+MOST_CONNECTIONS = 100
 _log = logging.getLogger('t5ckpt')
 _Answer = TypeVar('_Answer')
-Sign = Callable[[Mapping[str, str], str, str, bytes], Mapping[str, str]]
-"""Returns the headers of a request with those that show who sends it; takes its headers, method, URL and body."""
 
 
 class RefusedError(ValueError):
@@ -59,11 +55,6 @@ class RefusedError(ValueError):
     def is_of_credentials(self) -> bool:
         """Whether the credentials are refused, which may be renewed."""
         return self.status in (401, 403) or EXPIRED.search(str(self)) is not None
-
-    @property
-    def is_of_object(self) -> bool:
-        """Whether the object is gone or another one, which is not a failure of the server."""
-        return self.status in (404, 412)
 
 
 def is_conflict(text: str) -> bool:
@@ -93,6 +84,22 @@ def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
         delay = min(2 * delay, _LAST_DELAY)
 
 
+def pages(page: Callable[[Any], tuple[list[str], Any]], patience: float) -> list[str]:
+    """The names in all pages of a listing.
+
+    Args:
+      page: returns the names in a page and the token of the next page, if there is one; takes its own token, None for the first.
+      patience: seconds for retries of each request.
+    """
+    names: list[str] = []
+    token = None
+    while True:
+        found, token = retried(functools.partial(page, token), patience)
+        names += found
+        if not token:
+            return names
+
+
 @functools.cache
 def log_lack(scheme: str, cause: str) -> None:
     """Logs once why there are none of these requests."""
@@ -100,7 +107,7 @@ def log_lack(scheme: str, cause: str) -> None:
 
 
 class ServerRequests(ABC):
-    """The requests to one bucket.
+    """The requests to one bucket. A subclass sends them, each once: this class repeats those that fail.
 
     Attributes:
       bulk_keys: how many keys one request deletes, where there is such a request.
@@ -122,9 +129,9 @@ class ServerRequests(ABC):
         if not self.copies or time.monotonic() < self._paused_until:
             return None
         try:
-            return self._copy(source, target, version)
+            return retried(functools.partial(self._copy, source, target, version), self._patience)
         except RefusedError as error:
-            if not error.is_of_object:
+            if error.status not in OF_OBJECT:
                 self.copies = error.is_transient or error.is_of_credentials
                 self._paused_until = time.monotonic() + 4 * self._patience
                 _log.info('t5ckpt: unchanged arrays are uploaded to %s, which does not copy them: %s', self._url, error)
@@ -133,15 +140,19 @@ class ServerRequests(ABC):
     @abstractmethod
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None: ...
 
-    @abstractmethod
     def children(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix and have no slash after it, and the directories, which end with one."""
+        # For half of the patience: TensorStore's listing or a probe follows if it fails.
+        return pages(functools.partial(self._page, prefix), self._patience / 2)
+
+    @abstractmethod
+    def _page(self, prefix: str, token: Any) -> tuple[list[str], Any]: ...
 
     def delete_many(self, keys: Sequence[str]) -> bool:
         """Deletes objects with few requests; returns False if it is not known that all are gone."""
         try:
             return self._deletes_many and all(
-                self._delete_batch(keys[start : start + self.bulk_keys])
+                retried(functools.partial(self._delete_batch, keys[start : start + self.bulk_keys]), self._patience)
                 for start in range(0, len(keys), self.bulk_keys)
             )
         except RefusedError as error:
@@ -154,55 +165,3 @@ class ServerRequests(ABC):
     def _delete_batch(self, keys: Sequence[str]) -> bool:
         del keys
         return False
-
-
-class HttpRequests(ServerRequests):
-    """Requests that are sent over connections of urllib3."""
-
-    def __init__(self, endpoint: str, url: str, patience: float, sign: Sign):
-        """Takes the server's address and a function that signs requests, too."""
-        super().__init__(url, patience)
-        self._sign, self._endpoint = sign, endpoint
-        urllib3: Any = importlib.import_module('urllib3')
-        # An attempt must end before the patience does.
-        settings = {'timeout': max(1.0, patience / 2), 'maxsize': _MOST_CONNECTIONS}
-        parts = urllib.parse.urlsplit(endpoint)
-        proxy = urllib.request.getproxies().get(parts.scheme)
-        if proxy is None or urllib.request.proxy_bypass(parts.netloc):
-            self._pool: Any = urllib3.PoolManager(**settings)
-        else:
-            owner = urllib.parse.unquote(urllib3.util.parse_url(proxy).auth or '')
-            headers = urllib3.make_headers(proxy_basic_auth=owner)
-            self._pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
-
-    def _list(self, target: str) -> bytes:
-        """Sends a request for a listing, for half of the patience: TensorStore's listing follows if it fails."""
-        return self._request('GET', target, {}, patience=self._patience / 2)
-
-    def _request(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        body: bytes = b'',
-        patience: float | None = None,
-    ) -> bytes:
-        """Sends a request until it succeeds or is refused; returns the body of the answer.
-
-        Raises:
-          RefusedError: the server refused it, or failed each attempt.
-        """
-
-        def attempt() -> bytes:
-            try:
-                url = f'{self._endpoint}{target}'
-                signed = self._sign(headers, method, url, body)
-                reply = self._pool.urlopen(method, url, body=body, headers=signed, retries=False, redirect=False)
-            except Exception as error:
-                # Of urllib3, or of the library that finds the credentials.
-                raise RefusedError.of(0, f'{type(error).__name__}: {error}') from error
-            if 200 <= reply.status < 300:
-                return reply.data
-            raise RefusedError.of(reply.status, reply.data[:300].decode(errors='replace'))
-
-        return retried(attempt, self._patience if patience is None else patience)

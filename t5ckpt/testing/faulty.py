@@ -177,10 +177,6 @@ class FaultyStorage(Storage):
         self.before_operation('delete_tree', key)
         self._inner.delete_tree(key)
 
-    def delete_empty(self, key: str) -> bool:
-        self.before_operation('delete_empty', key)
-        return self._inner.delete_empty(key)
-
     def start_write(self, key: str, data: bytes) -> Any:
         self.before_operation('start_write', key)
         return self._inner.start_write(key, data)

@@ -131,6 +131,7 @@ def test_links_in_a_circle(tmp_path):
     save(run, 1)
     (run / 'checkpoint_1' / 'w' / 'up').symlink_to('..')
     (run / 'around').symlink_to('.')
+    (run / 'itself').symlink_to('itself')
     assert t5ckpt.all_steps(run) == [1]
     assert t5ckpt.verify(run, full=True).ok
     (tmp_path / 'circle').symlink_to('circle')

@@ -311,7 +311,7 @@ def test_a_listing_without_botocore_lists_all_keys(s3, monkeypatch):
     with checkpointer(url) as ck:
         ck.save(at(1))
         ck.save(at(2))
-    monkeypatch.setitem(sys.modules, 'botocore.auth', None)
+    monkeypatch.setitem(sys.modules, 'botocore.session', None)
     storage = open_storage(url)
     assert not storage.copies
     assert t5ckpt.all_steps(storage) == [1, 2]

@@ -176,6 +176,28 @@ def test_an_older_step_that_may_not_be_read_does_not_stop_a_restart_from_the_new
     assert 'checkpoint_1' in found['damaged'][1]
 
 
+LINKS = """
+os.mkdir(run)
+os.chown(run, A, GROUP)
+become(A, lambda: save(1))
+private = sys.argv[1] + '/private'
+os.mkdir(private, 0o700)
+found = []
+for name in ('notes', 'checkpoint_5'):
+    os.symlink(private + '/x', f'{run}/{name}')
+    found += [become(A, lambda: t5ckpt.all_steps(run)), become(A, lambda: save(2 + len(found)))]
+print(json.dumps(found))
+"""
+
+
+def test_a_link_to_what_may_not_be_entered_stops_no_listing(place):
+    """The link of a step is one that may not be read; a stray link is not a step."""
+    stray, saved, step, after = run_as_users(LINKS, place)
+    assert (stray, saved, after) == ([1], 2, 4)
+    assert step[0] == 'AccessDeniedError'
+    assert 'checkpoint_5' in step[1]
+
+
 REPLACED = """
 os.mkdir(run)
 os.chown(run, A, GROUP)

@@ -17,7 +17,7 @@ import pytest
 
 import t5ckpt
 from t5ckpt.storage import open_storage
-from t5ckpt.storage.s3 import S3Requests, s3_requests
+from t5ckpt.storage.s3 import S3Requests
 from t5ckpt.storage.server_requests import RefusedError
 
 
@@ -312,7 +312,8 @@ def signature_of(request, secret):
     path, _, query = request.path.partition('?')
     hashed = request.headers['x-amz-content-sha256']
     values = [f'{name}:{request.headers[name]}' for name in names]
-    lines = [request.command, path, '&'.join(sorted(query.split('&'))), *values, '', ';'.join(names), hashed]
+    query = '&'.join(sorted(part if '=' in part else f'{part}=' for part in filter(None, query.split('&'))))
+    lines = [request.command, path, query, *values, '', ';'.join(names), hashed]
     canonical = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
     text = '\n'.join(['AWS4-HMAC-SHA256', request.headers['X-Amz-Date'], '/'.join(scope), canonical])
     key = f'AWS4{secret}'.encode()
@@ -329,8 +330,11 @@ def test_what_arrives_is_what_was_signed(monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self):
             arrived.append(signature_of(self, 'secret'))
-            body = b'<CopyObjectResult><ETag>&quot;e&quot;</ETag></CopyObjectResult>'
-            body += b'<ListBucketResult></ListBucketResult>' if self.command == 'GET' else b'<DeleteResult/>'
+            body = {
+                'PUT': b'<CopyObjectResult><ETag>&quot;e&quot;</ETag></CopyObjectResult>',
+                'GET': b'<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>',
+                'POST': b'<DeleteResult><Deleted><Key>a</Key></Deleted><Deleted><Key>b</Key></Deleted></DeleteResult>',
+            }.get(self.command, b'')
             self.send_response(200)
             self.send_header('Content-Length', str(len(body)))
             self.end_headers()
@@ -346,7 +350,7 @@ def test_what_arrives_is_what_was_signed(monkeypatch):
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            requests = s3_requests(
+            requests = S3Requests(
                 'box', f'http://127.0.0.1:{server.server_address[1]}', 'eu-west-1', 5.0, {'type': 'environment'}
             )
             assert requests.copy('a b+c/ä~', 'd=e&f//g', b'\0"x"') == b'\0"e"'
@@ -514,7 +518,8 @@ def test_the_pages_of_a_listing_as_amazon_encodes_them(has_token):
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            requests = S3Requests('b', f'http://127.0.0.1:{server.server_address[1]}', 5.0)
+            address = f'http://127.0.0.1:{server.server_address[1]}'
+            requests = S3Requests('b', address, 'eu-west-1', 5.0, {'type': 'anonymous'})
             if has_token:
                 assert requests.children('run/') == ['run/a b+c', 'run/checkpoint_1/']
             else:

@@ -1154,7 +1154,7 @@ FUNCTIONS: list[Case] = [
                 'az://bucket/run',
                 [('account', {'account': 1}), ('endpoint', {'endpoint': 1}), ('anonymous', {'anonymous': 'yes'})],
             ),
-            ('GcsOptions', 'gs://bucket/run', []),
+            ('BucketOptions', 'gs://bucket/run', []),
             ('S3Options', 's3://bucket/run', _OF_S3),
         )
         for name, options in (

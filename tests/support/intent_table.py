@@ -23,6 +23,7 @@ import click
 import t5ckpt
 from t5ckpt.cli import VERBS as VERB_MODULES
 from t5ckpt.cli.app import app
+from t5ckpt.storage.options import BY_SCHEME
 
 # The same wherever they are taken, with one answer each. Everything else has a row of its own below.
 COMMON = """
@@ -307,7 +308,7 @@ direct_bytes | error | with direct_io='never'
     'storage.options.AzureOptions': """
 account endpoint anonymous retry_seconds | error | of another type; what they are for may not come
 """,
-    'storage.options.GcsOptions': """
+    'storage.options.BucketOptions': """
 retry_seconds | error | of another type; what they are for may not come
 """,
     'storage.options.S3Options': """
@@ -414,18 +415,10 @@ Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave Restor
 Run RunConversion SaveStateTransformationFn Series StepInfo VerifyReport
 """
 
-PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'storage.options', 'training')
+PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'training')
 ANSWERS = {'error', 'warning', 'report', 'hint'}
 # Public names of these modules that no user calls.
 INTERNAL = {
-    'storage.options': {
-        'parse_options',
-        'retry_context',
-        'stall_seconds',
-        'storage_defaults',
-        'unknown_options',
-        'value_of_text',
-    },
     'datasets': {
         'DatasetState',
         'StateIterator',
@@ -454,6 +447,7 @@ def rows(text: str) -> dict[str, set[str]]:
 
 def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Each public function, constructor and method by its name."""
+    yield from ((f'storage.options.{options.__name__}', options) for options in BY_SCHEME.values())
     returned = RETURNED.split()
     for module in PUBLIC:
         place = importlib.import_module(f't5ckpt.{module}'.rstrip('.'))

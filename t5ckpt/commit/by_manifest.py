@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
-from t5ckpt.commit.bucket_deletion import copy_positions, directories_of, remove_unnamed
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.occupancy import is_remnant, occupant_of
-from t5ckpt.commit.removal import check_not_kept
+from t5ckpt.commit.removal import check_not_kept, copy_positions, directories_of, remove_unnamed
 from t5ckpt.commit.taken_steps import AlreadyCommittedError, attempts
 from t5ckpt.commit.transaction import Transaction, TransactionOptions
 from t5ckpt.core.keys import join

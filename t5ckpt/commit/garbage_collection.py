@@ -14,10 +14,10 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt.catalog.run_catalog import BucketListing, announcement_directory, announcements, list_bucket
-from t5ckpt.commit.bucket_deletion import remove_pin, remove_unnamed
+from t5ckpt.commit.deletion import remove_pin
 from t5ckpt.commit.holds import expiry
 from t5ckpt.commit.markers import HORIZON_SECONDS, Record, is_due, read_marker
-from t5ckpt.commit.removal import end_work
+from t5ckpt.commit.removal import end_work, remove_unnamed
 from t5ckpt.commit.run_clock import TIME_PREFIX, run_clock
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -82,7 +82,12 @@ def _is_torn(storage: Storage, name: str, now: Clock) -> bool:
         record = read_marker(storage, name)
     except StorageError as error:
         return error.errno == errno.EINVAL
-    return record is None or marker is None or is_due(storage, dataclasses.replace(marker, key=name), record, now)
+    return (
+        record is None
+        or marker is None
+        or not record.directories
+        or is_due(storage, dataclasses.replace(marker, key=name), record, now)
+    )
 
 
 def _due_record(storage: Storage, marker: MarkerName, now: Clock) -> Record | None:

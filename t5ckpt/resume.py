@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import log_newer_of_flax, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
-from t5ckpt.commit.deletion import stays_text, try_to_rename_damaged
+from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
 from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of
@@ -252,11 +251,6 @@ def _kind(error: Exception) -> str:
     return 'remote' if isinstance(error, RemoteError) else 'other'
 
 
-def _steps_of_others(storage: Storage) -> dict[int, str]:
-    """Maps each step in another layout than T5X's to the name of its directory or file."""
-    return {each.step: each.name for each in listing(storage).steps if not each.is_t5x}
-
-
 def _verdict(kinds: Sequence[str]) -> bool:
     """Whether the step is damaged for all processes; a remote error repeats the error of another process."""
     return set(kinds) - {'remote'} == {'corrupt'}
@@ -264,14 +258,9 @@ def _verdict(kinds: Sequence[str]) -> bool:
 
 def _rename_damaged(checkpointer: Checkpointer, failed: Sequence[int], *, shared: bool) -> None:
     """Renames damaged steps, except those that are kept or that another program wrote."""
-    copies = {step: checkpointer.damaged_copies(step, shared=shared) for step in failed}
-    others = _steps_of_others(checkpointer.storage) if any(copies.values()) else {}
-    for step, storages in copies.items():
-        for storage in storages:
-            if step in others:
-                _log.warning(stays_text(storage, others[step]))
-            else:
-                try_to_rename_damaged(storage, step, time.time)
+    for step in failed:
+        for storage in checkpointer.damaged_copies(step, shared=shared):
+            try_to_rename_damaged(storage, step, time.time)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from t5ckpt.catalog.layouts import inspect_name
+from t5ckpt.catalog.layouts import ListedStep, inspect_name
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.cli.output import (
@@ -26,7 +26,7 @@ from t5ckpt.cli.output import (
 from t5ckpt.cli.paths import CHECKPOINT, step_named, step_number
 from t5ckpt.cli.tiers import BOTH, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
-from t5ckpt.commit.deletion import decide_deletion, delete_other, delete_step, find_step
+from t5ckpt.commit.deletion import decide_deletion, find_step, hide
 from t5ckpt.core.text import counted, numbered_are
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.format.names import parse_step_dir
@@ -67,10 +67,7 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     targets = _targets(storage, chosen, tier)
     as_json = how['as_json']
     even = {'even_pinned': how['pinned'], 'even_waiting': how['force']}
-    found = [find_step(each.storage, each.step) for each in targets]
-    plan = [
-        decide_deletion(each.storage, listed, time.time, **even) for each, listed in zip(targets, found, strict=True)
-    ]
+    plan = [decide_deletion(each.storage, each.listed, time.time, **even) for each in targets]
     by_tier = [(each.tier, decision) for each, decision in zip(targets, plan, strict=True)]
     if not as_json:
         print_decisions(by_tier)
@@ -80,15 +77,13 @@ def command(path: str, others: tuple[str, ...], steps: tuple[int, ...], tier: st
     if not kept and not how['dry_run']:
         urls = ' and '.join(dict.fromkeys(each.storage.url() for each in targets))
         confirm(f'Delete {counted(len(chosen), "step")} of {urls}?', how['yes'])
-        for each, listed in zip(targets, found, strict=True):
+        for each in targets:
+            step = each.listed.step
             try:
-                if listed.is_t5x:
-                    delete_step(each.storage, each.step, time.time, **even)
-                else:
-                    delete_other(each.storage, listed, time.time, even_pinned=how['pinned'])
-                deleted.append((each.tier, each.step))
+                hide(each.storage, each.listed, time.time, **even)()
+                deleted.append((each.tier, step))
             except StepKeptError as error:
-                failed[each.step] = str(error)
+                failed[step] = str(error)
     if as_json:
         print_json(
             {
@@ -115,23 +110,27 @@ class _Target(NamedTuple):
 
     tier: str | None
     storage: Storage
-    step: int
+    listed: ListedStep
 
 
 def _targets(storage: Storage, steps: Sequence[int], tier: str | None) -> list[_Target]:
     """The steps in each tier; the run's first, because its storage may not answer. A step may be in one tier only.
 
     Raises:
-      CheckpointNotFoundError: neither tier has one of the steps.
+      CheckpointNotFoundError: a step does not exist, in neither tier if there are two.
     """
     storages = {name: open_run_storage(location) for name, location in tier_paths(storage.url(), tier).items()}
-    found = [_Target(name, storages[name], step) for name in sorted(storages, key=str, reverse=True) for step in steps]
-    there = [each for each in found if len(storages) == 1 or has_step(each.storage, each.step)]
-    absent = sorted(set(steps) - {each.step for each in there})
+    found = [
+        (name, storages[name], step)
+        for name in sorted(storages, key=str, reverse=True)
+        for step in steps
+        if len(storages) == 1 or has_step(storages[name], step)
+    ]
+    absent = sorted(set(steps) - {step for *_, step in found})
     if absent:
         urls = ' nor '.join(each.url() for each in storages.values())
         raise CheckpointNotFoundError(f'{numbered_are("step", absent)} in neither {urls}.')
-    return there
+    return [_Target(name, each, find_step(each, step)) for name, each, step in found]
 
 
 def _chosen(path: str, others: Sequence[str], numbers: Sequence[int], tier: str | None) -> tuple[Storage, list[int]]:

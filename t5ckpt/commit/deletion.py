@@ -1,4 +1,8 @@
-"""Deletes a step: it is hidden first, in one operation, and then removed."""
+"""Deletes a step: it is announced, hidden in one operation, and then removed.
+
+``commit/markers.py`` has the order of the requests. Where directories can be renamed, the rename of the step's hides it, else the
+deletion of its manifest.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,40 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Generator
 
-from t5ckpt.catalog.layouts import LEVANTER, ListedStep, orbax_marks, other_layout
+from t5ckpt.catalog.layouts import LEVANTER, ORBAX, ListedStep, has_placeholder, orbax_marks, other_layout
 from t5ckpt.catalog.listing import inspect_step, listing
 from t5ckpt.catalog.locate import no_step
-from t5ckpt.commit.announcement import announced
-from t5ckpt.commit.bucket_deletion import hide_in_bucket
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.removal import (
     check_known,
     check_not_kept,
     check_removable,
+    delete_manifest,
+    directories_of,
     end_work,
     hide_directory,
+    is_pinned,
     kept_by,
+    remove_unnamed,
     rename_aside,
     unless_renameless,
 )
-from t5ckpt.commit.taken_steps import locked
+from t5ckpt.commit.taken_steps import BeingHiddenError, locked
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import StepKeptError, T5CkptError
+from t5ckpt.errors import AccessDeniedError, StepKeptError, T5CkptError
 from t5ckpt.format.names import (
     DAMAGED_MANIFEST,
     MANIFEST,
+    PINNED,
     step_dir,
     to_persist_file,
 )
 from t5ckpt.policies import Decision
 from t5ckpt.storage import Storage
 
+_Announcement = tuple[dict[int, Marker], Collection[int]]
 _log = logging.getLogger('t5ckpt')
 
 
@@ -69,23 +77,19 @@ def decide_deletion(storage: Storage, listed: ListedStep, clock: Clock, **even: 
     return Decision(listed.step, reason is not None, reason or requested)
 
 
-def check_deletable(storage: Storage, step: int, clock: Clock, **even: bool) -> None:
-    """Raises the error that :func:`delete_step` would raise before it changes anything."""
+def check_deletable(storage: Storage, step: int, clock: Clock, **even: bool) -> ListedStep:
+    """Raises the error that :func:`delete_step` would raise before it changes anything; returns the step."""
     listed = find_step(storage, step)
     if not listed.is_t5x:
         cure = f'Remove it with the program that wrote it, or with t5ckpt rm {storage.url()}@{step}.'
         raise other_layout(storage.url(listed.name), listed.layout, 'which this call does not delete', cure)
     check_known(storage, listed.name)
     check_not_kept(storage, listed, held_steps(storage, clock), 'deleted', **even)
+    return listed
 
 
-def delete_step(
-    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
-) -> None:
-    """Deletes one step: makes it invisible in one atomic operation, and then removes it.
-
-    A crash in between leaves files that no listing shows and the next save removes. With ``even_waiting``, the upload for which
-    the step waits is dropped.
+def delete_step(storage: Storage, step: int, clock: Clock, **even: bool) -> None:
+    """Deletes a step in T5X's layout, see :func:`hide`.
 
     Raises:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
@@ -93,111 +97,139 @@ def delete_step(
       StepKeptError: it is pinned, held by a reader, or waits for its upload; nothing was changed.
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
-    check_deletable(storage, step, clock, even_pinned=even_pinned, even_waiting=even_waiting)
-    hide(storage, step, clock, even_pinned=even_pinned, even_waiting=even_waiting)()
-
-
-def delete_other(storage: Storage, listed: ListedStep, clock: Clock, *, even_pinned: bool = False) -> None:
-    """Hides a step in another layout, and removes all of its files.
-
-    Where no directory can be renamed, a crash may leave files that no listing shows.
-
-    Raises:
-      StepKeptError: it is pinned, or held by a reader; nothing was changed.
-      CheckpointNotFoundError: another process has deleted it.
-      StorageError: another process replaces or deletes it, or the storage failed.
-    """
-    name = listed.name
-    # Garbage collection leaves a directory that is locked.
-    own = contextlib.nullcontext() if name == step_dir(listed.step) else locked(storage, name)
-    with locked(storage, step_dir(listed.step)), own:
-        marker = Marker(storage, listed.step, clock, HIDE)
-        try:
-            check_not_kept(storage, listed, held_steps(storage, clock), 'deleted', even_pinned=even_pinned)
-            if storage.kind(name) == 'file':
-                storage.delete_file(name)
-                return
-            if storage.commits_by_rename:
-                storage.publish(name, marker.aside)
-                name = marker.aside
-            else:
-                storage.delete_files([join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
-            storage.delete_tree(name)
-        finally:
-            marker.remove()
-
-
-def hide(
-    storage: Storage, step: int, clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
-) -> Callable[[], None]:
-    """Makes a step invisible, in one atomic operation, after it was announced.
-
-    A reader that holds or pins the step in the meantime finds the announcement and waits, see ``commit/holds.py``.
-
-    Returns:
-      Removes the files, or logs why it cannot.
-
-    Raises:
-      StepKeptError: it is held by a reader, is pinned (without ``even_pinned``), or waits for its upload (without
-        ``even_waiting``); it is unchanged.
-      CheckpointNotFoundError: another process has deleted it.
-      UnsupportedFormatError: a newer program wrote it, see ``check_known``; it is unchanged.
-      AccessDeniedError: it belongs to another user; it is unchanged.
-      StorageError: another process replaces it, or it could not be made invisible; it is unchanged.
-    """
-    with hiding(storage, [step], clock, even_pinned=even_pinned, even_waiting=even_waiting) as hide_one:
-        return hide_one(step)
+    hide(storage, check_deletable(storage, step, clock, **even), clock, **even)()
 
 
 @contextlib.contextmanager
-def hiding(
-    storage: Storage, steps: Collection[int], clock: Clock, *, even_pinned: bool = False, even_waiting: bool = False
-) -> Generator[Callable[[int], Callable[[], None]]]:
-    """Yields a function that hides each of some steps as :func:`hide`; on a file system with one listing for all."""
-    if not storage.commits_by_rename:
-        yield lambda step: _removal(storage, step, hide_in_bucket(storage, step, clock, even_pinned=even_pinned))
-        return
+def announced(
+    storage: Storage, steps: Collection[int], clock: Clock, directories: Collection[str] = ()
+) -> Generator[_Announcement]:
+    """Yields markers, and the steps that readers hold, after readers can see that some steps are about to be hidden or changed.
+
+    A reader that holds or pins one of them in the meantime finds the marker and waits, see ``commit/holds.py``.
+
+    Args:
+      storage: the run.
+      steps: its steps. The markers of those that were hidden are taken out, the others are removed.
+      clock: unix seconds.
+      directories: those below the step whose files its removal removes.
+    """
     markers: dict[int, Marker] = {}
-
-    def hide_one(step: int) -> Callable[[], None]:
-        listed = ListedStep(step, step_dir(step))
-        with locked(storage, listed.name):
-            check_known(storage, listed.name)
-            check_removable(storage, listed.name)
-            check_not_kept(storage, listed, held, 'deleted', even_pinned=even_pinned, even_waiting=even_waiting)
-            hide_directory(storage, step, markers[step].aside, clock)
-        marker = markers.pop(step)
-        marker.end()
-        return _removal(storage, step, functools.partial(_finish, storage, step, marker, clock, even_waiting))
-
     try:
         for step in steps:
-            markers[step] = Marker(storage, step, clock, HIDE)
-        held = held_steps(storage, clock)
-        yield hide_one
+            markers[step] = Marker(storage, step, clock, HIDE, directories)
+        yield markers, held_steps(storage, clock) if markers else ()
     finally:
         for marker in markers.values():
             marker.remove()
 
 
-def _removal(storage: Storage, step: int, remove: Callable[[], object]) -> Callable[[], None]:
-    def remove_or_log() -> None:
-        try:
-            remove()
-        except T5CkptError as error:
-            where = storage.url(step_dir(step))
-            _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
+def hide(
+    storage: Storage,
+    listed: ListedStep,
+    clock: Clock,
+    announcement: _Announcement = ({}, ()),
+    /,
+    **even: bool,
+) -> Callable[[], None]:
+    """Makes a step invisible, in one atomic operation, after it was announced.
 
-    return remove_or_log
+    A crash afterwards leaves files that no listing shows. The next save removes those of a step in T5X's layout.
+
+    Args:
+      storage: the run.
+      listed: the step, in any layout.
+      clock: unix seconds.
+      announcement: of several steps, where directories can be renamed; this one is announced if it has no step.
+      even: as for ``removal.kept_by``. With ``even_waiting``, the upload for which the step waits is dropped.
+
+    Returns:
+      Removes the files; logs why it cannot those of a step in T5X's layout.
+
+    Raises:
+      StepKeptError: it is held by a reader, is pinned, or waits for its upload; it is unchanged.
+      CheckpointNotFoundError: another process has deleted it.
+      UnsupportedFormatError: a newer program wrote it, see ``check_known``; it is unchanged.
+      AccessDeniedError: it belongs to another user; it is unchanged.
+      StorageError: another process replaces it, or it could not be made invisible; it is unchanged.
+    """
+    name, in_bucket = listed.name, listed.is_t5x and not storage.commits_by_rename
+    manifest, version = storage.read_with_version(join(name, MANIFEST)) if in_bucket else (b'', None)
+    if has_placeholder(manifest):
+        raise other_layout(storage.url(name), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
+    if in_bucket:
+        check_known(storage, name, manifest=manifest)
+    directories = directories_of(manifest)
+    with contextlib.ExitStack() as stack:
+        markers, held = announcement
+        if not markers:
+            markers, held = stack.enter_context(announced(storage, [listed.step], clock, directories))
+        stack.enter_context(locked(storage, name))
+        if listed.is_t5x and not in_bucket:
+            check_known(storage, name)
+        check_removable(storage, name)
+        check_not_kept(storage, listed, held, 'deleted', **even)
+        marker = markers[listed.step]
+        if in_bucket:
+            marker.check()
+            # Readers wait for a request that may still arrive.
+            del markers[listed.step]
+            try:
+                delete_manifest(storage, name, version)
+            except (AccessDeniedError, BeingHiddenError):
+                marker.remove()
+                raise
+            if even.get('even_pinned'):
+                storage.delete_file(join(name, PINNED))
+        else:
+            _hide_name(storage, listed, marker.aside, clock)
+            del markers[listed.step]
+    marker.end()
+    return functools.partial(_remove, storage, listed, marker, directories, clock, **even)
 
 
-def _finish(storage: Storage, step: int, marker: Marker, clock: Clock, drops_upload: bool) -> None:
+def _hide_name(storage: Storage, listed: ListedStep, aside: str, clock: Clock) -> None:
+    """Hides a step where its directory can be renamed, or one in another layout."""
+    name = listed.name
+    if listed.is_t5x:
+        hide_directory(storage, listed.step, aside, clock)
+    elif aside and storage.kind(name) != 'file':
+        storage.publish(name, aside)
+    else:
+        storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
+
+
+def _remove(
+    storage: Storage, listed: ListedStep, marker: Marker, directories: Collection[str], clock: Clock, **even: bool
+) -> None:
+    """Removes the files of a hidden step."""
     try:
-        if drops_upload:
-            storage.delete_file(to_persist_file(step))
-        end_work(storage, step, marker.directory, marker.aside, clock)
+        if not listed.is_t5x:
+            storage.delete_tree(marker.aside or listed.name)
+        elif not marker.aside:
+            remove_unnamed(storage, listed.step, directories)
+        else:
+            if even.get('even_waiting'):
+                storage.delete_file(to_persist_file(listed.step))
+            end_work(storage, listed.step, marker.directory, marker.aside, clock)
+    except T5CkptError as error:
+        if not listed.is_t5x:
+            raise
+        where = storage.url(listed.name)
+        _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
     finally:
-        marker.remove()
+        if marker.aside:
+            marker.remove()
+
+
+def remove_pin(storage: Storage, step: int, clock: Clock) -> None:
+    """Removes the pin of a step without a manifest in a bucket, which was written after the deletion."""
+    directory = step_dir(step)
+    if is_pinned(storage, directory):
+        # A program that pins a later save of the step sees this, and looks for its pin again.
+        with announced(storage, [step], clock):
+            if not storage.is_file(join(directory, MANIFEST)):
+                storage.delete_file(join(directory, PINNED))
 
 
 def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
@@ -207,25 +239,21 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
       The new name, under which its files stay.
 
     Raises:
-      StepKeptError: it is pinned or held by a reader, or the storage cannot rename.
+      StepKeptError: it is pinned or held by a reader, is in another layout, or the storage cannot rename.
       CheckpointNotFoundError: another process has deleted it.
       StorageError: it could not be renamed.
     """
-    if not storage.commits_by_rename:
-        raise StepKeptError(f'{storage.url(step_dir(step))} cannot be renamed on this storage.')
-    with announced(storage, step, clock) as held:
-        check_not_kept(storage, ListedStep(step, step_dir(step)), held, 'renamed', even_waiting=True)
+    listed = find_step(storage, step)
+    name = listed.name
+    if not (storage.commits_by_rename and listed.is_t5x):
+        raise StepKeptError(f'{storage.url(name)} cannot be renamed.')
+    with announced(storage, [step], clock) as (_, held), locked(storage, name):
+        check_not_kept(storage, listed, held, 'renamed', even_waiting=True)
         with unless_renameless():
-            return rename_aside(storage, step_dir(step), step, 'damaged', clock())
+            return rename_aside(storage, name, step, 'damaged', clock())
         # Such a layer renames files.
-        aside = join(step_dir(step), DAMAGED_MANIFEST)
-        storage.publish(join(step_dir(step), MANIFEST), aside)
-        return aside
-
-
-def stays_text(storage: Storage, name: str) -> str:
-    """The log line of a damaged step that keeps its name."""
-    return f't5ckpt: {storage.url(name)} is not renamed, so that step cannot be saved there again'
+        storage.publish(join(name, MANIFEST), join(name, DAMAGED_MANIFEST))
+        return join(name, DAMAGED_MANIFEST)
 
 
 def try_to_rename_damaged(storage: Storage, step: int, clock: Clock) -> None:
@@ -233,9 +261,7 @@ def try_to_rename_damaged(storage: Storage, step: int, clock: Clock) -> None:
     where = storage.url(step_dir(step))
     try:
         aside = rename_damaged(storage, step, clock)
-    except StepKeptError as error:
-        _log.warning('%s: %s', stays_text(storage, step_dir(step)), error)
     except T5CkptError as error:
-        _log.warning('t5ckpt: could not rename %s: %s', where, error)
+        _log.warning('t5ckpt: %s is not renamed, so that step cannot be saved there again: %s', where, error)
     else:
         _log.error('t5ckpt: %s cannot be restored and was renamed to %s', where, storage.url(aside))

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Iterable
 
 from t5ckpt.catalog.run_catalog import BucketListing, announcement_directory, announcements, list_bucket
-from t5ckpt.commit.bucket_deletion import remove_pin, remove_unnamed
+from t5ckpt.commit.deletion import remove_pin
 from t5ckpt.commit.holds import expiry
 from t5ckpt.commit.markers import HORIZON_SECONDS, Record, is_due, read_marker
-from t5ckpt.commit.removal import end_work
+from t5ckpt.commit.removal import end_work, remove_unnamed
 from t5ckpt.commit.run_clock import run_clock
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock

@@ -76,13 +76,11 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
       BeingHiddenError: a deleter has not decided after some seconds.
     """
     now = run_clock(storage, clock)
-    for has_time in attempts(_DELETER_SECONDS):
+    for _ in attempts(_DELETER_SECONDS):
         is_decided = not is_about_to_hide(storage, step, now)
         is_there = has_step(storage, step)
         if is_decided or not is_there:
             return is_there
-        if not has_time:
-            break
     raise BeingHiddenError(
         errno.EBUSY,
         f'{storage.url(step_dir(step))} was not pinned: a process is about to delete it. Try again when that process has ended.',

@@ -33,7 +33,7 @@ from t5ckpt.commit.run_clock import CLOCK_SECONDS
 from t5ckpt.commit.writers import has_ended, is_local, open_nonces, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.errors import CheckpointNotFoundError, NoSpaceError, StorageError, T5CkptError
 from t5ckpt.format.names import BUSY_PREFIX, INDEX, MarkerName, busy_key, generation_dir, parse_marker, work_dirs
 from t5ckpt.storage import Storage
 
@@ -111,9 +111,15 @@ class Marker:
             'owner': self._owner,
         }
         data = json.dumps(record).encode()
-        self._version = self._storage.replace(self._key, data, version)
-        if self._version is None:
-            self._storage.write(self._key, data)
+        try:
+            self._version = self._storage.replace(self._key, data, version)
+            if self._version is None:
+                self._storage.write(self._key, data)
+        except NoSpaceError:
+            if self._action != HIDE or not self._storage.commits_by_rename:
+                raise
+            # A deletion frees space; the name of its marker suffices.
+            self._storage.write(self._key, b'')
 
     def _clocks(self) -> tuple[float, float]:
         # The second one counts the time in which the machine sleeps, and is not set by anybody.
@@ -134,6 +140,9 @@ class Marker:
         if self._action == HIDE:
             try:
                 self.update(SAVE)
+            except NoSpaceError:
+                # That of a deletion, which frees it.
+                pass
             except T5CkptError as error:
                 _log.warning('t5ckpt: %s could not be written: %s', self._storage.url(self._key), error)
 
@@ -190,13 +199,16 @@ class Record:
 
 
 def read_marker(storage: Storage, key: str) -> Record | None:
-    """Reads a marker; None if it is gone.
+    """Reads a marker; None if it is gone. An empty one is that of a deletion on a full disk.
 
     Raises:
       StorageError: it is not a marker that this program knows.
     """
     try:
-        data = json.loads(storage.read(key))
+        text = storage.read(key)
+        if not text:
+            return Record(HIDE, frozenset(), 0.0, HORIZON_SECONDS, {})
+        data = json.loads(text)
         return Record(
             str(data['action']),
             frozenset(map(str, data['directories'])),

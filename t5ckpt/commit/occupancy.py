@@ -9,22 +9,16 @@ a broken checkpoint that is pinned                  refused
 from __future__ import annotations
 
 import contextlib
-import re
 
 from t5ckpt.catalog.layouts import ORBAX, ListedStep, has_placeholder, inspect_name, orbax_marks, other_layout
 from t5ckpt.catalog.listing import with_other_name
-from t5ckpt.commit.removal import check_removable, few, foreign_files, is_pinned, keys_below
+from t5ckpt.commit.removal import check_removable, foreign_files, generations_in, is_pinned, keys_below
 from t5ckpt.core.keys import join
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.manifest import decode_manifest
 from t5ckpt.format.names import MANIFEST, PINNED, step_dir
 from t5ckpt.storage import Storage
-
-# The directory of a save, in the location of an array or in the facts, and not in a text of the user's: what comes before the
-# name is a key of MessagePack with the header of its string, or a key of our JSON at its top level.
-_GENERATION = re.compile(
-    rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": ")(t5ckpt-[0-9a-f]{16})[/"]', re.DOTALL
-)
 
 
 def occupant_of(storage: Storage, step: int) -> ListedStep | None:
@@ -79,19 +73,14 @@ def _in_bucket(storage: Storage, step: int) -> ListedStep | None:
         return ListedStep(step, directory, ORBAX, manifest='')
     if data and PINNED in keys:
         raise _pinned(storage, directory)
-    foreign = foreign_files(storage, directory) if keys else []
+    foreign = foreign_files(storage, directory, keys)
     if foreign:
-        names = few(foreign) or 'a file in the place of a directory'
+        names = some_of(foreign, 3) or 'a file in the place of a directory'
         raise UnsupportedFormatError(
             f'{storage.url(directory)} contains files that neither T5X nor t5ckpt wrote ({names}). Move it away to save this '
             'step.'
         )
     return None
-
-
-def generations_in(manifest: bytes) -> set[str]:
-    """The directories of saves that a manifest names: in the locations of its arrays, or in its facts."""
-    return {match.decode() for match in _GENERATION.findall(manifest)}
 
 
 def is_remnant(storage: Storage, directory: str, manifest: bytes) -> bool:

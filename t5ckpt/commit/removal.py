@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
+import re
 import shlex
 from collections.abc import Collection, Generator, Sequence
+from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import read_facts, read_head, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.commit.taken_steps import locked
+from t5ckpt.commit.taken_steps import BeingHiddenError, locked
+from t5ckpt.commit.transfer import copy_files
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import some_of
@@ -34,21 +38,30 @@ from t5ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import VERSION, is_tensorflow_state, version_of
 from t5ckpt.format.names import (
+    DATASET_REMOVED,
     MANIFEST,
     PINNED,
     aside_dir,
     foreign_keys,
     generation_of,
     is_file_checksums,
+    positions_for_t5x,
     step_dir,
 )
 from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
+# The directory of a save, in the location of an array or in the facts, and not in a text of the user's: what comes before the
+# name is a key of MessagePack with the header of its string, or a key of our JSON at its top level.
+_GENERATION = re.compile(
+    rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": ")(t5ckpt-[0-9a-f]{16})[/"]', re.DOTALL
+)
+_WORKERS = 16
 _log = logging.getLogger('t5ckpt')
 
 
@@ -75,35 +88,23 @@ def check_known(storage: Storage, directory: str, *, manifest: bytes | None = No
         decode_facts(read_facts(storage, directory, head), storage.url(directory))
 
 
-def foreign_files(storage: Storage, directory: str) -> list[str]:
-    """The files in a step's directory that neither T5X nor t5ckpt wrote, relative to it."""
-    return _foreign(storage, directory, keys_below(storage, directory))
-
-
 def keys_below(storage: Storage, directory: str) -> list[str]:
     """All files of a directory, relative to it."""
     return [key[len(directory) + 1 :] for key, _ in storage.walk(directory)]
 
 
-def _foreign(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
+def foreign_files(storage: Storage, directory: str, keys: Sequence[str]) -> list[str]:
+    """Those of all files of a step's directory that neither T5X nor t5ckpt wrote; all names are relative to it."""
     foreign = foreign_keys(keys)
-    if foreign:
-        # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
-        recorded = _listed(storage, directory, keys)
-        foreign = [key for key in foreign if key not in recorded]
-    of_t5ckpt = any(map(is_file_checksums, keys))
-    if MANIFEST in keys and not of_t5ckpt and is_tensorflow_state(read_head(storage, directory)):
+    lists = [key for key in keys if is_file_checksums(key)]
+    recorded = set[str]()
+    # A copy has all files of its source, and a converted checkpoint lists the files that were copied.
+    for key in lists if foreign else ():
+        with contextlib.suppress(FormatError, CheckpointNotFoundError):
+            recorded |= FileChecksums.decode(storage.read(join(directory, key)), key, generation_of(key)).keys()
+    if MANIFEST in keys and not lists and is_tensorflow_state(read_head(storage, directory)):
         foreign.append(MANIFEST)
-    return foreign
-
-
-def _listed(storage: Storage, directory: str, keys: Sequence[str]) -> set[str]:
-    listed: set[str] = set()
-    for name in keys:
-        if is_file_checksums(name):
-            with contextlib.suppress(FormatError, CheckpointNotFoundError):
-                listed |= FileChecksums.decode(storage.read(join(directory, name)), name, generation_of(name)).keys()
-    return listed
+    return [key for key in foreign if key not in recorded]
 
 
 def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> None:
@@ -117,7 +118,7 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     """
     # Of a link, only the link is removed, not its target.
     keys = [] if os.path.islink(storage.local_path(name) or '') else keys_below(storage, name)
-    foreign = _foreign(storage, name, keys)
+    foreign = foreign_files(storage, name, keys)
     if not foreign:
         storage.delete_tree(name)
         return
@@ -137,15 +138,10 @@ def move_aside(storage: Storage, name: str, step: int, unix: float, foreign: Seq
     _log.warning(
         't5ckpt: %s contains files that neither T5X nor t5ckpt wrote (%s). It was moved to %s and is not removed',
         storage.url(name),
-        few(foreign) or 'a file in the place of a directory',
+        some_of(foreign, 3) or 'a file in the place of a directory',
         storage.url(aside),
     )
     return aside
-
-
-def few(names: Sequence[str]) -> str:
-    """The first three of some names, as text with the number of the others."""
-    return some_of(names, 3)
 
 
 def check_removable(storage: Storage, directory: str) -> None:
@@ -157,19 +153,16 @@ def check_removable(storage: Storage, directory: str) -> None:
       AccessDeniedError: it names the owner; or the file system is mounted read-only.
     """
     path = storage.local_path(directory)
-    if path is None or os.path.islink(path) or _may_write(path):
+    if path is None or os.path.islink(path) or not os.path.isdir(path):
+        return
+    # os.access returns False for every error of the disk, too, so a permission counts only if the second call agrees.
+    effective = os.access in os.supports_effective_ids
+    if any(os.access(path, os.W_OK | os.X_OK, effective_ids=effective) for _ in range(2)):
         return
     with foreign_errors(storage.url(directory), writing=True):
-        try:
-            info = os.stat(path)
-            if os.statvfs(path).f_flag & os.ST_RDONLY:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        except FileNotFoundError:
-            # Another process has removed it.
-            return
-    # os.access returns False for every error of the disk, too, so a permission counts only if the second call agrees.
-    if _may_write(path):
-        return
+        info = os.stat(path)
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
     if info.st_uid == os.geteuid():
         cure = f'Make it writable: chmod -R u+w {shlex.quote(path)}'
     else:
@@ -179,10 +172,6 @@ def check_removable(storage: Storage, directory: str) -> None:
         f'{storage.url(directory)} belongs to user {info.st_uid} and has the permissions {info.st_mode & 0o7777:o}, so user '
         f'{os.geteuid()} may not remove its files. Nothing was changed. {cure}',
     )
-
-
-def _may_write(path: str) -> bool:
-    return os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_pinned(storage: Storage, directory: str) -> bool:
@@ -236,19 +225,17 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
 
     Another process may take a name between the check and the rename.
     """
-    unix = int(unix)
-    while True:
-        target = aside_dir(step, state, unix)
-        if storage.kind(target) is None:
-            try:
+    for second in itertools.count(int(unix)):
+        target = aside_dir(step, state, second)
+        try:
+            if storage.kind(target) is None:
                 storage.publish(name, target)
-            except StorageError as error:
-                # The process that took it may have left it again.
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-            else:
                 return target
-        unix += 1
+        except StorageError as error:
+            # The process that took it may have left it again.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -277,19 +264,16 @@ def hide_directory(storage: Storage, step: int, aside: str, clock: Clock) -> Non
 def end_work(storage: Storage, step: int, new: str, hidden: str, clock: Clock) -> None:
     """Removes what the owner of a marker has left, in the directories of ``format/names.work_dirs``."""
     final = step_dir(step)
-
-    def is_missing() -> bool:
-        return storage.kind(final) != 'file' and not storage.is_file(join(final, MANIFEST))
-
-    if storage.kind(hidden) and storage.is_file(join(new, MANIFEST)) and is_missing():
+    if storage.kind(hidden) and storage.is_file(join(new, MANIFEST)):
         # Its owner ended while it replaced the step, where two names cannot be exchanged.
         with locked(storage, final):
-            if storage.kind(final) == 'dir' and is_missing():
-                remove_checkpoint(storage, final, step, clock())
-        storage.publish(new, final)
-        _log.warning(
-            't5ckpt: published %s, which was about to replace the step when its writer ended', storage.url(final)
-        )
+            kind = storage.kind(final)
+            if kind != 'file' and not storage.is_file(join(final, MANIFEST)):
+                if kind:
+                    remove_checkpoint(storage, final, step, clock())
+                storage.publish(new, final)
+                text = 't5ckpt: published %s, which was about to replace the step when its writer ended'
+                _log.warning(text, storage.url(final))
     for name in (hidden, new, hidden):
         if storage.kind(name) is not None:
             check_removable(storage, name)
@@ -311,10 +295,75 @@ def remove_own_keys(storage: Storage, directory: str, keys: Sequence[str]) -> No
       directory: of the files.
       keys: all files of the directory, from :func:`keys_below`.
     """
-    if not keys:
-        return
-    foreign = _foreign(storage, directory, keys)
+    foreign = foreign_files(storage, directory, keys)
     storage.delete_files([join(directory, key) for key in sorted({*keys}.difference(foreign))])
-    if not foreign:
-        return
-    _log.warning('t5ckpt: %s keeps files that neither T5X nor t5ckpt wrote: %s', storage.url(directory), few(foreign))
+    if foreign:
+        text = 't5ckpt: %s keeps files that neither T5X nor t5ckpt wrote: %s'
+        _log.warning(text, storage.url(directory), some_of(foreign, 3))
+
+
+def generations_in(manifest: bytes) -> set[str]:
+    """The directories of saves that a manifest names: in the locations of its arrays, or in its facts."""
+    return {match.decode() for match in _GENERATION.findall(manifest)}
+
+
+def directories_of(manifest: bytes) -> set[str]:
+    """The directories below the step with the files of a manifest: that of its save, and '' for files in none."""
+    return {'', *generations_in(manifest)}
+
+
+def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) -> bool:
+    """Removes the files in some directories below a step that its manifest does not name.
+
+    Copies the positions of data iterators to T5X's names, which a crash may have left out.
+
+    Args:
+      storage: the run.
+      step: its number.
+      directories: those below the step; '' stands for the files in none.
+
+    Returns:
+      Whether the step has no manifest.
+    """
+    directory = step_dir(step)
+    try:
+        manifest, version = storage.read_with_version(join(directory, MANIFEST))
+    except CheckpointNotFoundError:
+        manifest, version = None, None
+    keys = keys_below(storage, directory)
+    named = generations_in(manifest or b'')
+    if named and named.isdisjoint(map(generation_of, keys)):
+        # It arrived after its files were removed, or was replaced meanwhile.
+        delete_manifest(storage, directory, version)
+        manifest = None
+    # A manifest is only deleted in the version that was read, and a pin only where it can be announced.
+    doomed = [key for key in keys if generation_of(key) in {*directories} - named and key not in (MANIFEST, PINNED)]
+    if manifest is None:
+        remove_own_keys(storage, directory, doomed)
+        # A save that has committed since the first request may have written positions under the same names.
+        return not storage.is_file(join(directory, MANIFEST)) or remove_unnamed(storage, step, ())
+    current = [key for key in keys if generation_of(key) in named]
+    kept = {DATASET_REMOVED, f't5ckpt.{digest(manifest)}.json', *positions_for_t5x(current)}
+    # The names of the files of T5X's own steps are in none of our directories.
+    remove_own_keys(storage, directory, [key for key in doomed if named and key not in kept])
+    copy_positions(storage, directory, current)
+    return False
+
+
+def delete_manifest(storage: Storage, directory: str, version: Any) -> None:
+    """Deletes the manifest of a step.
+
+    Raises:
+      BeingHiddenError: it has another version than this one.
+    """
+    if not storage.delete_unchanged(join(directory, MANIFEST), version):
+        raise BeingHiddenError(
+            errno.EBUSY, f'{storage.url(directory)} was replaced by another process in the meantime.'
+        )
+
+
+def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> None:
+    """Copies the positions of data iterators among some files of a step to T5X's names."""
+    sizes = dict.fromkeys(positions_for_t5x(keys).values(), 0)
+    for _ in copy_files(lambda key: storage.read(join(directory, key)), sizes, storage, directory, _WORKERS):
+        pass

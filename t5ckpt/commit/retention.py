@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Protocol
 
 from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, number_of, one_a_step
@@ -23,11 +23,10 @@ from t5ckpt.catalog.listing import listing, newest, read_facts, steps_in, waitin
 from t5ckpt.catalog.locate import no_checkpoint
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.run_catalog import BucketListing, inspected
-from t5ckpt.commit.announcement import announced
-from t5ckpt.commit.bucket_deletion import directories_of
-from t5ckpt.commit.deletion import find_step, hiding
+from t5ckpt.commit.deletion import announced, find_step, hide
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.removal import check_known, check_not_kept
+from t5ckpt.commit.removal import check_known, check_not_kept, directories_of
+from t5ckpt.commit.taken_steps import locked
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, MetricSource
@@ -219,7 +218,15 @@ class Retention:
         for decision in plan:
             self._log_stay(decision)
         doomed = [each for each in plan if not each.keep]
-        deleted = self._delete(doomed) if doomed else []
+        deleted: list[int] = []
+        batch = [each.step for each in doomed if self._storage.commits_by_rename]
+        with contextlib.ExitStack() as removals, announced(self._storage, batch, self._clock) as announcement:
+            for each in doomed:
+                with self._logging_failure(each.step):
+                    listed = ListedStep(each.step, step_dir(each.step))
+                    removals.callback(hide(self._storage, listed, self._clock, announcement))
+                    deleted.append(each.step)
+                    _log.info('t5ckpt: deleted step %d of %s: %s', each.step, self._storage.url(), each.reason)
         if self.keep_datasets is not None:
             having = [
                 info
@@ -231,20 +238,6 @@ class Retention:
                     with self._logging_failure(info.step, 'the iterator state of '):
                         remove_positions(self._storage, info.step, self._clock)
         return deleted
-
-    def _delete(self, doomed: Sequence[Decision]) -> list[int]:
-        removals: dict[int, Callable[[], None]] = {}
-        try:
-            with hiding(self._storage, [each.step for each in doomed], self._clock) as hide:
-                for each in doomed:
-                    with self._logging_failure(each.step):
-                        removals[each.step] = hide(each.step)
-                        text = 't5ckpt: deleted step %d of %s: %s'
-                        _log.info(text, each.step, self._storage.url(), each.reason)
-        finally:
-            for remove in removals.values():
-                remove()
-        return [*removals]
 
     @contextlib.contextmanager
     def _logging_failure(self, step: int, what: str = '') -> Generator[None]:
@@ -301,7 +294,7 @@ def remove_positions(storage: Storage, step: int, clock: Clock) -> None:
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
-    with announced(storage, step, clock) as held:
+    with announced(storage, [step], clock) as (_, held), locked(storage, directory):
         check_not_kept(storage, ListedStep(step, directory), held, 'stripped of its iterator state')
         # Those of the save first: T5X's names find the rest after a crash.
         for name in sorted(directories_of(storage.read(join(directory, MANIFEST))), reverse=True):
@@ -310,7 +303,8 @@ def remove_positions(storage: Storage, step: int, clock: Clock) -> None:
             if positions:
                 # First, so that a verification does not report the missing files as damage.
                 storage.write(join(parent, DATASET_REMOVED), b'')
-            for key in (join(parent, position) for position in positions):
+            for position in positions:
+                key = join(parent, position)
                 # Some iterators write directories.
                 remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
                 remove(key)

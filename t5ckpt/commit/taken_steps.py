@@ -37,14 +37,14 @@ def taken_step_exists(cure: str) -> Generator[None]:
         raise CheckpointExistsError(f'{error}. {cure}') from error
 
 
-def attempts(seconds: float) -> Iterator[bool]:
-    """Yields at once and then after growing pauses: True while there is time for another attempt, and False at the last one."""
+def attempts(seconds: float) -> Iterator[None]:
+    """Yields at once, and then after growing pauses while there is time for another attempt; the last time at the end of it."""
     deadline, pause = time.monotonic() + seconds, _FIRST_SECONDS
     while (left := deadline - time.monotonic()) > 0:
-        yield True
+        yield
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LAST_SECONDS)
-    yield False
+    yield
 
 
 @contextlib.contextmanager
@@ -56,17 +56,16 @@ def locked(storage: Storage, directory: str) -> Generator[None]:
     Raises:
       BeingHiddenError: another process has the lock.
     """
-    for has_time in attempts(_RIVAL_SECONDS):
+    for _ in attempts(_RIVAL_SECONDS):
         if not storage.commits_by_rename or storage.kind(directory) != 'dir':
             yield
             return
         lock = storage.try_lock(directory)
-        with contextlib.nullcontext() if lock is None else contextlib.closing(lock):
-            if lock is not None and lock.is_current():
-                yield
-                return
-        if not has_time:
-            break
+        if lock is not None:
+            with contextlib.closing(lock):
+                if lock.is_current():
+                    yield
+                    return
     raise BeingHiddenError(
         errno.EBUSY, f'{storage.url(directory)} is being replaced or deleted by another process. Try again.'
     )

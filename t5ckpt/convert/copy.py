@@ -18,7 +18,8 @@ from t5ckpt.catalog.layouts import has_placeholder, is_orbax
 from t5ckpt.catalog.locate import Located, locate, open_target, with_links
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import seconds_for
-from t5ckpt.commit.occupancy import check_room, generations_in
+from t5ckpt.commit.occupancy import check_room
+from t5ckpt.commit.removal import directories_of
 from t5ckpt.commit.taken_steps import taken_step_exists
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
@@ -176,7 +177,7 @@ def _plan(source: Identity) -> _Plan:
         raise UnsupportedFormatError(f'{located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.')
     if raw.facts is None:
         # Also the files of other programs, but not those of other saves, nor T5X's names of positions.
-        directories = {'', *generations_in(manifest)}
+        directories = directories_of(manifest)
         own = {name for name in listed if generation_of(name) in directories and name != FACTS_FILE}
         own -= {PINNED, *positions_for_t5x(own)}
     else:

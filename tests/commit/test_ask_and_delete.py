@@ -28,7 +28,7 @@ from t5ckpt import (
     SaveWhenIdle,
 )
 from t5ckpt.cli.app import run
-from t5ckpt.commit.deletion import delete_step, hiding
+from t5ckpt.commit.deletion import announced, delete_step, find_step, hide
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.removal import rename_aside
@@ -519,10 +519,11 @@ def test_a_refused_deletion_changes_nothing(tmp_path, keeps):
             assert stack.enter_context(hold(storage, 1, 60, time.time))
         else:
             manifest.write_bytes(manifest.read_bytes().replace(b'\xa7version\x03', b'\xa7version\x09', 1))
-        with hiding(storage, [1, 2], time.time) as hide_one:
+        first, second = find_step(storage, 1), find_step(storage, 2)
+        with announced(storage, [1, 2], time.time) as batch:
             with pytest.raises((StepKeptError, UnsupportedFormatError)):
-                hide_one(1)
-            hide_one(2)()
+                hide(storage, first, time.time, batch)
+            hide(storage, second, time.time, batch)()
         assert manifest.exists()
     assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith('held_')] == ['checkpoint_1']
 

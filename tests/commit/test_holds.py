@@ -143,16 +143,15 @@ def test_on_an_object_store_clocks_may_not_differ_by_more_than_ten_minutes():
         assert steps_in(run) == [2]
 
 
+@pytest.mark.parametrize('fits', [True, False])
 @pytest.mark.parametrize('ahead', [-(10**8), 10**8])
-def test_on_a_file_system_no_clock_of_a_host_counts(ahead, tmp_path):
-    """The age of a hold is that of its file, by the clock of the file server."""
+def test_on_a_file_system_no_clock_of_a_host_counts(ahead, fits, tmp_path):
+    """The age of a hold is that of its file, by the clock of the file server; so is that of a marker, empty on a full disk."""
     run, clock = saved_run(tmp_path / 'run'), FakeClock(time.time() + ahead)
     key = busy_key(1, int(clock()) + 7200, '0' * 16, in_bucket=False)
     owner = {'host': 'other', 'place': 'elsewhere', 'pid': 1, 'born': '1'}
-    run.write(
-        key,
-        json.dumps({'action': 'hide', 'directories': [], 'seconds': 3600, 'owner': owner}).encode(),
-    )
+    record = {'action': 'hide', 'directories': [], 'seconds': 3600, 'owner': owner}
+    run.write(key, json.dumps(record).encode() if fits else b'')
     for seconds, is_waited_for in ((0, True), (7190, True), (7210, False)):
         age(run, key, seconds)
         with hold(run, 1, 60, clock) as is_there:
@@ -186,6 +185,7 @@ def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
 
 _DELETER = """
 import sys, time
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.deletion import hide
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.integrity.verify import verify_located
@@ -196,7 +196,7 @@ print('ready', flush=True)
 sys.stdin.readline()
 for step in steps:
     try:
-        remove = hide(storage, step, time.time)
+        remove = hide(storage, ListedStep(step, f'checkpoint_{step}'), time.time)
     except (CheckpointNotFoundError, StepKeptError):
         continue
     remove()

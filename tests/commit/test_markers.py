@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.deletion import delete_step, hide
 from t5ckpt.commit.garbage_collection import collect
@@ -24,6 +25,7 @@ from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
 HORIZON = 3600
+STEP = ListedStep(1, 'checkpoint_1')
 STATE = {'w': np.ones(8, np.float32)}
 
 
@@ -247,7 +249,7 @@ def killed_deleter(run, clock):
         raise Killed
 
     with pytest.raises(Killed):
-        hide(Acting(run, 'delete_unchanged', 'checkpoint', die), 1, clock)
+        hide(Acting(run, 'delete_unchanged', 'checkpoint', die), STEP, clock)
 
 
 def test_a_reader_waits_for_a_deleter_that_has_not_decided():
@@ -271,7 +273,7 @@ def test_a_deleter_that_is_stopped_gives_up():
     run, clock = new_run(), FakeClock()
     save(run, 1.0, clock)
     with pytest.raises(StorageError, match='took 3601 s, and at most 3600 s are allowed'):
-        hide(Acting(run, 'is_file', 'PINNED', lambda: clock.advance(3601)), 1, clock)
+        hide(Acting(run, 'is_file', 'PINNED', lambda: clock.advance(3601)), STEP, clock)
     assert has(run, 1.0)
     assert not markers(run)
 
@@ -310,12 +312,12 @@ def test_who_may_not_delete_keeps_no_reader_from_a_step():
                 raise AccessDeniedError(errno.EACCES, 'injected')
 
     with pytest.raises(AccessDeniedError):
-        hide(Denying(run), 1, clock)
+        hide(Denying(run), STEP, clock)
     with hold(run, 1, 60, clock) as is_there:
         assert is_there
     pin_in(run, 'checkpoint_1', 'mine', clock)
     with pytest.raises(AccessDeniedError):
-        hide(Denying(run), 1, clock, even_pinned=True)
+        hide(Denying(run), STEP, clock, even_pinned=True)
     with hold(run, 1, 60, clock) as is_there:
         assert is_there
 
@@ -340,7 +342,7 @@ def test_a_deleted_step_leaves_its_marker_until_late_requests_have_arrived():
 def test_the_files_of_a_deleter_that_was_killed_are_collected():
     run, clock = new_run(), FakeClock()
     save(run, 1.0, clock)
-    hide(run, 1, clock)
+    hide(run, STEP, clock)
     assert steps_in(run) == []
     clock.advance(2 * HORIZON + 2)
     collect(run, clock)
@@ -376,7 +378,7 @@ def test_the_file_of_a_pin_that_was_killed_is_collected(arrives):
     with pytest.raises(Killed):
         pin_in(Dying(run), 'checkpoint_1', '1', clock)
     if arrives == 'after the deletion':
-        remove = hide(run, 1, clock)
+        remove = hide(run, STEP, clock)
         run.write('checkpoint_1/PINNED', b'1')
         clock.advance(4000)
         remove()
@@ -405,7 +407,7 @@ def test_a_removal_leaves_the_pin_and_the_positions_of_a_later_save(stops_at):
     run, clock = new_run(), FakeClock()
     save(run, 1.0, clock, dataset_iterator=Position())
     late = Acting(run, *stops_at, None)
-    remove = hide(late, 1, clock)
+    remove = hide(late, STEP, clock)
 
     def act():
         assert save(run, 2.0, clock, dataset_iterator=Position()) is not None

@@ -16,7 +16,7 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.deletion import delete_other, find_step
+from t5ckpt.commit.deletion import find_step, hide
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import HIDE, Marker
@@ -131,8 +131,12 @@ def test_rm_keeps_one_that_is_read(mixed):
         storage = open_storage(mixed)
         other = find_step(storage, 2)
         with pytest.raises(errors.StepKeptError):
-            delete_other(storage, other, time.time)
+            delete(storage, other)
     assert t5ckpt.open_checkpoint(mixed, 2)['count'] == 0
+
+
+def delete(storage, listed):
+    hide(storage, listed, time.time)()
 
 
 class Late(FaultyStorage):
@@ -159,11 +163,11 @@ def test_a_second_deleter_waits_for_the_first(run_dir, make):
         second = []
 
         def begin():
-            second.append(pool.submit(delete_other, storage, other, time.time))
+            second.append(pool.submit(delete, storage, other))
             with pytest.raises(concurrent.futures.TimeoutError):
                 second[0].result(0.5)
 
-        delete_other(Late(storage, 'publish', begin), other, time.time)
+        delete(Late(storage, 'publish', begin), other)
         with pytest.raises(errors.CheckpointNotFoundError):
             second[0].result()
     assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []
@@ -180,7 +184,7 @@ def test_garbage_collection_leaves_what_a_deleter_removes(run_dir, make):
         left.extend(os.listdir(run_dir))
 
     late = Late(storage, 'delete_tree', begin)
-    delete_other(late, find_step(storage, 7), time.time)
+    delete(late, find_step(storage, 7))
     assert late.act is None
     assert [name for name in left if '.deleted-' in name]
     assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import t5ckpt
-from t5ckpt.commit.deletion import hide
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.markers import Marker
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
@@ -188,7 +188,7 @@ def _source(root: pathlib.Path) -> None:
 
 def delete(root: pathlib.Path, step: int, clock: Clock) -> None:
     """What pruning does with a step."""
-    hide(open_storage(root), step, clock)()
+    delete_step(open_storage(root), step, clock)
 
 
 def _convert(trainer: Trainer, *, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.commit.deletion import hide
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.convert.conversion import ConvertOptions
 from t5ckpt.convert.export_options import ExportOptions
 from t5ckpt.convert.plain import export_npz, export_safetensors
@@ -35,7 +35,7 @@ def save(run, seed, *, overwrite=False, compression=None):
 
 
 def delete(run):
-    hide(open_storage(run), 1, time.time)()
+    delete_step(open_storage(run), 1, time.time)
 
 
 @pytest.fixture(params=['disk', 'zstd', 'memory'])

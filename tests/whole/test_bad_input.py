@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 import warnings
 
 import jax
@@ -25,13 +26,16 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same
+from support.cli import t5ckpt_cli
 from support.facts import as_t5x_writes
 from support.filled import write_filled
 from support.golden import flatten, nest
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.commit.holds import hold
 from t5ckpt.format.dtypes import is_storable
+from t5ckpt.storage import open_storage
 
 W = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
 FLAT = {
@@ -855,6 +859,41 @@ def test_wherever_the_space_ends_nothing_is_left(tmp_path):
             assert not list(root.iterdir()), inodes
             assert list(ck.all_steps()) == []
     assert failed >= 6
+
+
+@needs_root
+def test_a_full_disk_is_emptied_by_deletions(tmp_path):
+    """Not one byte of a marker fits."""
+    state = {'w': W[:64]}
+    with mounted(tmp_path / 'small', 'size=4m') as root:
+        run_dir, filler = root / 'run', root / 'filler'
+        with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, inline_bytes=0) as ck:
+            for step in range(6):
+                ck.save(state, step=step)
+
+            def fill():
+                with filler.open('ab', buffering=0) as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+                with pytest.raises(OSError, match='No space left'):
+                    (root / 'more').write_bytes(b'1')
+                (root / 'more').unlink()
+
+            fill()
+            t5ckpt_cli('rm', f'{run_dir}@0', '--yes')
+            fill()
+            t5ckpt_cli('prune', run_dir, '--keep', 4, '--yes')
+            fill()
+            ck.delete(2)
+            fill()
+            with hold(open_storage(run_dir), 3, 60.0, time.time) as is_there:
+                assert is_there
+                with pytest.raises(errors.StepKeptError, match='held by a reader'):
+                    ck.delete(3)
+            filler.unlink()
+            assert ck.all_steps() == [3, 4, 5]
+            assert sorted(os.listdir(run_dir)) == ['checkpoint_3', 'checkpoint_4', 'checkpoint_5']
+            assert ck.save(state, step=6).step == 6
 
 
 def _causes(error):

@@ -345,7 +345,13 @@ def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_not_deleted(run, e
 
 def test_a_step_that_a_dead_deleter_has_announced_keeps_no_iterator_from_its_end(run):
     """Of another machine, so that nobody knows that it is dead. The iterator leaves the step out, and ends at its time-out."""
-    record = {'action': 'hide', 'directories': [], 'unix': time.time(), 'seconds': 3600, 'owner': {'place': 'elsewhere'}}
+    record = {
+        'action': 'hide',
+        'directories': [],
+        'unix': time.time(),
+        'seconds': 3600,
+        'owner': {'place': 'elsewhere'},
+    }
     key = busy_key(2, int(time.time()) + 7200, 'abc', in_bucket=not run.commits_by_rename)
     run.write(key, json.dumps(record).encode())
     assert list(t5ckpt.checkpoints_iterator(run, timeout=1, poll_seconds=0.1, hold_seconds=60)) == [1]

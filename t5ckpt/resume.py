@@ -203,8 +203,6 @@ def restore_or_init(
         failed.append(step)
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
-        # Raises if an older step could not be inspected: it may be complete.
-        checkpointer.agree('the steps of restore_or_init', None, lambda _: checkpointer.all_steps())
         copies = [checkpointer.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
         urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from t5ckpt.catalog.listing import steps_in
@@ -61,23 +61,23 @@ def _steps(
 ) -> Iterator[int]:
     has_new, seen = False, set[int]()
     while wait(has_new):
-        steps = steps_in(storage)
+        has_new, steps = False, steps_in(storage)
         if after is not None:
             seen, after = {step for step in steps if step <= after}, None
         # A step that was deleted may be saved again.
         seen.intersection_update(steps)
         new = [step for step in steps if step not in seen]
-        has_new = bool(new)
-        if not new:
-            if not steps:
-                refuse_other_contents(storage)
-            continue
-        step = new[0] if every else new[-1]
-        holding = contextlib.nullcontext(True) if hold_seconds is None else hold(storage, step, hold_seconds, time.time)
-        with holding as is_there:
-            if is_there:
-                seen.update([step] if every else steps)
-                yield step
+        if not steps:
+            refuse_other_contents(storage)
+        for step in new if every else reversed(new):
+            holding = nullcontext(True) if hold_seconds is None else hold(storage, step, hold_seconds, time.time)
+            with holding as has_new:
+                if has_new:
+                    seen.update([step] if every else [other for other in steps if other <= step])
+                    yield step
+            # A step that is about to be deleted is tried again after the next listing.
+            if has_new:
+                break
 
 
 def _waiter(timeout: float | None, poll_seconds: float) -> Callable[[bool], bool]:

@@ -1,6 +1,6 @@
 """Determines the layout in which a step of a run is stored, for all listings, restores and saves.
 
-    t5x     ``checkpoint_<step>/checkpoint`` is a complete T5X manifest; written by t5ckpt and T5X's own checkpointer
+    t5x     ``checkpoint_<step>/checkpoint`` begins like a manifest; written by t5ckpt and T5X's own checkpointer
     orbax   ``checkpoint_<step>`` as T5X writes it through Orbax, or ``<step>`` of an Orbax CheckpointManager,
             with its ``step_prefix`` and its padding; on Google's storage with ``commit_success.txt``
     flax    ``checkpoint_<step>`` is a file, as ``flax.training.checkpoints`` writes it
@@ -11,8 +11,9 @@
 Steps in all layouts are listed and restored. Only steps in the layout t5x are written or replaced,
 and keep policies delete only these.
 
-Notes: costs one read of the manifest for each directory and, without a manifest, a check for five names. Does not load
-TensorStore.
+A step whose manifest is cut off or damaged is listed, and opening it raises the error.
+
+Notes: reads the first bytes of each manifest; without a manifest, checks for five names. Does not load TensorStore.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import dataclasses
 import errno
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import (
@@ -31,7 +32,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.manifest import begins_state, is_whole
+from t5ckpt.format.manifest import begins_state, version_of
 from t5ckpt.format.names import (
     MANIFEST,
     STEP_PREFIX,
@@ -52,8 +53,10 @@ _OTHER_LAYOUT = re.compile(
 )
 # Directories that are listed in search of an array.
 _SEARCHED = 20
-# Larger manifests count as complete without being read, because a listing must not read gigabytes.
-_WALKED_BYTES = 64 * 2**20
+# The version and the next key of a manifest.
+_HEAD_BYTES = 32
+# More than the leaves before the first array of a manifest take.
+_PLACEHOLDER_BYTES = 2**20
 # The usual names of the item that holds the tree.
 _ITEMS = ('state', 'default')
 _ORBAX_MARKERS = (TREE_METADATA, STEP_METADATA, OCDBT_MANIFEST)
@@ -66,19 +69,23 @@ def number_of(name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ListedStep:
-    """A complete step of a run.
+    """A complete step of a run. It may be damaged, which shows when it is opened.
 
     Attributes:
       step: its number.
       name: of its directory, or of its file in Flax's layout, in the run's directory.
       layout: ``'t5x'``, ``'orbax'``, ``'flax'``, ``'zarr'`` or ``'t5x-padded'``.
       manifest: the file to decode, in :attr:`directory`; '' in Orbax's newer layout, which has none.
+      head: the first bytes of the manifest, as many as the listing has read.
+      error: why its files could not be inspected; its layout is unknown then.
     """
 
     step: int
     name: str
     layout: str = T5X
     manifest: str = MANIFEST
+    head: bytes = b''
+    error: T5CkptError | None = None
 
     @property
     def directory(self) -> str:
@@ -88,54 +95,7 @@ class ListedStep:
     @property
     def is_t5x(self) -> bool:
         """Whether the step is in T5X's layout, so that t5ckpt may replace and delete it."""
-        return self.layout == T5X
-
-
-@dataclasses.dataclass(frozen=True)
-class Listing:
-    """The steps of a run.
-
-    Attributes:
-      steps: the complete steps, ascending, in any layout.
-      unreadable: the error of each step whose files could not be inspected, by name.
-    """
-
-    steps: tuple[ListedStep, ...]
-    unreadable: Mapping[str, T5CkptError]
-
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of the steps.
-
-        Raises:
-          T5CkptError: a step could not be inspected. Without it the run would seem shorter than it is.
-        """
-        for error in self.unreadable.values():
-            raise error
-        return [listed_step.step for listed_step in self.steps]
-
-    @property
-    def to_restore(self) -> list[int]:
-        """The numbers of the steps above every one that could not be inspected.
-
-        Raises:
-          T5CkptError: a step could not be inspected, and none above it could.
-        """
-        last = max(map(number_of, self.unreadable), default=-1)
-        return [listed_step.step for listed_step in self.steps if listed_step.step > last] or self.numbers
-
-    @property
-    def newest(self) -> ListedStep | None:
-        """The step with the largest number.
-
-        Raises:
-          T5CkptError: a step with a larger number could not be inspected.
-        """
-        last = self.steps[-1] if self.steps else None
-        for name, error in self.unreadable.items():
-            if last is None or number_of(name) > last.step:
-                raise error
-        return last
+        return self.layout == T5X and self.error is None
 
 
 def other_layout(where: str, layout: str, refused: str, cure: str) -> UnsupportedFormatError:
@@ -197,7 +157,7 @@ def is_zarr_tree(storage: Storage, name: str) -> bool:
 
 def is_state_file(storage: Storage, key: str) -> bool:
     """Whether a file begins like a manifest or a state of Flax, whatever its name; a damaged one does, too."""
-    return storage.is_file(key) and begins_state(storage.read(key, 0, 8))
+    return begins_state(storage.heads([key], 8)[0] or b'')
 
 
 def _layout_of(storage: Storage, directory: str) -> str | None:
@@ -223,28 +183,61 @@ def inspect_name(storage: Storage, name: str) -> ListedStep | None:
     Raises:
       StorageError: its files cannot be inspected.
     """
-    step = parse_prefixed_step(name)
-    if step is None:
-        return None
-    is_padded = parse_padded_step(name) is not None
-    is_own = is_padded or parse_step_name(name) is not None
-    manifest = _map_file(storage, join(name, MANIFEST)) if is_own else None
-    if manifest is not None:
-        layout = ORBAX if name.isdecimal() or has_placeholder(manifest) else PADDED if is_padded else T5X
-        return ListedStep(step, name, layout) if layout != ORBAX or _is_committed(storage, name) else None
-    try:
-        layout = _layout_of(storage, name)
-    except StorageError as error:
-        # With another prefix, a directory that may not be read counts as no step.
-        if is_own or not (isinstance(error, AccessDeniedError) or error.errno == errno.ELOOP):
-            raise
-        return None
+    found = inspected(storage, [name] if parse_prefixed_step(name) is not None else [])
+    return readable(found[0]) if found else None
+
+
+def readable(found: ListedStep) -> ListedStep:
+    """The same step; raises the error of one whose files could not be inspected."""
+    if found.error is not None:
+        raise found.error
+    return found
+
+
+def inspected(storage: Storage, names: Sequence[str], nbytes: int = _HEAD_BYTES) -> list[ListedStep]:
+    """The complete steps among some names, ascending, with the first bytes of their manifests.
+
+    Of a step in two layouts, that in T5X's.
+
+    Raises:
+      StorageError: an object store failed. On a disk, a step that cannot be inspected has the error.
+    """
+    found: list[ListedStep | None] = []
+    for some in [[name] for name in names] if storage.commits_by_rename else [names]:
+        try:
+            heads = storage.heads([join(name, MANIFEST) for name in some], nbytes)
+            found += [_inspect(storage, name, head) for name, head in zip(some, heads, strict=True)]
+        except CheckpointNotFoundError:
+            # Another process has deleted it since it was listed.
+            continue
+        except StorageError as error:
+            if not storage.commits_by_rename:
+                raise
+            # With another prefix, a directory that may not be read counts as no step.
+            if _is_own(some[0]) or not (isinstance(error, AccessDeniedError) or error.errno == errno.ELOOP):
+                found.append(ListedStep(number_of(some[0]), some[0], error=error))
+    steps = sorted(filter(None, found), key=lambda each: (each.step, each.is_t5x))
+    return [*{each.step: each for each in steps}.values()]
+
+
+def _is_own(name: str) -> bool:
+    return parse_padded_step(name) is not None or parse_step_name(name) is not None
+
+
+def _inspect(storage: Storage, name: str, head: bytes | None) -> ListedStep | None:
+    """The complete step with this name, whose manifest begins with ``head``; None if there is none."""
+    step = number_of(name)
+    if head is not None and _is_own(name) and begins_state(head):
+        if version_of(head) is None:
+            # The first array is replaced by a text, which is among the first bytes.
+            head = storage.read(join(name, MANIFEST), 0, _PLACEHOLDER_BYTES)
+        if not (name.isdecimal() or has_placeholder(head)):
+            return ListedStep(step, name, T5X if parse_padded_step(name) is None else PADDED, head=head)
+        return ListedStep(step, name, ORBAX) if _is_committed(storage, name) else None
+    layout = _layout_of(storage, name)
     if layout is not None:
         return ListedStep(step, name, layout, manifest='')
-    if parse_step_dir(name) is None:
-        return None
-    # Where the size is unknown, the file may be large.
-    is_flax = storage.is_file(name) if storage.size(name) == -1 else _map_file(storage, name) is not None
+    is_flax = parse_step_dir(name) is not None and is_state_file(storage, name)
     return ListedStep(step, name, FLAX, manifest=name) if is_flax else None
 
 
@@ -253,23 +246,3 @@ def _is_committed(storage: Storage, directory: str) -> bool:
     return not storage.orbax_commits or any(
         storage.are_files([join(directory, item, COMMITTED) for item in ('', *_ITEMS)])
     )
-
-
-def _map_file(storage: Storage, key: str) -> bytes | None:
-    """The bytes of a file that is one complete msgpack map, else None; b'' for a large file, which is not read."""
-    size = storage.size(key)
-    if size is None:
-        return None
-    if size > _WALKED_BYTES:
-        return b''
-    try:
-        data = storage.read(key)
-    except CheckpointNotFoundError:
-        # Another process has deleted it since it was listed.
-        return None
-    return data if is_whole(data) else None
-
-
-def one_a_step(steps: Iterable[ListedStep]) -> list[ListedStep]:
-    """Sorts steps by number; of a step in two layouts, keeps that in T5X's."""
-    return [*{each.step: each for each in sorted(steps, key=lambda each: (each.step, each.is_t5x))}.values()]

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.facts_files import read_facts_file
-from t5ckpt.catalog.layouts import ListedStep, Listing, inspect_name, is_checkpoint, number_of
-from t5ckpt.catalog.run_catalog import inspected, step_names
+from t5ckpt.catalog.layouts import ORBAX, ListedStep, inspect_name, inspected, is_checkpoint, number_of, readable
+from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
+from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts
 from t5ckpt.format.manifest import facts_range
 from t5ckpt.format.names import (
     MANIFEST,
@@ -24,31 +25,37 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Storage, open_storage
 
-_HEAD_BYTES = 2**14
+FACTS_BYTES = 2**14
+"""The first bytes of a manifest, in which most have all of their facts."""
 
 
-def listing(storage: Storage) -> Listing:
-    """The complete steps in a run, with their layouts, and the errors of those that could not be inspected."""
-    return inspected(storage, step_names(storage))
+def step_names(storage: Storage) -> list[str]:
+    """The names that may be steps, that with the largest number first."""
+    names = [name for name in storage.names('', '') if parse_prefixed_step(name) is not None]
+    return sorted(names, key=number_of, reverse=True)
+
+
+def listing(storage: Storage, nbytes: int = 32) -> list[ListedStep]:
+    """The complete steps in a run, ascending, in any layout, with the first bytes of their manifests."""
+    return inspected(storage, step_names(storage), nbytes)
 
 
 def steps_in(storage: Storage) -> list[int]:
     """The numbers of the complete steps in a run, ascending, in any layout."""
-    return listing(storage).numbers
+    return [each.step for each in listing(storage)]
 
 
 def newest(storage: Storage) -> ListedStep | None:
     """The step with the largest number, in any layout, or None."""
     # One number after the other, because the manifest of each inspected step is read.
-    groups = (inspected(storage, [*same]).newest for _, same in itertools.groupby(step_names(storage), number_of))
-    return next(filter(None, groups), None)
+    groups = (inspected(storage, [*same]) for _, same in itertools.groupby(step_names(storage), number_of))
+    return next((steps[0] for steps in groups if steps), None)
 
 
 def with_other_name(storage: Storage, step: int) -> ListedStep | None:
     """A step in another layout than T5X's, such as a number alone, or with a prefix or zeros."""
     found = inspected(storage, [name for name in step_names(storage) if number_of(name) == step])
-    other = next((each for each in found.steps if not each.is_t5x), None)
-    return found.newest if other is None and found.unreadable else other
+    return next((readable(each) for each in found if not each.is_t5x), None)
 
 
 def inspect_step(storage: Storage, step: int) -> ListedStep | None:
@@ -58,12 +65,12 @@ def inspect_step(storage: Storage, step: int) -> ListedStep | None:
 
 def has_step(storage: Storage, step: int) -> bool:
     """Whether a step exists, in any layout."""
-    return storage.is_file(join(step_dir(step), MANIFEST)) or inspect_step(storage, step) is not None
+    return inspect_step(storage, step) is not None
 
 
 def dataset_steps_in(storage: Storage) -> list[int]:
     """The complete steps with states of data iterators, ascending."""
-    steps = [each for each in listing(storage).steps if each.directory]
+    steps = [each for each in listing(storage) if each.directory and each.error is None]
     return [each.step for each in steps if storage.names(each.directory, TRAIN_DS_PREFIX)]
 
 
@@ -75,24 +82,40 @@ def waiting_steps(storage: Storage) -> set[int]:
 
 def read_head(storage: Storage, directory: str) -> bytes:
     """The first bytes of a step's manifest, in which most have all of their facts; b'' without a manifest."""
-    try:
-        return storage.read(join(directory, MANIFEST), 0, _HEAD_BYTES)
-    except CheckpointNotFoundError:
-        return b''
+    return storage.heads([join(directory, MANIFEST)], FACTS_BYTES)[0] or b''
 
 
-def read_facts(storage: Storage, directory: str, head: bytes | None = None) -> bytes:
+def read_facts(storage: Storage, directory: str, head: bytes = b'') -> bytes:
     """The facts of a step, from the ``head`` of its manifest or, in the earlier layout, from a file.
 
     Raises:
       CheckpointNotFoundError: the step has none.
     """
-    head = read_head(storage, directory) if head is None else head
+    head = head or read_head(storage, directory)
     found = facts_range(head[:64])
     if found is None:
         return read_facts_file(storage, directory)
     whole = head if found[1] <= len(head) else storage.read(join(directory, MANIFEST), 0, found[1])
     return whole[slice(*found)]
+
+
+def facts_of(storage: Storage, listed: ListedStep) -> Facts:
+    """A step's facts, in any layout; ``NO_FACTS`` if there are none.
+
+    Raises:
+      FormatError: they are damaged, or of a newer program.
+      StorageError: they cannot be read.
+    """
+    readable(listed)
+    if not listed.directory:
+        return NO_FACTS
+    try:
+        if listed.layout == ORBAX:
+            return read_orbax_facts(storage, listed.name)
+        data = read_facts(storage, listed.name, listed.head)
+    except CheckpointNotFoundError:
+        return NO_FACTS
+    return decode_facts(data, storage.url(join(listed.name, MANIFEST)))
 
 
 def step_of(name: str) -> int | None:

@@ -21,9 +21,9 @@ from t5ckpt.catalog.layouts import (
     is_orbax,
     is_state_file,
     is_zarr_tree,
+    readable,
 )
 from t5ckpt.catalog.listing import checkpoint_around, inspect_step, listing, newest, step_of
-from t5ckpt.catalog.run_catalog import step_names
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
@@ -344,15 +344,11 @@ def locate_step(storage: Storage, step: int | None) -> Located:
       CheckpointNotFoundError: with the existing steps.
     """
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
-        # A damaged manifest is found, too, so that decoding it raises the error.
+        # That of another program is found, too, so that decoding it names the program.
         return Located(storage, step_dir(step), MANIFEST, step)
     listed_step = newest(storage) if step is None else inspect_step(storage, step)
-    if listed_step is None and step is None:
-        # If all steps are damaged, the newest is opened, so that decoding it raises the error.
-        numbers = {name: step for name in step_names(storage) if (step := parse_step_dir(name)) is not None}
-        damaged = (ListedStep(step, name) for name, step in numbers.items() if storage.is_file(join(name, MANIFEST)))
-        listed_step = next(damaged, None)
     if listed_step is not None:
+        readable(listed_step)
         if step is None:
             log_newer_of_flax(storage, listed_step.step)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
@@ -361,7 +357,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
         raise _is_one(storage.url(), step)
-    raise no_step(storage, step, listing(storage).steps, 'Pass one of them, or None for the latest.')
+    raise no_step(storage, step, listing(storage), 'Pass one of them, or None for the latest.')
 
 
 def foreign_among(names: Collection[str]) -> list[tuple[str, str]]:

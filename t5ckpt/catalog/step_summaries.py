@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep
-from t5ckpt.catalog.listing import listing, read_facts
+from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, readable
+from t5ckpt.catalog.listing import FACTS_BYTES, listing, read_facts
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.core.keys import join
@@ -75,19 +75,17 @@ def summaries(storage: Storage) -> list[StepSummary]:
 
     A step that is deleted during the call is left out. One that could not be inspected is included with the reason.
     """
-    listed = listing(storage)
-    complete = {listed_step.name: listed_step for listed_step in listed.steps}
-    latest = listed.steps[-1].step if listed.steps else None
+    listed = listing(storage, FACTS_BYTES)
+    by_name = {each.name: each for each in listed}
     rows: list[StepSummary] = []
     for entry in storage.entries():
-        name = entry.name
-        row = _named(storage, entry, complete.get(name))
+        found = by_name.get(entry.name)
+        row = _named(storage, entry, found)
         if row is None:
             continue
         try:
-            if name in listed.unreadable:
-                raise listed.unreadable[name]
-            rows += _with_files(storage, entry, row, is_latest=row.step == latest)
+            head = readable(found).head if found else b''
+            rows += _with_files(storage, entry, row, head, is_latest=found is not None and found is listed[-1])
         except T5CkptError as error:
             rows.append(dataclasses.replace(row, state='unreadable', reason=str(error)))
     return sorted(rows, key=lambda summary: (summary.step, not summary.complete))
@@ -97,14 +95,14 @@ def _named(storage: Storage, entry: Entry, found: ListedStep | None) -> StepSumm
     """The number and the state of a listed step or, by its name, of an incomplete one; None for another name."""
     url = storage.url(entry.name)
     if found is not None:
-        return StepSummary(found.step, url, True, 'complete', layout=found.layout)
+        return StepSummary(found.step, url, found.error is None, 'complete', layout=found.layout)
     name, dot, rest = entry.name.partition('.')
     without_manifest = 'broken' if storage.commits_by_rename else 'unfinished'
     step, state = parse_step_dir(name), _ASIDE.get(rest.partition('-')[0]) if dot else without_manifest
     return StepSummary(step, url, False, state) if entry.is_dir and step is not None and state is not None else None
 
 
-def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: bool) -> list[StepSummary]:
+def _with_files(storage: Storage, entry: Entry, row: StepSummary, head: bytes, *, is_latest: bool) -> list[StepSummary]:
     """The summary with the facts of the step and of its files; none if it is gone."""
     files = {each.name: each for each in (storage.entries(entry.name) if entry.is_dir else [entry])}
     if not files:
@@ -114,7 +112,7 @@ def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: 
         if row.layout == ORBAX:
             facts = read_orbax_facts(storage, entry.name)
         elif entry.is_dir:
-            data = read_facts(storage, entry.name)
+            data = read_facts(storage, entry.name, head)
             facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
             # Of several processes, one may have a local directory of its own.
             is_part = COPIES in files and part_of(facts.digests.lists, files) is not None

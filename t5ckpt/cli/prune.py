@@ -193,7 +193,7 @@ def _mode(
       click.UsageError: no step has the metric, or its mode is unknown; a wrong mode would delete the best steps.
     """
     # Only these are deleted.
-    own = {each.step for each in listing(storage).steps if each.is_t5x}
+    own = {each.step for each in listing(storage) if each.is_t5x}
     infos = [] if metric is None else [info for info in retention.infos((metric,)) if info.step in own]
     if metric is None or not infos:
         return mode, None

@@ -49,16 +49,14 @@ _log = logging.getLogger('t5ckpt')
 
 
 def find_step(storage: Storage, step: int) -> ListedStep:
-    """The step, in any layout; one in T5X's may be broken.
+    """The step, in any layout.
 
     Raises:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
     """
     found = inspect_step(storage, step)
-    if found is None and storage.is_file(join(step_dir(step), MANIFEST)):
-        return ListedStep(step, step_dir(step))
     if found is None:
-        raise no_step(storage, step, listing(storage).steps, 'Pass one of them.')
+        raise no_step(storage, step, listing(storage), 'Pass one of them.')
     return found
 
 

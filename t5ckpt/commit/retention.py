@@ -12,17 +12,15 @@ best. A step that cannot be inspected stays and is logged.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Protocol
 
-from t5ckpt.catalog.layouts import ORBAX, ListedStep, Listing, number_of, one_a_step
-from t5ckpt.catalog.listing import listing, newest, read_facts, steps_in, waiting_steps
+from t5ckpt.catalog.layouts import ListedStep, inspected, readable
+from t5ckpt.catalog.listing import FACTS_BYTES, facts_of, listing, newest, steps_in, waiting_steps
 from t5ckpt.catalog.locate import no_checkpoint
-from t5ckpt.catalog.orbax_facts import read_orbax_facts
-from t5ckpt.catalog.run_catalog import BucketListing, inspected
+from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.deletion import announced, find_step, hide
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.removal import check_known, check_not_kept, directories_of
@@ -37,10 +35,11 @@ from t5ckpt.errors import (
     FormatError,
     NotADirectoryStorageError,
     StepKeptError,
+    StorageError,
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import NO_FACTS, Facts, decode_facts
+from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, TRAIN_DS_PREFIX, Hold, step_dir
 from t5ckpt.policies import WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
@@ -104,18 +103,26 @@ class Retention:
         self._storage = storage
         self._clock = clock
         self._source = source
-        # The time of the save and the metrics, by name. They never change for a complete step.
-        self._facts: dict[str, tuple[float | None, Mapping[str, float]]] = {}
+        # Of the largest step that was saved.
+        self._saved: tuple[int, Facts] = (-1, NO_FACTS)
         self._logged: set[tuple[int | None, str]] = set()
-        self._latest = -1
 
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
         return steps_in(self._storage)
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
-        """The facts that a policy takes, ascending by step, in any layout; ``names`` replaces the policy's metric names."""
-        return self._infos_of(listing(self._storage).steps, names)
+        """The facts that a policy takes, ascending by step, in any layout; ``names`` replaces the policy's metric names.
+
+        Facts that cannot be read are logged.
+        """
+        infos, failed = self._infos_of(listing(self._storage, FACTS_BYTES), names)
+        self._log_failed(failed)
+        return infos
+
+    def _log_failed(self, failed: Mapping[int, str]) -> None:
+        for step, reason in failed.items():
+            self._log_once(step, f': its metrics are not read: {reason}')
 
     def _infos_of(
         self,
@@ -124,7 +131,26 @@ class Retention:
         *,
         holds: Sequence[Hold] | None = None,
         own: int | None = None,
-    ) -> list[StepInfo]:
+    ) -> tuple[list[StepInfo], dict[int, str]]:
+        """The facts of the steps that could be inspected, and why those of some cannot be read.
+
+        Raises:
+          StorageError: an object store failed.
+        """
+        facts: dict[int, Facts] = {}
+        failed: dict[int, str] = {}
+        for each in steps:
+            try:
+                is_saved = each.step == self._saved[0] and not each.head
+                facts[each.step] = self._saved[1] if is_saved else facts_of(self._storage, each)
+            except UnsupportedFormatError:
+                # The deletion names the newer program.
+                pass
+            except T5CkptError as error:
+                if isinstance(error, StorageError) and not self._storage.commits_by_rename:
+                    raise
+                failed[each.step] = f'{_UNREADABLE}{error}'
+        steps = [each for each in steps if each.error is None]
         storage = self._storage
         names = self.policy.metric_names if names is None else names
         held, waiting = held_steps(storage, self._clock, holds), waiting_steps(storage)
@@ -132,34 +158,30 @@ class Retention:
         others = [each for each in steps if each.step != own]
         pins = storage.are_files([join(each.name, PINNED) for each in others])
         pinned = {each.step for each, is_pinned in zip(others, pins, strict=True) if is_pinned}
-        facts = {each.name: self._facts.get(each.name) or self._read_facts(each) for each in steps}
-        self._facts |= facts
         numbers = [each.step for each in steps]
         given = {} if self._source is None else {name: self._source.by_step(name, numbers) for name in names}
         infos: list[StepInfo] = []
         for each in steps:
-            step, (created, saved) = each.step, facts[each.name]
-            metrics = {name: values[step] for name, values in given.items() if step in values} | {**saved}
+            step, found = each.step, facts.get(each.step, NO_FACTS)
+            # T5X writes no facts, and the manifest last.
+            created = found.created_unix
+            if created is None:
+                created = storage.modified(join(each.directory, each.manifest))
+            metrics = {name: values[step] for name, values in given.items() if step in values} | {**found.metrics}
             infos.append(StepInfo(step, step in pinned, step in held, created, metrics, step in waiting))
-        return infos
-
-    def _read_facts(self, listed: ListedStep) -> tuple[float | None, Mapping[str, float]]:
-        facts = facts_of(self._storage, listed)
-        # T5X writes no facts, and the manifest last.
-        written = self._storage.modified(join(listed.directory, listed.manifest))
-        return written if facts.created_unix is None else facts.created_unix, facts.metrics
+        return infos, failed
 
     def note_saved(self, step: int, facts: Facts) -> None:
         """Stores the facts of a checkpoint that this process has just committed."""
-        self._facts[step_dir(step)] = facts.created_unix, facts.metrics
-        self._latest = max(self._latest, step)
+        if step >= self._saved[0]:
+            self._saved = step, facts
 
     def is_surely_new(self, step: int) -> bool:
         """Whether a step is larger than the latest that this process saved, so that no check for it is needed.
 
         True only on object stores, where ``begin`` detects steps that another process has written since.
         """
-        return not self._storage.commits_by_rename and 0 <= self._latest < step
+        return not self._storage.commits_by_rename and 0 <= self._saved[0] < step
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
         """The metrics of a step; None takes the latest, in any layout.
@@ -170,7 +192,9 @@ class Retention:
         found = newest(self._storage) if step is None else find_step(self._storage, step)
         if found is None:
             raise no_checkpoint(self._storage)
-        return self._infos_of([found])[0].metrics
+        infos, failed = self._infos_of([readable(found)])
+        self._log_failed(failed)
+        return infos[0].metrics
 
     def plan(self) -> list[Decision]:
         """Decides for each step whether it stays, ascending."""
@@ -188,16 +212,18 @@ class Retention:
         """As :meth:`plan`. The deletion itself refuses a step of a newer program, so its manifest is not read twice."""
         listed, self.listed = self.listed, None
         if listed is None or just_saved is None:
-            found, holds = listing(self._storage), None
+            steps, holds = listing(self._storage, FACTS_BYTES), None
         else:
             # The next save finds the steps that another process has saved since, and hiding looks for holds again.
-            found, holds = inspected(self._storage, listed.names), listed.announcements.holds
+            steps, holds = inspected(self._storage, listed.names, FACTS_BYTES), listed.announcements.holds
             own = ListedStep(just_saved, step_dir(just_saved))
-            found = dataclasses.replace(found, steps=tuple(one_a_step([*found.steps, own])))
-        undecided = _undecided(self._storage, found)
-        self.decided = self._infos_of(
-            [each for each in found.steps if each.step not in undecided], holds=holds, own=just_saved
+            steps = sorted([own, *(each for each in steps if each.step != just_saved)], key=lambda each: each.step)
+        undecided = _undecided(self._storage, steps)
+        infos, failed = self._infos_of(
+            [each for each in steps if each.step not in undecided], holds=holds, own=just_saved
         )
+        undecided |= failed
+        self.decided = [info for info in infos if info.step not in failed]
         stay = [Decision(step, True, reason, overruled=True) for step, reason in undecided.items()]
         plan = retention_plan(self.policy, self.decided, just_saved)
         return sorted([*plan, *stay], key=lambda decision: decision.step)
@@ -263,23 +289,24 @@ class Retention:
 
         Of the steps that wait for their upload only the first is logged, since each of them waits while uploads are slow.
         """
-        key = None if decision.reason == WAITS else decision.step, decision.reason
-        if decision.overruled and key not in self._logged:
+        if decision.overruled:
+            self._log_once(decision.step, f' is kept regardless of the keep policy: {decision.reason}')
+
+    def _log_once(self, step: int, text: str) -> None:
+        key = None if text.endswith(WAITS) else step, text
+        if key not in self._logged:
             self._logged.add(key)
-            level = logging.WARNING if decision.reason.startswith(_UNREADABLE) else logging.INFO
-            text = 't5ckpt: step %d is kept regardless of the keep policy: %s'
-            _log.log(level, text, decision.step, decision.reason)
+            _log.log(logging.WARNING if _UNREADABLE in text else logging.INFO, 't5ckpt: step %d%s', step, text)
 
 
-def _undecided(storage: Storage, found: Listing) -> dict[int, str]:
+def _undecided(storage: Storage, steps: Sequence[ListedStep]) -> dict[int, str]:
     """The steps about which no policy decides, with the reason."""
     root = storage.local_path('')
-    paths = {} if root is None else {os.path.join(os.path.realpath(root), each.name): each.step for each in found.steps}
+    paths = {} if root is None else {os.path.join(os.path.realpath(root), each.name): each.step for each in steps}
     linked = {os.path.realpath(path) for path in paths if os.path.islink(path)}
     return {
-        **{each.step: f'in the layout of {each.layout}' for each in found.steps if not each.is_t5x},
+        **{each.step: f'in the layout of {each.layout}' for each in steps if not each.is_t5x and each.error is None},
         **{step: 'another step is a link to it' for path, step in paths.items() if path in linked},
-        **{number_of(name): f'{_UNREADABLE}{error}' for name, error in found.unreadable.items()},
     }
 
 
@@ -319,26 +346,17 @@ def dataset_count(keep: int | None) -> int | None:
     return None if keep is None else integer('keep_dataset_checkpoints', keep, 1, 'None keeps all.')
 
 
-def facts_of(storage: Storage, listed: ListedStep) -> Facts:
-    """A step's facts, in any layout; ``NO_FACTS`` if there are none, or they are damaged, which is logged."""
-    if not listed.directory:
-        return NO_FACTS
-    try:
-        if listed.layout == ORBAX:
-            return read_orbax_facts(storage, listed.name)
-        return decode_facts(read_facts(storage, listed.name), storage.url(join(listed.name, MANIFEST)))
-    except (FileNotFoundError, UnsupportedFormatError):
-        # A deletion says that the step is of a newer program.
-        return NO_FACTS
-    except (FormatError, NotADirectoryStorageError) as error:
-        _log.warning('t5ckpt: %s: its metrics are not read: %s', storage.url(listed.name), error)
-        return NO_FACTS
-
-
 def recorded_policy(storage: Storage) -> KeepPolicy | None:
-    """The keep policy in the facts of the latest step in T5X's layout; None if it is not recorded."""
-    steps = [each for each in listing(storage).steps if each.is_t5x]
-    return policy_of(facts_of(storage, steps[-1]).keep) if steps else None
+    """The keep policy in the facts of the latest step in T5X's layout; None if it is not recorded, or cannot be read.
+
+    The latter is logged.
+    """
+    steps = [each for each in listing(storage, FACTS_BYTES) if each.is_t5x]
+    try:
+        return policy_of(facts_of(storage, steps[-1]).keep) if steps else None
+    except (FormatError, NotADirectoryStorageError) as error:
+        _log.warning('t5ckpt: the keep policy of the latest step cannot be read: %s', error)
+        return None
 
 
 def missing_from_all(infos: Sequence[StepInfo], metric: str) -> str | None:

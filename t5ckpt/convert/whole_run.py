@@ -12,10 +12,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep
-from t5ckpt.catalog.listing import inspect_step, listing
+from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep, readable
+from t5ckpt.catalog.listing import facts_of, inspect_step, listing
 from t5ckpt.catalog.locate import locate, no_checkpoint, open_run_storage, open_target, openable_below
-from t5ckpt.commit.retention import facts_of
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
 from t5ckpt.convert.trees import log_left_out, open_tree
@@ -106,16 +105,17 @@ def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> lis
         raise no_checkpoint(run)
     listed = listing(run)
     # A step that cannot be inspected is an error and not left out.
-    numbers = listed.numbers
-    of_layout = [listed_step for listed_step in listed.steps if listed_step.layout in _LAYOUTS[kind]]
+    for listed_step in listed:
+        readable(listed_step)
+    of_layout = [listed_step for listed_step in listed if listed_step.layout in _LAYOUTS[kind]]
     missing = sorted(set(steps or ()) - {listed_step.step for listed_step in of_layout})
     if missing or not of_layout:
         asked = f'has no {numbered("step", missing)}' if missing else 'has no step'
-        other_layouts = sorted({listed_step.layout for listed_step in listed.steps} - {*_LAYOUTS[kind]})
-        count = counted(len(numbers) - len(of_layout), 'step')
+        other_layouts = sorted({listed_step.layout for listed_step in listed} - {*_LAYOUTS[kind]})
+        count = counted(len(listed) - len(of_layout), 'step')
         of_others = f' In other layouts ({", ".join(other_layouts)}) the run has {count}.' if other_layouts else ''
         existing = some_of([str(listed_step.step) for listed_step in of_layout], 10) or 'none'
-        named = openable_below(run) if not listed.steps and run.is_file_system else []
+        named = openable_below(run) if not listed and run.is_file_system else []
         of_others += f' Convert each of these by its path: {some_of(named, 10)}.' if named else ''
         raise CheckpointNotFoundError(
             f'{run.url()} {asked} in the layout of {_LAYOUTS[kind][0]}; there are: {existing}.{of_others}'
@@ -140,7 +140,7 @@ def _converted_before(
       CheckpointExistsError: a step was not converted from the one in the source, or with other options.
     """
     layout = ORBAX if kind == TO_ORBAX else T5X
-    existing = {listed.step: listed for listed in listing(target).steps} if target.root_kind() == 'dir' else {}
+    existing = {listed.step: listed for listed in listing(target)} if target.root_kind() == 'dir' else {}
     converted: list[int] = []
     for listed in chosen:
         existing_step = existing.get(listed.step)

@@ -78,7 +78,7 @@ def by_policy(entries: Sequence[StepSummary]) -> tuple[list[str], list[str]]:
 
 
 def _has_policy(entry: StepSummary) -> bool:
-    return entry.complete and entry.layout == 't5x'
+    return entry.complete and entry.layout == 't5x' and not entry.reason
 
 
 def _and_waits(reason: str, *, waits: bool) -> str:

@@ -149,7 +149,7 @@ class ReusedChunks:
 
 def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     """The latest checkpoint on storage, for the first save of a process; None where it has no checksums."""
-    steps = [listed.step for listed in listing(storage).steps if listed.is_t5x] if storage.is_file_system else []
+    steps = [listed.step for listed in listing(storage) if listed.is_t5x] if storage.is_file_system else []
     if not steps:
         return None
     directory = step_dir(steps[-1])

@@ -20,7 +20,7 @@ from t5ckpt.policies import KeepPolicy, StepInfo
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.local_dir import LocalDir
 from t5ckpt.tiers.one_tier import StepCatalog
-from t5ckpt.tiers.part import is_incomplete, steps_of_parts
+from t5ckpt.tiers.part import is_incomplete
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -115,7 +115,7 @@ class TierCatalog(StepCatalog):
 
     def local_steps(self) -> list[int]:
         """The complete local steps and the parts of steps of several processes, ascending, except those that cannot be read."""
-        return [listed_step.step for listed_step in listing(self.local).steps] if self._opened() else []
+        return [each.step for each in listing(self.local) if each.error is None] if self._opened() else []
 
     def partial_steps(self) -> list[int]:
         """The local steps of which a job of one process has only a part, since several processes saved them; ascending."""
@@ -125,7 +125,7 @@ class TierCatalog(StepCatalog):
         if not self._has_parts():
             return []
         try:
-            return steps_of_parts(self.local) if self._opened() else []
+            return steps_in(self.local) if self._opened() else []
         except Exception:  # noqa: BLE001 - the restore that follows raises it in all processes
             return []
 
@@ -152,10 +152,7 @@ class TierCatalog(StepCatalog):
     def to_restore(self, on_disks: Collection[int] = ()) -> list[int]:
         partial = self.partial_steps()
         local = [step for step in self.local_steps() if step not in partial]
-
-        of_run = self._query_run(
-            lambda: listing(self.run).to_restore, lambda: sorted({*local, *on_disks}) or partial or None
-        )
+        of_run = self._query_run(lambda: steps_in(self.run), lambda: sorted({*local, *on_disks}) or partial or None)
         steps = sorted({*local, *of_run})
         if steps:
             self.warn_of_parts(steps[-1])

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import listing, steps_in
+from t5ckpt.catalog.listing import steps_in
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
 from t5ckpt.storage import Storage, open_storage
@@ -135,7 +135,7 @@ class LocalDir:
         if self._record is None:
             self._record = read_record(local)
             self._check_record()
-        if self._record is None and lost is not None and not listing(local).steps:
+        if self._record is None and lost is not None and not steps_in(local):
             self._write(lost)
         return True
 
@@ -151,7 +151,7 @@ class LocalDir:
     def _check_record(self) -> None:
         local, record = self.storage, self._record
         text = None
-        if record is None and listing(local).steps:
+        if record is None and steps_in(local):
             text = (
                 f'{local.url()} has checkpoints, but no {_RECORD} that names their run. It may be the directory of a run itself. '
                 'Pass another local_dir.'
@@ -182,7 +182,7 @@ class LocalDir:
             self._note_run_id(self._written_run_id(record.id))
             if self._run_id == record.id:
                 return
-        if self._run_id and not self.read_only and not listing(self.storage).steps:
+        if self._run_id and not self.read_only and not steps_in(self.storage):
             self._write(TierRecord(self.run.url(), self._run_id, True, self._keep))
             return
         found = (
@@ -204,7 +204,7 @@ class LocalDir:
 
     def saves(self) -> list[tuple[int, str]]:
         """The steps of the directory, each with what identifies its save."""
-        return [(each.step, save) for each in listing(self.storage).steps if (save := save_of(self.storage, each.step))]
+        return [(step, save) for step in steps_in(self.storage) if (save := save_of(self.storage, step))]
 
     def _has_save_of(self, saves: Iterable[tuple[int, str]]) -> bool:
         """Whether the run's storage has one of these saves, so that it is the same run."""
@@ -257,7 +257,7 @@ class LocalDir:
           LocalDirError: the directory has steps of a run with another id.
         """
         record = self._record
-        if record is not None and record.id != agreed and listing(self.storage).steps:
+        if record is not None and record.id != agreed and steps_in(self.storage):
             raise LocalDirError(
                 f'{self.storage.url()} has the local checkpoints of a run with the id {record.id}, and the other processes those '
                 f'of the run {agreed} at {self.run.url()}. {_cures(self.storage)}'

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any
 
-from t5ckpt.catalog.listing import dataset_steps_in, listing, newest, steps_in
+from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.retention import Retention, RunFacts
 from t5ckpt.core.call_site import Notices
@@ -73,7 +73,7 @@ class _OneTierCatalog(StepCatalog):
         return dataset_steps_in(self._storage)
 
     def to_restore(self, on_disks: Collection[int] = ()) -> list[int]:  # noqa: ARG002
-        return listing(self._storage).to_restore
+        return self.steps()
 
     def local_part_steps(self) -> list[int]:
         return []

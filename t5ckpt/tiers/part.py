@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from t5ckpt.catalog.facts_files import read_facts_file
-from t5ckpt.catalog.listing import listing, read_facts
+from t5ckpt.catalog.listing import read_facts, steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, FormatError, T5CkptError
@@ -25,7 +25,6 @@ from t5ckpt.format.names import (
     MANIFEST,
     TRAIN_DS_PREFIX,
     file_checksums_name,
-    parse_step_dir,
     step_dir,
 )
 from t5ckpt.format.zarray import ZARRAY, zarray_bytes
@@ -236,13 +235,6 @@ class LocalParts:
     damaged: dict[int, str]
 
 
-def steps_of_parts(storage: Storage) -> list[int]:
-    """The steps of which a local directory may have a part, ascending, with those that could not be inspected."""
-    listed = listing(storage)
-    unreadable = (parse_step_dir(name) for name in listed.unreadable)
-    return sorted({*(each.step for each in listed.steps), *(step for step in unreadable if step is not None)})
-
-
 def parts_in(storage: Storage, reads: LocalReads | None = None) -> LocalParts:
     """The parts in a local directory; without the files that ``reads`` could not read.
 
@@ -251,7 +243,7 @@ def parts_in(storage: Storage, reads: LocalReads | None = None) -> LocalParts:
     """
     reads = LocalReads() if reads is None else reads
     local_parts = LocalParts({}, {})
-    for step in steps_of_parts(storage):
+    for step in steps_in(storage):
         try:
             part = reads.repeated(functools.partial(Part.read, storage, step))
         except T5CkptError as error:

@@ -433,7 +433,7 @@ def test_a_run_that_holds_an_export_is_still_the_run(run_dir):
         assert t5ckpt.restore_or_init(ck, lambda: state(0), initial_checkpoint=run_dir)['w'][0] == 2
     # A step that is damaged is damage, and no reason to read older values in silence.
     (run_dir / 'checkpoint_1').rename(run_dir / 'gone')
-    (run_dir / 'checkpoint_2' / 'checkpoint').write_bytes(b'\x82')
+    (run_dir / 'checkpoint_2' / 'checkpoint').write_bytes(b'\x82\xa7ver')
     with pytest.raises(errors.CorruptCheckpointError, match='checkpoint_2'):
         t5ckpt.open_checkpoint(run_dir)
 
@@ -566,7 +566,7 @@ def test_one_or_two_bytes_of_rubbish_are_replaced(run_dir, data):
     (run_dir / 'checkpoint_3').mkdir(parents=True)
     (run_dir / 'checkpoint_3' / 'checkpoint').write_bytes(data)
     with open_ck(run_dir) as ck:
-        assert ck.all_steps() == []
+        assert ck.all_steps() == ([3] if data == b'\x81\xa1' else []), 'a state that is cut off is a damaged step'
         assert ck.save(state(3)).step == 3
         assert ck.restore()['w'][1] == 4
     assert [path.name for path in run_dir.iterdir()] == ['checkpoint_3']
@@ -653,7 +653,7 @@ shown = CliRunner().invoke(app, ['ls', '.', '--json'])
 assert shown.exit_code == 0, (shown.output, shown.exception)
 print(json.dumps([(each['step'], each['state'], each['reason']) for each in json.loads(shown.output)]))
 try:
-    t5ckpt.all_steps('.')
+    t5ckpt.find_checkpoint('.')
 except t5ckpt.errors.StorageError as error:
     print(error)
 try:

@@ -401,3 +401,17 @@ def test_hostile_markers_stop_no_save(seconds, pid, tmp_path):
     run.write(busy_key(1, 7200, '0' * 16, in_bucket=False), (text % (seconds, place, pid)).encode())
     saved_run(run.url(), [3])
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
+
+
+def test_a_step_that_a_dead_deleter_has_announced_keeps_no_iterator_from_its_end(run):
+    """Of another machine, so that nobody knows that it is dead. The iterator leaves the step out, and ends at its time-out."""
+    record = {
+        'action': 'hide',
+        'directories': [],
+        'unix': time.time(),
+        'seconds': 3600,
+        'owner': {'place': 'elsewhere'},
+    }
+    key = busy_key(2, int(time.time()) + 7200, 'abc', in_bucket=not run.commits_by_rename)
+    run.write(key, json.dumps(record).encode())
+    assert list(t5ckpt.checkpoints_iterator(run, timeout=1, poll_seconds=0.1, hold_seconds=60)) == [1]

@@ -394,7 +394,7 @@ def each_reader():
 
 
 def assert_not_taken(step_dir: pathlib.Path) -> None:
-    """A step that cannot be read is not the latest: whatever lies beside it is."""
+    """A step that cannot be read is not passed over."""
     with pytest.raises((errors.CheckpointNotFoundError, errors.FormatError), match='checkpoint_3'):
         restore(step_dir.parent, state_of())
 
@@ -530,8 +530,12 @@ def test_truncated_manifests(saved, keep):
     assert_not_taken(manifest.parent)
     whole_step = shutil.copytree(manifest.parent, saved / 'checkpoint_2')
     (whole_step / 'checkpoint').write_bytes(whole)
+    # One byte of a manifest is none.
+    assert t5ckpt.latest_step(str(saved)) == (2 if keep == 1 else 3)
+    with t5ckpt.Checkpointer(state_of(), checkpoints_dir=str(saved)) as ck:
+        restored = t5ckpt.restore_or_init(ck, lambda: pytest.fail('a new state'))
+    assert_same(restored.state_dict()['target']['decoder']['w'], W)
     assert t5ckpt.latest_step(str(saved)) == 2
-    assert_same(restore(saved, state_of()).state_dict()['target']['decoder']['w'], W)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def read_marker(storage: Storage, key: str) -> Record | None:
     try:
         text = storage.read(key)
         if not text:
-            return Record(HIDE, frozenset(), 0.0, HORIZON_SECONDS, {})
+            return Record(HIDE, frozenset(), HORIZON_SECONDS, {})
         data = json.loads(text)
         return Record(
             str(data['action']),

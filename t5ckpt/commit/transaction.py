@@ -30,11 +30,19 @@ from typing import Any, Self
 
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.run_catalog import BucketListing
-from t5ckpt.commit.bucket_deletion import copy_positions, directories_of, remove_unnamed
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, HORIZON_SECONDS, Marker
 from t5ckpt.commit.occupancy import is_remnant, occupant_of
-from t5ckpt.commit.removal import check_known, check_not_kept, end_work, hide_directory, move_aside
+from t5ckpt.commit.removal import (
+    check_known,
+    check_not_kept,
+    copy_positions,
+    directories_of,
+    end_work,
+    hide_directory,
+    move_aside,
+    remove_unnamed,
+)
 from t5ckpt.commit.taken_steps import AlreadyCommittedError, StepTakenError, attempts, locked
 from t5ckpt.commit.writers import writer_facts
 from t5ckpt.core.keys import join

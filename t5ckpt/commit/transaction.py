@@ -218,7 +218,14 @@ class Transaction:
                 if has_ended or not self.keeps_files:
                     marker.end()
             if not self.keeps_files:
-                self._clean_up()
+                if storage.commits_by_rename:
+                    end_work(storage, self.step, marker.directory, marker.aside, self._clock)
+                elif not is_committed:
+                    storage.delete_tree(join(self.directory, self.generation))
+                elif self._old:
+                    remove_unnamed(storage, self.step, self._old)
+                else:
+                    copy_positions(storage, self._final, [join(self.generation, name) for name in self.positions])
                 removes_files = is_committed and self._old
                 if (has_ended and not removes_files) or (storage.commits_by_rename and not self._is_shared):
                     marker.remove()
@@ -227,17 +234,6 @@ class Transaction:
             _log.warning('t5ckpt: %s is left to garbage collection: %s', where, failure)
         finally:
             marker.release()
-
-    def _clean_up(self) -> None:
-        storage, marker = self.storage, self._marker
-        if storage.commits_by_rename:
-            end_work(storage, self.step, marker.directory, marker.aside, self._clock)
-        elif not self._is_committed:
-            storage.delete_tree(join(self.directory, self.generation))
-        elif self._old:
-            remove_unnamed(storage, self.step, self._old)
-        else:
-            copy_positions(storage, self._final, [join(self.generation, name) for name in self.positions])
 
     def facts(self, base: Facts, files: Mapping[str, FileEntry]) -> Facts:
         """Returns the facts of what was written.

@@ -55,11 +55,11 @@ def find_step(storage: Storage, step: int) -> ListedStep:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
     """
     found = inspect_step(storage, step)
-    if found is None and storage.is_file(join(step_dir(step), MANIFEST)):
+    if found is not None:
+        return found
+    if storage.is_file(join(step_dir(step), MANIFEST)):
         return ListedStep(step, step_dir(step))
-    if found is None:
-        raise no_step(storage, step, listing(storage).steps, 'Pass one of them.')
-    return found
+    raise no_step(storage, step, listing(storage).steps, 'Pass one of them.')
 
 
 def decide_deletion(storage: Storage, listed: ListedStep, clock: Clock, **even: bool) -> Decision:
@@ -181,22 +181,15 @@ def hide(
                 raise
             if even.get('even_pinned'):
                 storage.delete_file(join(name, PINNED))
+        elif listed.is_t5x:
+            hide_directory(storage, listed.step, marker.aside, clock)
+        elif marker.aside and storage.kind(name) != 'file':
+            storage.publish(name, marker.aside)
         else:
-            _hide_name(storage, listed, marker.aside, clock)
-            del markers[listed.step]
+            storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
+        markers.pop(listed.step, None)
     marker.end()
     return functools.partial(_remove, storage, listed, marker, directories, clock, **even)
-
-
-def _hide_name(storage: Storage, listed: ListedStep, aside: str, clock: Clock) -> None:
-    """Hides a step where its directory can be renamed, or one in another layout."""
-    name = listed.name
-    if listed.is_t5x:
-        hide_directory(storage, listed.step, aside, clock)
-    elif aside and storage.kind(name) != 'file':
-        storage.publish(name, aside)
-    else:
-        storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
 
 
 def _remove(

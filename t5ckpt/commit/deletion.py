@@ -179,22 +179,15 @@ def hide(
                 raise
             if even.get('even_pinned'):
                 storage.delete_file(join(name, PINNED))
+        elif listed.is_t5x:
+            hide_directory(storage, listed.step, marker.aside, clock)
+        elif marker.aside and storage.kind(name) != 'file':
+            storage.publish(name, marker.aside)
         else:
-            _hide_name(storage, listed, marker.aside, clock)
-            del markers[listed.step]
+            storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
+        markers.pop(listed.step, None)
     marker.end()
     return functools.partial(_remove, storage, listed, marker, directories, clock, **even)
-
-
-def _hide_name(storage: Storage, listed: ListedStep, aside: str, clock: Clock) -> None:
-    """Hides a step where its directory can be renamed, or one in another layout."""
-    name = listed.name
-    if listed.is_t5x:
-        hide_directory(storage, listed.step, aside, clock)
-    elif aside and storage.kind(name) != 'file':
-        storage.publish(name, aside)
-    else:
-        storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
 
 
 def _remove(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import re
@@ -61,7 +60,6 @@ from t5ckpt.storage import Storage, foreign_errors
 _GENERATION = re.compile(
     rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": ")(t5ckpt-[0-9a-f]{16})[/"]', re.DOTALL
 )
-_WORKERS = 16
 _log = logging.getLogger('t5ckpt')
 
 
@@ -156,8 +154,8 @@ def check_removable(storage: Storage, directory: str) -> None:
     if path is None or os.path.islink(path) or not os.path.isdir(path):
         return
     # os.access returns False for every error of the disk, too, so a permission counts only if the second call agrees.
-    effective = os.access in os.supports_effective_ids
-    if any(os.access(path, os.W_OK | os.X_OK, effective_ids=effective) for _ in range(2)):
+    may_act_as_user = os.access in os.supports_effective_ids
+    if any(os.access(path, os.W_OK | os.X_OK, effective_ids=may_act_as_user) for _ in range(2)):
         return
     with foreign_errors(storage.url(directory), writing=True):
         info = os.stat(path)
@@ -225,8 +223,10 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
 
     Another process may take a name between the check and the rename.
     """
-    for second in itertools.count(int(unix)):
+    second = int(unix)
+    while True:
         target = aside_dir(step, state, second)
+        second += 1
         try:
             if storage.kind(target) is None:
                 storage.publish(name, target)
@@ -235,7 +235,6 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
             # The process that took it may have left it again.
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -365,5 +364,5 @@ def delete_manifest(storage: Storage, directory: str, version: Any) -> None:
 def copy_positions(storage: Storage, directory: str, keys: Collection[str]) -> None:
     """Copies the positions of data iterators among some files of a step to T5X's names."""
     sizes = dict.fromkeys(positions_for_t5x(keys).values(), 0)
-    for _ in copy_files(lambda key: storage.read(join(directory, key)), sizes, storage, directory, _WORKERS):
+    for _ in copy_files(lambda key: storage.read(join(directory, key)), sizes, storage, directory, 16):
         pass

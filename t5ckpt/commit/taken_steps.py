@@ -40,9 +40,9 @@ def taken_step_exists(cure: str) -> Generator[None]:
 def attempts(seconds: float) -> Iterator[None]:
     """Yields at once, and then after growing pauses while there is time for another attempt; the last time at the end of it."""
     deadline, pause = time.monotonic() + seconds, _FIRST_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
+    while time.monotonic() < deadline:
         yield
-        time.sleep(min(pause, left))
+        time.sleep(pause)
         pause = min(2 * pause, _LAST_SECONDS)
     yield
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TypeVar
 
 from t5ckpt.catalog.listing import dataset_steps_in, has_step, listing, newest, steps_in
@@ -256,7 +256,8 @@ class TierCatalog(StepCatalog):
           StepKeptError: it is pinned or held by a reader in one of them; nothing was deleted.
           StorageError: the run's storage does not answer; nothing was deleted.
         """
-        tiers = self._tiers_with(step)
+        # The run's first, since that one may not answer.
+        tiers = [storage for storage in (self.run, self.local) if _has(storage, step)]
         for storage in tiers:
             check_deletable(storage, step, self.clock, even_waiting=True)
         try:
@@ -266,10 +267,6 @@ class TierCatalog(StepCatalog):
             if tiers:
                 raise
             raise self.no_step(step) from error
-
-    def _tiers_with(self, step: int) -> Sequence[Storage]:
-        """The storages that have a step; the run's first, since that one may not answer."""
-        return [storage for storage in (self.run, self.local) if _has(storage, step)]
 
 
 def _has(storage: Storage, step: int) -> bool:

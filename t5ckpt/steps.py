@@ -1,8 +1,7 @@
 """Finds, lists and pins checkpoints, with T5X's signatures (t5x/checkpoints.py, checkpoint_utils.py).
 
-A step is listed if and only if it can be restored: either its directory has a complete manifest, which is written last, or it is
-in a layout of Orbax or Flax (``catalog/layouts.py``). Manifests above 64 MiB are not read, and count as complete. On object
-stores, ``catalog/run_catalog.py`` lists the steps.
+A step is listed if its directory has a manifest, which is written last, or if it is in a layout of Orbax or Flax
+(``catalog/layouts.py``). A damaged one is listed, too, and raises when it is opened.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ _OTHER_LAYOUT = re.compile(
 )
 # Directories that are listed in search of an array.
 _SEARCHED = 20
-# The version and the next key of a manifest.
-_HEAD_BYTES = 32
+# The version of a manifest, and the beginning of its facts with their checksum.
+_HEAD_BYTES = 64
 # More than the leaves before the first array of a manifest take.
 _PLACEHOLDER_BYTES = 2**20
 # The usual names of the item that holds the tree.
@@ -76,7 +76,7 @@ class ListedStep:
       name: of its directory, or of its file in Flax's layout, in the run's directory.
       layout: ``'t5x'``, ``'orbax'``, ``'flax'``, ``'zarr'`` or ``'t5x-padded'``.
       manifest: the file to decode, in :attr:`directory`; '' in Orbax's newer layout, which has none.
-      head: the first bytes of the manifest, as many as the listing has read.
+      head: the first bytes of the manifest, with the checksum of its facts.
       error: why its files could not be inspected; its layout is unknown then.
     """
 
@@ -125,12 +125,9 @@ def is_orbax(storage: Storage, directory: str) -> bool:
 
 def is_levanter(storage: Storage, directory: str) -> bool:
     """Whether a directory is a complete step of Levanter, which writes the file last."""
-    key = join(directory, LEVANTER)
-    if storage.size(key) is None:
-        return False
     try:
-        facts = json.loads(storage.read(key, 0, 2**16))
-    except (CheckpointNotFoundError, ValueError, RecursionError):
+        facts = json.loads(storage.heads([join(directory, LEVANTER)], 2**16)[0] or b'')
+    except (ValueError, RecursionError):
         return False
     return isinstance(facts, dict) and {'step', 'timestamp'} <= facts.keys()
 
@@ -194,7 +191,7 @@ def readable(found: ListedStep) -> ListedStep:
     return found
 
 
-def inspected(storage: Storage, names: Sequence[str], nbytes: int = _HEAD_BYTES) -> list[ListedStep]:
+def inspected(storage: Storage, names: Sequence[str]) -> list[ListedStep]:
     """The complete steps among some names, ascending, with the first bytes of their manifests.
 
     Of a step in two layouts, that in T5X's.
@@ -205,7 +202,7 @@ def inspected(storage: Storage, names: Sequence[str], nbytes: int = _HEAD_BYTES)
     found: list[ListedStep | None] = []
     for some in [[name] for name in names] if storage.commits_by_rename else [names]:
         try:
-            heads = storage.heads([join(name, MANIFEST) for name in some], nbytes)
+            heads = storage.heads([join(name, MANIFEST) for name in some], _HEAD_BYTES)
             found += [_inspect(storage, name, head) for name, head in zip(some, heads, strict=True)]
         except CheckpointNotFoundError:
             # Another process has deleted it since it was listed.

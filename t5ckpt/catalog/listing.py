@@ -25,8 +25,7 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.storage import Storage, open_storage
 
-FACTS_BYTES = 2**14
-"""The first bytes of a manifest, in which most have all of their facts."""
+_FACTS_BYTES = 2**14
 
 
 def step_names(storage: Storage) -> list[str]:
@@ -35,9 +34,9 @@ def step_names(storage: Storage) -> list[str]:
     return sorted(names, key=number_of, reverse=True)
 
 
-def listing(storage: Storage, nbytes: int = 32) -> list[ListedStep]:
+def listing(storage: Storage) -> list[ListedStep]:
     """The complete steps in a run, ascending, in any layout, with the first bytes of their manifests."""
-    return inspected(storage, step_names(storage), nbytes)
+    return inspected(storage, step_names(storage))
 
 
 def steps_in(storage: Storage) -> list[int]:
@@ -82,7 +81,7 @@ def waiting_steps(storage: Storage) -> set[int]:
 
 def read_head(storage: Storage, directory: str) -> bytes:
     """The first bytes of a step's manifest, in which most have all of their facts; b'' without a manifest."""
-    return storage.heads([join(directory, MANIFEST)], FACTS_BYTES)[0] or b''
+    return storage.heads([join(directory, MANIFEST)], _FACTS_BYTES)[0] or b''
 
 
 def read_facts(storage: Storage, directory: str, head: bytes = b'') -> bytes:
@@ -112,7 +111,7 @@ def facts_of(storage: Storage, listed: ListedStep) -> Facts:
     try:
         if listed.layout == ORBAX:
             return read_orbax_facts(storage, listed.name)
-        data = read_facts(storage, listed.name, listed.head)
+        data = read_facts(storage, listed.name)
     except CheckpointNotFoundError:
         return NO_FACTS
     return decode_facts(data, storage.url(join(listed.name, MANIFEST)))

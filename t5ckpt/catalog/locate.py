@@ -305,9 +305,8 @@ def locate(
         local = outer.local_path(name)
         # A link that is the path itself is followed, if no other file belongs to the checkpoint.
         follows = name.endswith(('.safetensors', '.npz', '.msgpack')) and local is not None and os.path.islink(local)
-        if directory:
-            return Located(open_storage(grand, storage_options), directory, name, number, follows)
-        return Located(outer, '', name, number, follows)
+        root = open_storage(grand, storage_options) if directory else outer
+        return Located(root, directory, name, number, follows)
     if storage.root_kind() != 'dir':
         # The path that TensorFlow gives is the beginning of its files' names.
         index = f'{name}.index'
@@ -455,11 +454,9 @@ def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str)
     """The error for a step that a run lacks, with its complete steps and how to name one of them."""
     if not steps and storage.kind('') != 'dir':
         return no_checkpoint(storage)
-    where = f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are'
-    if not steps:
-        return CheckpointNotFoundError(f'{where}: none.')
+    existing = f'{", ".join(str(each.step) for each in steps[-10:])}. {cure}' if steps else 'none.'
     return CheckpointNotFoundError(
-        f'{where}: {", ".join(str(listed_step.step) for listed_step in steps[-10:])}. {cure}'
+        f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are: {existing}'
     )
 
 

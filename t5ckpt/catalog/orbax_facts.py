@@ -5,10 +5,7 @@ Notes: reads two small files of a step, and one of its run. Does not load Tensor
 
 from __future__ import annotations
 
-from typing import Any
-
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import parse_prefixed_step
 from t5ckpt.format.orbax import METRICS, RUN_METADATA, STEP_METADATA, orbax_facts, orbax_object
@@ -32,15 +29,12 @@ def read_orbax_facts(storage: Storage, directory: str, *, of_run: bool = False) 
     step = directory
     if directory and parse_prefixed_step(directory.rpartition('/')[2]) is None:
         step = directory.rpartition('/')[0]
-    metadata, metrics = (_object(storage, join(step, name)) for name in (STEP_METADATA, METRICS))
-    of_all = _object(storage, join(step.rpartition('/')[0], RUN_METADATA)) if of_run and step else {}
-    custom = of_all.get('custom_metadata')
-    return orbax_facts(metadata, metrics, custom if isinstance(custom, dict) else {})
-
-
-def _object(storage: Storage, key: str) -> dict[str, Any]:
-    """A file of JSON; empty if it does not exist."""
-    try:
-        return orbax_object(storage.read(key, 0, _MAX_BYTES), storage.url(key))
-    except CheckpointNotFoundError:
-        return {}
+    keys = [join(step, STEP_METADATA), join(step, METRICS)]
+    if of_run and step:
+        keys.append(join(step.rpartition('/')[0], RUN_METADATA))
+    found = [
+        {} if data is None else orbax_object(data, storage.url(key))
+        for key, data in zip(keys, storage.heads(keys, _MAX_BYTES), strict=True)
+    ]
+    custom = found[2].get('custom_metadata') if len(found) > 2 else None
+    return orbax_facts(found[0], found[1], custom if isinstance(custom, dict) else {})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import ORBAX, T5X, ListedStep, readable
-from t5ckpt.catalog.listing import FACTS_BYTES, listing, read_facts
+from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.core.keys import join
@@ -75,7 +75,7 @@ def summaries(storage: Storage) -> list[StepSummary]:
 
     A step that is deleted during the call is left out. One that could not be inspected is included with the reason.
     """
-    listed = listing(storage, FACTS_BYTES)
+    listed = listing(storage)
     by_name = {each.name: each for each in listed}
     rows: list[StepSummary] = []
     for entry in storage.entries():
@@ -84,8 +84,9 @@ def summaries(storage: Storage) -> list[StepSummary]:
         if row is None:
             continue
         try:
-            head = readable(found).head if found else b''
-            rows += _with_files(storage, entry, row, head, is_latest=found is not None and found is listed[-1])
+            if found is not None:
+                readable(found)
+            rows += _with_files(storage, entry, row, is_latest=found in listed[-1:])
         except T5CkptError as error:
             rows.append(dataclasses.replace(row, state='unreadable', reason=str(error)))
     return sorted(rows, key=lambda summary: (summary.step, not summary.complete))
@@ -102,7 +103,7 @@ def _named(storage: Storage, entry: Entry, found: ListedStep | None) -> StepSumm
     return StepSummary(step, url, False, state) if entry.is_dir and step is not None and state is not None else None
 
 
-def _with_files(storage: Storage, entry: Entry, row: StepSummary, head: bytes, *, is_latest: bool) -> list[StepSummary]:
+def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: bool) -> list[StepSummary]:
     """The summary with the facts of the step and of its files; none if it is gone."""
     files = {each.name: each for each in (storage.entries(entry.name) if entry.is_dir else [entry])}
     if not files:
@@ -112,7 +113,7 @@ def _with_files(storage: Storage, entry: Entry, row: StepSummary, head: bytes, *
         if row.layout == ORBAX:
             facts = read_orbax_facts(storage, entry.name)
         elif entry.is_dir:
-            data = read_facts(storage, entry.name, head)
+            data = read_facts(storage, entry.name)
             facts = decode_facts(data, storage.url(join(entry.name, MANIFEST)))
             # Of several processes, one may have a local directory of its own.
             is_part = COPIES in files and part_of(facts.digests.lists, files) is not None

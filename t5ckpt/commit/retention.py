@@ -6,7 +6,7 @@ leaves a directory that no listing shows and that garbage collection removes. A 
 the others.
 
 The policy decides only about steps in T5X's layout. A step of Orbax or Flax stays, and is not counted among the latest or the
-best. A step that cannot be inspected stays and is logged.
+best. A step that cannot be inspected, or whose facts cannot be read, stays and is logged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Protocol
 
 from t5ckpt.catalog.layouts import ListedStep, inspected, readable
-from t5ckpt.catalog.listing import FACTS_BYTES, facts_of, listing, newest, steps_in, waiting_steps
+from t5ckpt.catalog.listing import facts_of, listing, newest, steps_in, waiting_steps
 from t5ckpt.catalog.locate import no_checkpoint
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.deletion import announced, find_step, hide
@@ -39,13 +39,16 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import NO_FACTS, Facts
+from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.format.keep_policy import policy_of
+from t5ckpt.format.manifest import facts_range
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, TRAIN_DS_PREFIX, Hold, step_dir
 from t5ckpt.policies import WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
 
 _UNREADABLE = 'unreadable: '
+# The beginning of the facts, with their checksum.
+_CHECKSUM_BYTES = 32
 _log = logging.getLogger('t5ckpt')
 
 
@@ -103,8 +106,10 @@ class Retention:
         self._storage = storage
         self._clock = clock
         self._source = source
-        # Of the largest step that was saved.
-        self._saved: tuple[int, Facts] = (-1, NO_FACTS)
+        # By the checksum of the facts, so that those of a step that another program has saved again are read again.
+        self._facts: dict[bytes, tuple[float | None, Mapping[str, float]]] = {}
+        # The largest step that was saved, and the checksum of its facts.
+        self._saved = -1, b''
         self._logged: set[tuple[int | None, str]] = set()
 
     def steps(self) -> list[int]:
@@ -116,7 +121,7 @@ class Retention:
 
         Facts that cannot be read are logged.
         """
-        infos, failed = self._infos_of(listing(self._storage, FACTS_BYTES), names)
+        infos, failed = self._infos_of(listing(self._storage), names)
         self._log_failed(failed)
         return infos
 
@@ -137,12 +142,11 @@ class Retention:
         Raises:
           StorageError: an object store failed.
         """
-        facts: dict[int, Facts] = {}
+        facts: dict[int, tuple[float | None, Mapping[str, float]]] = {}
         failed: dict[int, str] = {}
         for each in steps:
             try:
-                is_saved = each.step == self._saved[0] and not each.head
-                facts[each.step] = self._saved[1] if is_saved else facts_of(self._storage, each)
+                facts[each.step] = self._facts_of(each)
             except UnsupportedFormatError:
                 # The deletion names the newer program.
                 pass
@@ -162,19 +166,34 @@ class Retention:
         given = {} if self._source is None else {name: self._source.by_step(name, numbers) for name in names}
         infos: list[StepInfo] = []
         for each in steps:
-            step, found = each.step, facts.get(each.step, NO_FACTS)
+            step, (created, saved) = each.step, facts.get(each.step, (None, {}))
             # T5X writes no facts, and the manifest last.
-            created = found.created_unix
             if created is None:
                 created = storage.modified(join(each.directory, each.manifest))
-            metrics = {name: values[step] for name, values in given.items() if step in values} | {**found.metrics}
+            metrics = {name: values[step] for name, values in given.items() if step in values} | {**saved}
             infos.append(StepInfo(step, step in pinned, step in held, created, metrics, step in waiting))
         return infos, failed
 
+    def _facts_of(self, listed: ListedStep) -> tuple[float | None, Mapping[str, float]]:
+        """The time of the save, and the metrics."""
+        found = facts_range(listed.head)
+        checksum = b'' if found is None else listed.head[found[0] : found[0] + _CHECKSUM_BYTES]
+        if listed.step == self._saved[0] and not listed.head:
+            checksum = self._saved[1]
+        known = self._facts.get(checksum)
+        if known is None:
+            facts = facts_of(self._storage, listed)
+            known = facts.created_unix, facts.metrics
+            if checksum:
+                self._facts[checksum] = known
+        return known
+
     def note_saved(self, step: int, facts: Facts) -> None:
         """Stores the facts of a checkpoint that this process has just committed."""
+        checksum = encode_facts(facts)[:_CHECKSUM_BYTES]
+        self._facts[checksum] = facts.created_unix, facts.metrics
         if step >= self._saved[0]:
-            self._saved = step, facts
+            self._saved = step, checksum
 
     def is_surely_new(self, step: int) -> bool:
         """Whether a step is larger than the latest that this process saved, so that no check for it is needed.
@@ -212,10 +231,10 @@ class Retention:
         """As :meth:`plan`. The deletion itself refuses a step of a newer program, so its manifest is not read twice."""
         listed, self.listed = self.listed, None
         if listed is None or just_saved is None:
-            steps, holds = listing(self._storage, FACTS_BYTES), None
+            steps, holds = listing(self._storage), None
         else:
             # The next save finds the steps that another process has saved since, and hiding looks for holds again.
-            steps, holds = inspected(self._storage, listed.names, FACTS_BYTES), listed.announcements.holds
+            steps, holds = inspected(self._storage, listed.names), listed.announcements.holds
             own = ListedStep(just_saved, step_dir(just_saved))
             steps = sorted([own, *(each for each in steps if each.step != just_saved)], key=lambda each: each.step)
         undecided = _undecided(self._storage, steps)
@@ -351,7 +370,7 @@ def recorded_policy(storage: Storage) -> KeepPolicy | None:
 
     The latter is logged.
     """
-    steps = [each for each in listing(storage, FACTS_BYTES) if each.is_t5x]
+    steps = [each for each in listing(storage) if each.is_t5x]
     try:
         return policy_of(facts_of(storage, steps[-1]).keep) if steps else None
     except (FormatError, NotADirectoryStorageError) as error:

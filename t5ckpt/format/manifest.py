@@ -151,17 +151,6 @@ def is_tensorflow_state(data: bytes) -> bool:
     return data.startswith(_TENSORFLOW)
 
 
-def is_whole(data: bytes) -> bool:
-    """Whether bytes are exactly one complete msgpack map with text keys that is not empty; nothing is decoded."""
-    unpacker = msgpack.Unpacker(max_buffer_size=len(data) + 1)
-    unpacker.feed(data)
-    try:
-        unpacker.skip()
-    except (ValueError, msgpack.UnpackException, RecursionError):
-        return False
-    return begins_state(data) and unpacker.tell() == len(data)
-
-
 # github.com/git-lfs/git-lfs/blob/main/docs/spec.md, "The Pointer".
 _GIT_LFS = b'version https://git-lfs'
 

@@ -102,16 +102,14 @@ def decode(data: memoryview, out: memoryview) -> None:
     Raises:
       ValueError: the data is damaged, or its values have another size.
     """
-    if len(data) < _BLOSC_HEADER.size:
-        raise ValueError(f'{len(data)} bytes are too few for a blosc chunk')
-    *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
-    if total != len(data) or size != len(out):
-        raise ValueError(
-            f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
-        )
     try:
+        *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
+        if total != len(data) or size != len(out):
+            raise ValueError(
+                f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
+            )
         _codec({'id': 'blosc'}).decode(data, out)
-    except RuntimeError as error:
+    except (RuntimeError, struct.error) as error:
         raise ValueError(str(error)) from error
 
 

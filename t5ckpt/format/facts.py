@@ -31,6 +31,7 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, finite_json
 from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
 from t5ckpt.format.checksum import digest
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import MANIFEST, generation_of, without_generation
 from t5ckpt.tree.leaf_table import MAX_DEPTH
@@ -56,12 +57,14 @@ _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
 _Object = Mapping[str, Any]
 
 
-def as_number(value: Any) -> float | None:
-    """A number of JSON, which has text for NaN and infinities; None for anything else."""
-    if value in ('nan', 'inf', '-inf'):
-        return float(value)
-    is_number = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
-    return value if is_number else None
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a JSON object, which has text for NaN and infinities; other values are left out."""
+    numbers = {name: float(value) if value in ('nan', 'inf', '-inf') else value for name, value in values.items()}
+    return {
+        name: value
+        for name, value in numbers.items()
+        if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,38 +156,31 @@ def decode_facts(data: bytes, where: str) -> Facts:
         raise CorruptCheckpointError(
             f'{where} is damaged or was edited: it does not match its own checksum. {CURE_OF_DAMAGE}'
         )
-    try:
+    with decoding(where):
         contents = json.loads(data)
         version = contents.get('format', FORMAT)
         if version > FORMAT:
             raise UnsupportedFormatError(
-                f'{where} has facts of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
+                f'its facts are of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
             )
-        return _facts_of(contents, where)
-    except FormatError:
-        raise
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
-        ) from error
+        return _facts_of(contents)
 
 
-def _facts_of(contents: Mapping[str, Any], where: str) -> Facts:
+def _facts_of(contents: Mapping[str, Any]) -> Facts:
     """The facts; raises TypeError for a value of another type, or out of range."""
     fields = {field: contents[field] for field in _TYPES if field in contents}
     for field, value in fields.items():
         types, limit = _TYPES[field], 10**11 if field == 'created_unix' else 2**63
         if type(value) not in types or (int in types and not 0 <= value < limit):
             raise TypeError(f'{field} is {value!r:.40}')
-    numbers = {name: as_number(value) for name, value in fields.get('metrics', {}).items()}
-    fields['metrics'] = {name: number for name, number in numbers.items() if number is not None}
+    fields['metrics'] = numbers_of(fields.get('metrics', {}))
     directory = fields['positions_in'] = generation_of(fields.get('positions_in', ''))
 
     def located(name: str) -> str:
         # In the earlier layout, names had the directory of the save, and no field named it.
         return name if name == MANIFEST or generation_of(name) else join(directory, name)
 
-    digests = FileChecksums.parse(fields.get('digests', {}), where)
+    digests = FileChecksums.parse(fields.get('digests', {}))
     fields['digests'] = FileChecksums({located(name): entry for name, entry in digests.items()})
     tree = contents.get('tree', {})
     by_path = {field: _by_path(tree.get(field, []), allowed) for field, allowed in _VALUES.items()}

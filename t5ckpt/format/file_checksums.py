@@ -20,6 +20,7 @@ from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.checksum import ALGORITHM, digest
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.names import generation_of, is_file_checksums, without_generation
 
 FileEntry = tuple[int, str]
@@ -63,41 +64,35 @@ class FileChecksums(dict[str, FileEntry]):
           CorruptCheckpointError: not JSON, or a name that leads outside the checkpoint.
           UnsupportedFormatError: another algorithm.
         """
-        try:
+        with decoding(where):
             contents = json.loads(data)
-            algorithm, files = contents['algorithm'], contents['files']
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CorruptCheckpointError(
-                f'{where} does not decode ({type(error).__name__}: {error!s:.120}). {CURE_OF_DAMAGE}'
-            ) from error
-        if algorithm != ALGORITHM:
-            raise UnsupportedFormatError(
-                f'{where} has checksums of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
-            )
-        entries = cls.parse(files, where)
+            algorithm = contents['algorithm']
+            if algorithm != ALGORITHM:
+                raise UnsupportedFormatError(
+                    f'the checksums are of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
+                )
+            entries = cls.parse(contents['files'])
         return cls({join(generation, without_generation(name)): entry for name, entry in entries.items()})
 
     @classmethod
-    def parse(cls, files: Any, where: str) -> FileChecksums:
+    def parse(cls, files: Any) -> FileChecksums:
         """Parses a decoded JSON object from file to [bytes, hex].
 
         Raises:
           CorruptCheckpointError: another type, or a name that leads outside the checkpoint.
         """
-        if not isinstance(files, Mapping):
+        if not isinstance(files, dict):
             raise CorruptCheckpointError(
-                f'{where}: the file checksums are {type(files).__name__}, expected an object. {CURE_OF_DAMAGE}'
+                f'the file checksums are {type(files).__name__}, expected an object. {CURE_OF_DAMAGE}'
             )
-        entries: dict[str, FileEntry] = {}
+        checksums = cls()
         for name, entry in files.items():
             match entry:
                 case [int(size), str(text)] if size >= 0 and _HEX.fullmatch(text) and is_inside(name):
-                    entries[name] = (int(size), text)
+                    checksums[name] = (size, text)
                 case _:
-                    raise CorruptCheckpointError(
-                        f'{where} has the bad entry {name!r:.120}: {entry!r:.80}. {CURE_OF_DAMAGE}'
-                    )
-        return cls(entries)
+                    raise CorruptCheckpointError(f'bad entry {name!r:.120}: {entry!r:.80}. {CURE_OF_DAMAGE}')
+        return checksums
 
     def encode(self) -> bytes:
         """The contents of one process's file: ``{'algorithm': 'xxh3_64', 'files': {file: [bytes, hex]}}``.

@@ -28,8 +28,9 @@ import numpy as np
 
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import is_spec
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES, name_of
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, Empty, LeafTable, unique
 
@@ -49,10 +50,6 @@ _HEAD_BYTES = 10
 _TENSORFLOW = (b'model_checkpoint_path', b'all_model_checkpoint_paths')
 # The decoder allocates a list of the length in its header before it decodes the first item, at each level of nesting.
 _MAX_LIST = 2**14
-_DAMAGED = (
-    *(ValueError, TypeError, KeyError, RecursionError, UnicodeDecodeError, msgpack.UnpackException),
-    *(MemoryError, OverflowError),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +97,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise UnsupportedFormatError(
             f'{where} is msgpack of {type(contents).__name__}, but a T5X manifest is a map with "version" and "optimizer".'
         )
-    version = contents.get('version', 0)
-    if 'optimizer' not in contents or type(version) is not int:
-        version = 0
-    if version == 0:
+    version = contents.get('version') if 'optimizer' in contents else 0
+    if type(version) is not int or version == 0:
         return Manifest(0, _leaves(contents, where))
     if not 0 < version <= VERSION:
         raise UnsupportedFormatError(
@@ -137,7 +132,8 @@ def unpack(
     Raises:
       FormatError: as :func:`decode_manifest`.
     """
-    try:
+    cure = f'It has {len(data)} bytes: it is truncated, or not a T5X manifest, which is msgpack. {CURE_OF_DAMAGE}'
+    with decoding(where, cure):
         return msgpack.unpackb(
             data,
             object_pairs_hook=map_hook,
@@ -145,13 +141,6 @@ def unpack(
             strict_map_key=False,
             max_array_len=min(_MAX_LIST, len(data)),
         )
-    except FormatError as error:
-        raise type(error)(f'{where}: {error}') from error
-    except _DAMAGED as error:
-        raise CorruptCheckpointError(
-            f'{where} does not decode as msgpack ({_brief(error)}; {len(data)} bytes): it is truncated, or not a T5X '
-            f'manifest. {CURE_OF_DAMAGE}'
-        ) from error
 
 
 def begins_state(head: bytes) -> bool:
@@ -257,17 +246,12 @@ def _leaves(tree: Mapping[Any, Any], where: str, prefix: Path = ()) -> LeafTable
 
 def _join_chunked(value: Mapping[Any, Any], name: str) -> np.ndarray:
     """Joins an array that Flax split, because msgpack limits lengths to 2^32."""
-    try:
+    with decoding(f'{name}: its array of chunks, which have one dtype and fill its shape,'):
         shape, parts = ([value[field][str(i)] for i in range(len(value[field]))] for field in ('shape', 'chunks'))
         flat = [part.reshape(-1) for part in parts]
-        joined = np.concatenate(flat, dtype=flat[0].dtype, casting='no').reshape(shape)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(
-            f'{name}: the chunks of its array are not arrays of one dtype that fill its shape ({_brief(error)}).'
-        ) from error
-    if min(shape, default=0) < 0:
-        raise CorruptCheckpointError(f'{name}: its shape {shape} has a negative size. {CURE_OF_DAMAGE}')
-    return joined
+        if min(shape, default=0) < 0:
+            raise ValueError(f'its shape {shape} has a negative size')
+        return np.concatenate(flat, dtype=flat[0].dtype, casting='no').reshape(shape)
 
 
 def _decode_ext(code: int, data: bytes) -> Any:
@@ -310,8 +294,8 @@ def encode_manifest(state: Mapping[str, Any], *, split_bytes: int = 2**30) -> by
 def _encode_leaf(value: Any, split_bytes: int) -> Any:
     if isinstance(value, np.ndarray) and value.nbytes > split_bytes:
         # As Flax does, because msgpack limits lengths to 2^32.
-        flat, size = value.reshape(-1), max(1, split_bytes // value.itemsize)
-        parts = [flat[start : start + size] for start in range(0, flat.size, size)]
+        size = max(1, split_bytes // value.itemsize)
+        parts = np.split(value.reshape(-1), range(size, value.size, size))
         return {_CHUNKED: True, 'shape': _numbered(value.shape), 'chunks': _numbered(parts)}
     if isinstance(value, (np.ndarray, np.generic)):
         packed = _packed([list(value.shape), name_of(value.dtype), value.tobytes()])
@@ -327,7 +311,3 @@ def _numbered(items: Iterable[Any]) -> dict[str, Any]:
 
 def _packed(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     return msgpack.packb(value, default=default, strict_types=True) or b''
-
-
-def _brief(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'[:200].rstrip(': ')

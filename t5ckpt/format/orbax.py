@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.facts import Facts, as_number
+from t5ckpt.format.decoding import decoding
+from t5ckpt.format.facts import Facts, numbers_of
 from t5ckpt.tree.leaf_table import flatten_nested
 
 # Files of a step. The last is written at the end where a store cannot rename.
@@ -36,11 +36,10 @@ CONVERTED_FROM = 't5ckpt_converted_from.json'
 PLACEHOLDER = 'PLACEHOLDER://'
 """In Orbax's older layout, this text and a name replace each array in Flax msgpack."""
 # The last two are items of a step.
-_ENTRIES = frozenset(
-    {STEP_METADATA, TREE_METADATA, '_sharding', STRINGS, ARRAY_METADATA, COMMITTED, 'd', 'default', 'metrics'}
-    | {CONVERTED_FROM}
-)
-
+_ENTRIES = {
+    *(STEP_METADATA, TREE_METADATA, STRINGS, ARRAY_METADATA, COMMITTED, CONVERTED_FROM),
+    *('_sharding', 'd', 'default', 'metrics'),
+}
 _DATABASE = r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
 _LATEST_UNIX = 10**11
 
@@ -61,13 +60,11 @@ def orbax_object(data: bytes, where: str) -> dict[str, Any]:
     Raises:
       CorruptCheckpointError: it does not decode.
     """
-    try:
+    with decoding(where):
         decoded: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}).') from error
-    if not isinstance(decoded, dict):
-        raise CorruptCheckpointError(f'{where} does not decode: expected an object, got {type(decoded).__name__}.')
-    return decoded
+        if not isinstance(decoded, dict):
+            raise TypeError(f'expected an object, got {type(decoded).__name__}')
+        return decoded
 
 
 def orbax_facts(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Mapping[str, Any]) -> Facts:
@@ -80,22 +77,17 @@ def orbax_facts(metadata: Mapping[str, Any], metrics: Mapping[str, Any], run: Ma
     """
     nanoseconds = (metadata.get(f'{name}_timestamp_nsecs') for name in ('commit', 'init'))
     times = [value / 10**9 for value in nanoseconds if isinstance(value, int) and 0 < value < _LATEST_UNIX * 10**9]
+    objects = {name: value for name, value in metadata.items() if isinstance(value, dict)}
     return Facts(
         knows_tree=False,
         created_unix=round(times[0], 3) if times else None,
-        metrics=_numbers(_object(metadata, 'metrics')) | _numbers(metrics),
-        custom_metadata={**run, **_object(metadata, 'custom_metadata')},
+        metrics=_numbers(objects.get('metrics', {})) | _numbers(metrics),
+        custom_metadata={**run, **objects.get('custom_metadata', {})},
     )
-
-
-def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = fields.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _numbers(tree: Mapping[str, Any]) -> dict[str, float]:
     try:
-        by_path = flatten_nested(tree)
+        return numbers_of({'/'.join(path): value for path, value in flatten_nested(tree).items()})
     except RecursionError:
         return {}
-    return {'/'.join(path): number for path, value in by_path.items() if (number := as_number(value)) is not None}

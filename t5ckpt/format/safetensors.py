@@ -17,6 +17,7 @@ from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import refuse_pointer
 from t5ckpt.tree.leaf_table import MAX_RANK, unique
@@ -112,7 +113,7 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
     data, end = 8 + len(text), 0
     arrays: list[tuple[str, StoredArray]] = []
     unread: dict[str, str] = {}
-    try:
+    with decoding(f'{where}: the header', 'Copy the file again.'):
         header = json.loads(text, object_pairs_hook=unique)
         # The package takes null for absent.
         metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
@@ -125,10 +126,6 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
             else:
                 place = {'offset': data + start, 'file_bytes': size}
                 arrays.append((name, StoredArray(file, shape, dtype, dtype, place, 'bytes')))
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f'{where}: the header does not decode ({error!s:.300}). Copy the file again.'
-        ) from error
     if size not in (None, data + end):
         raise CorruptCheckpointError(
             f'{where}: the tensors end at byte {data + end:,} of {size:,}. Copy the file again.'

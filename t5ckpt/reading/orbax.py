@@ -37,6 +37,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import METADATA_FILES, StoredArray, shape_of
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import TYPESTRS
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts
 from t5ckpt.format.manifest import Manifest
@@ -125,11 +126,9 @@ def _key_impls(files: CheckpointFiles, item: str, table: LeafTable) -> dict[Path
         return {}
     where = join(directory, record.name)
     arrays = orbax_object(files.read(where), where).get('array_metadatas')
-    try:
+    with decoding(where):
         described = [array['array_metadata'] for array in arrays or ()]
         impls = {array['param_name']: (array.get('ext_metadata') or {}).get('random_key_impl') for array in described}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
     return {names[name]: str(impl) for name, impl in impls.items() if name in names and impl is not None}
 
 
@@ -220,14 +219,13 @@ def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:
     where = storage.url(join(base, TREE_METADATA))
     data = files.read(join(item, TREE_METADATA))
     texts = files.read(join(item, STRINGS)) if storage.is_file(join(base, STRINGS)) else b'{}'
-    try:
+    with decoding(where):
         metadata = json.loads(data)
         tree = metadata['tree_metadata']
         leaves = [(_keys_of(entry), str(entry['value_metadata']['value_type'])) for entry in tree.values()]
         unique(leaves)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({type(error).__name__}: {error!s:.120}).') from error
-    strings = _strings(texts, join(item, STRINGS))
+    with decoding(join(item, STRINGS)):
+        strings = {str(name): str(text) for name, text in json.loads(texts).items()}
     table: dict[Path, Any] = {path: _NO_ARRAY[kind] for path, kind in leaves if kind in _NO_ARRAY}
     table |= {path: strings.get('.'.join(path), '') for path, kind in leaves if kind in _STRINGS}
     names = {path: '.'.join(path) for path, _ in leaves if path not in table}
@@ -246,13 +244,6 @@ def _keys_of(entry: Mapping[str, Any]) -> Path:
     if len(path) > MAX_DEPTH:
         raise ValueError(f'a leaf {len(path)} levels deep')
     return path
-
-
-def _strings(data: bytes, key: str) -> Mapping[str, str]:
-    try:
-        return {str(name): str(text) for name, text in json.loads(data).items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{key} does not decode ({error!s:.120}).') from error
 
 
 def resolve_placeholders(files: CheckpointFiles, manifest: Manifest) -> OrbaxContents | None:
@@ -339,14 +330,12 @@ def _safe(name: str) -> str:
 
 def _array(data: bytes, location: str, driver: str, where: str) -> StoredArray | str | None:
     """The array of this metadata, the name of its dtype if it is unknown, or None for a group."""
-    try:
+    with decoding(f'{where}: array metadata'):
         metadata = json.loads(data)
         if metadata.get('node_type') == 'group':
             return None
         claimed = metadata['shape']
         name = str(metadata['data_type'] if driver == 'zarr3' else metadata['dtype'])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where}: array metadata does not decode ({error!s:.120}).') from error
     shape = shape_of(claimed, where)
     dtype = TYPESTRS.get(name)
     return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, dtype, driver=driver)

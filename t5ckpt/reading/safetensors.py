@@ -22,6 +22,7 @@ from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import Manifest, refuse_pointer
 from t5ckpt.format.safetensors import (
@@ -119,13 +120,11 @@ def weight_map(text: bytes, where: str) -> dict[str, str]:
       CorruptCheckpointError: the index does not decode, or names a file that is not below its directory.
     """
     refuse_pointer(text, where)
-    try:
+    with decoding(where, 'Copy it again.'):
         by_tensor = {name: str(file) for name, file in json.loads(text, object_pairs_hook=unique)['weight_map'].items()}
         for file in by_tensor.values():
             # JSON may hold a lone surrogate, which is not valid in a file name.
             os.fsencode(file)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). Copy it again.') from error
     outside = [file for file in by_tensor.values() if not is_inside(file)]
     if outside:
         raise CorruptCheckpointError(f'{where} names {outside[0]!r:.80}, which is not below its directory.')

@@ -80,7 +80,7 @@ def test_the_fields_of_a_save():
         created_unix=1_700_000_000.0,
         bytes=345845,
         files=7,
-        digests=FileChecksums.parse(saved['digests'], ''),
+        digests=FileChecksums.parse(saved['digests']),
         metrics={'acc': 0.5, 'loss': 1.0},
         devices=4,
         custom_metadata={'a': [1, {'b': None}]},
@@ -130,7 +130,9 @@ def test_metrics_that_are_no_numbers_and_other_directories_are_left_out():
 
 def test_a_newer_format_is_refused():
     newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
-    with pytest.raises(errors.UnsupportedFormatError, match=f'here has facts of version {FORMAT + 1}.* Update t5ckpt'):
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=f'here: its facts are of version {FORMAT + 1}.* Update t5ckpt'
+    ):
         decode_facts(newer, 'here')
     with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):
         decode_facts(with_fields(WRITTEN['saved'], format='two'), 'here')

@@ -29,7 +29,7 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.facts import Facts
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, counts_of, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import file_with_facts, version_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
@@ -237,4 +237,5 @@ def _commit(
         return
     written = located.storage.modified(join(located.directory, located.manifest))
     base = Facts(knows_tree=False, created_unix=written and max(0.0, written))
-    work.commit_with_checksums(manifest, base, counts_of(files), files, parents_of(files))
+    sizes = [size for name, (size, _) in files.items() if '/' in without_generation(name)]
+    work.commit_with_checksums(manifest, base, {'bytes': sum(sizes), 'files': len(sizes)}, files, parents_of(files))

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable
 
 # Other files of a step, see ``format/names.py``, in any case.
-_RESERVED = re.compile(r'(?i)(checkpoint|copies\.json|dataset_removed|pinned)$|integrity\.|t5ckpt[-.]|train_ds-')
+_RESERVED = re.compile(r'(?i:(checkpoint|copies\.json|dataset_removed|pinned)$|integrity\.|t5ckpt[-.]|train_ds-)')
 # One component of a file key. Slashes, control characters and leading dots are not written to disk.
-_SAFE = re.compile(r'[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]*')
-_MAX_COMPONENT = 200
+_SAFE = re.compile(
+    rf'(?!{_RESERVED.pattern})[A-Za-z0-9_\-+=@,:~()\[\] ][A-Za-z0-9_.\-+=@,:~()\[\] ]{{0,199}}(?<![. ])(?<!\.__lock)'
+)
 
 
 def array_dirs(names: Iterable[str]) -> dict[str, str]:
@@ -30,18 +31,9 @@ def array_dirs(names: Iterable[str]) -> dict[str, str]:
     plain = {name: name.replace('/', '.') for name in names}
     seen = collections.Counter(map(str.casefold, plain.values()))
     return {
-        name: text if seen[text.casefold()] == 1 and _is_safe(text) else _hashed(name, text)
+        name: text if seen[text.casefold()] == 1 and _SAFE.fullmatch(text) else _hashed(name, text)
         for name, text in plain.items()
     }
-
-
-def _is_safe(text: str) -> bool:
-    return (
-        len(text) <= _MAX_COMPONENT
-        and _SAFE.fullmatch(text) is not None
-        and not text.endswith(('.__lock', '.', ' '))
-        and _RESERVED.match(text) is None
-    )
 
 
 def _hashed(name: str, text: str) -> str:

@@ -272,7 +272,7 @@ def _stored_array(spec: Mapping[str, Any], version: int, tree_facts: TreeFacts, 
         recorded = 'bfloat16'
     elif recorded is None:
         return array
-    elif recorded not in DTYPES or STORED_AS.get(recorded) != array.dtype.name:
+    elif STORED_AS.get(recorded) != array.dtype.name:
         raise CorruptCheckpointError(
             f'{name}: its dtype in the facts is {recorded!r:.40}, which is never stored as {array.dtype.name}. '
             f'{CURE_OF_DAMAGE}'

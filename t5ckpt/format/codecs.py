@@ -115,8 +115,9 @@ def decode(data: memoryview, out: memoryview) -> None:
 
 def is_in_numcodecs(codec: Mapping[str, Any]) -> bool:
     """Whether :func:`decoded` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
-    dtypes = [codec[key] for key in ('dtype', 'astype') if key in codec]
-    return codec.get('id') in _NUMCODECS and all(str(dtype) in TYPESTRS for dtype in dtypes)
+    return codec.get('id') in _NUMCODECS and all(
+        str(codec[key]) in TYPESTRS for key in ('dtype', 'astype') if key in codec
+    )
 
 
 def decoded(data: bytes, codecs: Sequence[Mapping[str, Any]]) -> bytes:

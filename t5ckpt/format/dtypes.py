@@ -54,9 +54,7 @@ _PLAIN = (
     'complex64',
     'complex128',
 )
-DTYPES: Mapping[str, np.dtype] = {name: np.dtype(name) for name in _PLAIN} | {
-    name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)
-}
+DTYPES: Mapping[str, np.dtype] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*_PLAIN, *_EXTENDED)}
 """The dtypes of arrays by name. A name in a file never reaches ``np.dtype``, which would accept structured types."""
 
 # Casts to these saturate.

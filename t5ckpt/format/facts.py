@@ -191,8 +191,8 @@ def _facts_of(contents: Mapping[str, Any]) -> Facts:
 def _by_path(entries: Any, allowed: Collection[str] | None) -> dict[Path, str]:
     found = {(path,) if isinstance(path, str) else tuple(path): value for path, value in entries}
     for path, value in found.items():
-        is_path = 0 < len(path) <= MAX_DEPTH and all(isinstance(key, str) for key in path)
-        if not is_path or not isinstance(value, str) or (allowed is not None and value not in allowed):
+        is_text = {*map(type, (*path, value))} == {str}
+        if not 0 < len(path) <= MAX_DEPTH or not is_text or (allowed is not None and value not in allowed):
             raise TypeError(f'the facts of a leaf are {path!r:.80}: {value!r:.40}')
     return found
 

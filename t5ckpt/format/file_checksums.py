@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from t5ckpt.core.keys import is_inside, join
@@ -32,12 +32,6 @@ _HEX = re.compile('[0-9a-f]{16}')
 def entry_of(data: bytes | memoryview) -> FileEntry:
     """The length and the checksum of a file's contents."""
     return len(data), digest(data)
-
-
-def counts_of(files: Mapping[str, FileEntry]) -> dict[str, int]:
-    """The bytes and the number of the files in the directories of arrays, for the facts."""
-    sizes = [size for name, (size, _) in files.items() if '/' in without_generation(name)]
-    return {'bytes': sum(sizes), 'files': len(sizes)}
 
 
 def size_text(nbytes: int, expected: int) -> str:

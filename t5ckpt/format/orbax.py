@@ -40,18 +40,14 @@ _ENTRIES = {
     *(STEP_METADATA, TREE_METADATA, STRINGS, ARRAY_METADATA, COMMITTED, CONVERTED_FROM),
     *('_sharding', 'd', 'default', 'metrics'),
 }
-_DATABASE = r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})'
+DATABASE_FILE = re.compile(r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})')
+"""A file of an OCDBT database, relative to the tree."""
 _LATEST_UNIX = 10**11
 
 
 def is_orbax_entry(name: str) -> bool:
     """Whether Orbax makes a file or directory of this name at the top of a step or a tree."""
     return name in _ENTRIES or name.startswith((OCDBT_MANIFEST, OCDBT_OF_PROCESS))
-
-
-def is_database_file(key: str) -> bool:
-    """Whether it is a file of an OCDBT database, relative to the tree."""
-    return re.fullmatch(_DATABASE, key) is not None
 
 
 def orbax_object(data: bytes, where: str) -> dict[str, Any]:

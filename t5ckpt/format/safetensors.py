@@ -13,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
@@ -118,9 +117,19 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
         # The package takes null for absent.
         metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
         for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
-            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), entry['dtype'], entry['data_offsets']
-            _check(name, shape, text_of_dtype, start, stop, end)
-            dtype, end = _DTYPES.get(text_of_dtype), stop
+            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), str(entry['dtype']), entry['data_offsets']
+            dtype = _DTYPES.get(text_of_dtype)
+            if (
+                len(shape) > MAX_RANK
+                or not all(type(number) is int and 0 <= number < 2**62 for number in (*shape, start, stop))
+                or not start == end <= stop
+                or (dtype is not None and math.prod(shape) * dtype.itemsize != stop - start)
+            ):
+                raise ValueError(
+                    f'{name:.80}: its shape is {shape!r:.80} of {text_of_dtype!r:.40}, its offsets are {start!r:.40} to '
+                    f'{stop!r:.40}, and the tensor before it ends at {end:,}'
+                )
+            end = stop
             if dtype is None:
                 unread[name] = text_of_dtype
             else:
@@ -131,14 +140,3 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
             f'{where}: the tensors end at byte {data + end:,} of {size:,}. Copy the file again.'
         )
     return Header(arrays, data + end, unread, metadata)
-
-
-def _check(name: str, shape: tuple[Any, ...], dtype: Any, start: Any, stop: Any, end: int) -> None:
-    """Raises ValueError for a tensor that does not begin where the one before it ends, or has another size."""
-    good = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
-    good = good and start == end <= stop and isinstance(dtype, str)
-    if not good or (dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start):
-        raise ValueError(
-            f'{name:.80}: its shape is {shape!r:.80} of {dtype!r:.40}, its offsets are {start!r:.40} to {stop!r:.40}, and '
-            f'the tensor before it ends at {end:,}'
-        )

@@ -17,7 +17,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.format.array_spec import METADATA_FILES, StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, size_text
-from t5ckpt.format.orbax import is_database_file
+from t5ckpt.format.orbax import DATABASE_FILE
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
@@ -165,7 +165,7 @@ class ImpliedFiles:
         if base not in self._databases:
             whole = join(self._files.directory, base)
             files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._files.storage.walk(whole))
-            self._databases[base] = {join(base, name): size for name, size in files if is_database_file(name)}
+            self._databases[base] = {join(base, name): size for name, size in files if DATABASE_FILE.fullmatch(name)}
         return dict(self._databases[base])
 
 

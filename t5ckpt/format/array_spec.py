@@ -133,12 +133,16 @@ def spec_of(array: StoredArray, driver: str) -> dict[str, Any]:
     kvstore: dict[str, Any] = {'driver': driver, 'path': f'{array.location}/'}
     if driver == 'gcs':
         kvstore['bucket'] = 't5x-dummy-bucket'
-    metadata = {
+    return {'driver': 'zarr', 'dtype': name_of(array.disk_dtype), 'kvstore': kvstore, 'metadata': layout_of(array)}
+
+
+def layout_of(array: StoredArray) -> dict[str, Any]:
+    """The metadata of a stored array, in types of JSON, that a spec has, and a ``.zarray``, too."""
+    return {
         'chunks': list(array.metadata['chunks']),
         'compressor': array.metadata['compressor'],
         'shape': list(array.shape),
     }
-    return {'driver': 'zarr', 'dtype': name_of(array.disk_dtype), 'kvstore': kvstore, 'metadata': metadata}
 
 
 def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
@@ -169,7 +173,7 @@ def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
     _check_metadata(kept, shape, name)
     # Of a spec without a dtype, that of the metadata.
     text = metadata.get('dtype') if spec.get('dtype') is None else spec['dtype']
-    dtype = TYPESTRS.get(text) if isinstance(text, str) else None
+    dtype = TYPESTRS.get(str(text))
     if dtype is None:
         raise UnsupportedFormatError(f'{name}: its spec has the dtype {text!r:.60}, which t5ckpt does not know.')
     return StoredArray(location, shape, dtype, dtype, kept)
@@ -180,7 +184,7 @@ def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: s
     chunks, codec = metadata.get('chunks', [1] * len(shape)), metadata.get('compressor')
     filters: Any = metadata.get('filters') or []
     if not (
-        _is_list_of_sizes(chunks)
+        is_list_of_sizes(chunks)
         and len(chunks) == len(shape)
         and all(chunks)
         and isinstance(codec, Mapping | None)
@@ -194,7 +198,8 @@ def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: s
         )
 
 
-def _is_list_of_sizes(value: Any) -> bool:
+def is_list_of_sizes(value: Any) -> bool:
+    """Whether a value in a file is a list of integers below 2**62."""
     return isinstance(value, (list, tuple)) and all(type(size) is int and 0 <= size < 2**62 for size in value)
 
 
@@ -204,7 +209,7 @@ def shape_of(value: Any, name: str) -> tuple[int, ...]:
     Raises:
       CorruptCheckpointError: it is not a list of sizes.
     """
-    if not _is_list_of_sizes(value) or len(value) > MAX_RANK:
+    if not is_list_of_sizes(value) or len(value) > MAX_RANK:
         raise CorruptCheckpointError(f'{name}: metadata has shape {value!r:.120}, expected a list of sizes.')
     return tuple(value)
 
@@ -215,7 +220,7 @@ def location_of(spec: Mapping[str, Any], name: str) -> str:
     if not isinstance(kvstore, Mapping) or str(kvstore.get('driver')) not in _ALLOWED_KVSTORES or 'base' in kvstore:
         raise UnsafeSpecError(f'{name}: key-value store {kvstore!r:.120} is not one of {sorted(_ALLOWED_KVSTORES)}.')
     parts = [part for part in (kvstore.get('path'), spec.get('path')) if part is not None]
-    if not parts or not all(isinstance(part, str) for part in parts):
+    if {*map(type, parts)} != {str}:
         raise CorruptCheckpointError(f'{name}: the spec has no path, neither in "kvstore" nor at the top.')
     path = '/'.join(part.rstrip('/') for part in parts)
     if not is_inside(path):

@@ -17,7 +17,7 @@ def fields_of(policy: KeepPolicy) -> dict[str, Any] | None:
     name = type(policy).__name__
     if _KINDS.get(name) is not type(policy):
         return None
-    fields = {**vars(policy), 'keep': name}
+    fields: dict[str, Any] = {**vars(policy), 'keep': name}
     if 'policies' in fields:
         fields['policies'] = [fields_of(part) for part in fields['policies']]
     if isinstance(fields.get('steps'), frozenset):

@@ -29,7 +29,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.array_spec import is_spec
+from t5ckpt.format.array_spec import is_list_of_sizes, is_spec
 from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES, name_of
 from t5ckpt.tree.leaf_table import MAX_DEPTH, MAX_RANK, Empty, LeafTable, unique
@@ -88,8 +88,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             'Convert that checkpoint: t5ckpt convert tf, or Checkpointer.convert_from_tf_checkpoint. In a run of CLU, pass '
             'one of its files .flax instead.'
         )
-    if not data:
-        raise CorruptCheckpointError(f'{where} is empty. {CURE_OF_DAMAGE}')
     contents = unpack(data, where, _decode_ext)
     if contents == {}:
         raise CorruptCheckpointError(f'{where} is an empty map, which no program saves. Restore an older step.')
@@ -270,7 +268,7 @@ def _decode_array(data: bytes) -> np.ndarray:
     dtype = DTYPES.get(name)
     if dtype is None:
         raise UnsupportedFormatError(f'an array has the dtype {name!r:.60}, which t5ckpt does not know')
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    if not is_list_of_sizes(shape):
         raise CorruptCheckpointError(f'an array has the shape {shape!r:.80}, expected a list of sizes')
     if math.prod(shape) * dtype.itemsize != len(values):
         raise CorruptCheckpointError(

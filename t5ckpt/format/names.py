@@ -263,5 +263,6 @@ def foreign_keys(keys: Iterable[str]) -> list[str]:
 
 def _is_in(arrays: Collection[str], name: str) -> bool:
     """Whether a file is the metadata or a chunk of one of these arrays."""
-    slashes = [match.start() for match in re.finditer('/', name)]
-    return any(name[:slash] in arrays and _IN_ARRAY.fullmatch(name, slash + 1) for slash in slashes)
+    return any(
+        name[: slash.start()] in arrays and _IN_ARRAY.fullmatch(name, slash.end()) for slash in re.finditer('/', name)
+    )

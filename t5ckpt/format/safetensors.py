@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from t5ckpt.errors import CorruptCheckpointError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes
 from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.format.manifest import refuse_pointer
@@ -121,7 +121,7 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
             dtype = _DTYPES.get(text_of_dtype)
             if (
                 len(shape) > MAX_RANK
-                or not all(type(number) is int and 0 <= number < 2**62 for number in (*shape, start, stop))
+                or not is_list_of_sizes((*shape, start, stop))
                 or not start == end <= stop
                 or (dtype is not None and math.prod(shape) * dtype.itemsize != stop - start)
             ):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes, layout_of
 from t5ckpt.format.codecs import is_in_numcodecs
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
@@ -23,14 +23,12 @@ _OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_
 def zarray_of(array: StoredArray) -> dict[str, Any]:
     """The contents of an array's ``.zarray`` (zarr v2 storage specification)."""
     return {
-        'chunks': list(array.metadata['chunks']),
-        'compressor': array.metadata['compressor'],
+        **layout_of(array),
         'dimension_separator': '.',
         'dtype': zarr_typestr(array.disk_dtype),
         'fill_value': None,
         'filters': None,
         'order': 'C',
-        'shape': list(array.shape),
         'zarr_format': 2,
     }
 
@@ -74,7 +72,7 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         return None
     if fields.get('zarr_format') != 2:
         return None
-    if shape != array.shape or len(chunks) != len(shape) or not all(type(size) is int and size > 0 for size in chunks):
+    if shape != array.shape or len(chunks) != len(shape) or not is_list_of_sizes(chunks) or 0 in chunks:
         raise CorruptCheckpointError(
             f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
         )

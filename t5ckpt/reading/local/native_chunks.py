@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex, separator_of
 from t5ckpt.format.codecs import is_decoded_natively
 from t5ckpt.format.dtypes import DTYPES, zarr_typestr
@@ -108,9 +108,9 @@ def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
         and metadata.get('shape') == list(array.shape)
         and metadata.get('dtype') == _TYPESTRS[array.disk_dtype]
     )
-    if not plain or not agrees or separator not in ('.', '/') or not isinstance(chunks, list):
+    if not plain or not agrees or separator not in ('.', '/') or not is_list_of_sizes(chunks):
         return None
-    if len(chunks) != len(array.shape) or not all(type(size) is int and size > 0 for size in chunks):
+    if len(chunks) != len(array.shape) or 0 in chunks:
         return None
     grid = ChunkGrid(array.shape, tuple(chunks), separator)
     chunk_bytes = math.prod(chunks) * array.disk_dtype.itemsize

@@ -98,7 +98,7 @@ def native_chunks(text: bytes, array: StoredArray) -> NativeChunks | None:
         return None
     if not isinstance(metadata, Mapping):
         return None
-    chunks = metadata.get('chunks')
+    chunks: Any = metadata.get('chunks')
     separator = separator_of(metadata)
     compressor = metadata.get('compressor')
     plain = compressor is None or is_decoded_natively(compressor)

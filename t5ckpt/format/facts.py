@@ -161,7 +161,7 @@ def decode_facts(data: bytes, where: str) -> Facts:
         version = contents.get('format', FORMAT)
         if version > FORMAT:
             raise UnsupportedFormatError(
-                f'its facts are of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
+                f'it has facts of version {version}, and this program knows versions up to {FORMAT}. Update t5ckpt.'
             )
         return _facts_of(contents)
 

@@ -63,7 +63,7 @@ class FileChecksums(dict[str, FileEntry]):
             algorithm = contents['algorithm']
             if algorithm != ALGORITHM:
                 raise UnsupportedFormatError(
-                    f'the checksums are of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
+                    f'it has checksums of the algorithm {algorithm!r:.40}; this version of t5ckpt knows {ALGORITHM}. Upgrade it.'
                 )
             entries = cls.parse(contents['files'])
         return cls({join(generation, without_generation(name)): entry for name, entry in entries.items()})

@@ -131,7 +131,7 @@ def test_metrics_that_are_no_numbers_and_other_directories_are_left_out():
 def test_a_newer_format_is_refused():
     newer = with_fields(WRITTEN['saved'], format=FORMAT + 1)
     with pytest.raises(
-        errors.UnsupportedFormatError, match=f'here: its facts are of version {FORMAT + 1}.* Update t5ckpt'
+        errors.UnsupportedFormatError, match=f'here: it has facts of version {FORMAT + 1}.* Update t5ckpt'
     ):
         decode_facts(newer, 'here')
     with pytest.raises(errors.CorruptCheckpointError, match='does not decode'):

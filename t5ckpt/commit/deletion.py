@@ -55,9 +55,11 @@ def find_step(storage: Storage, step: int) -> ListedStep:
       CheckpointNotFoundError: the step does not exist; the message lists the steps.
     """
     found = inspect_step(storage, step)
-    if found is None:
-        raise no_step(storage, step, listing(storage), 'Pass one of them.')
-    return found
+    if found is not None:
+        return found
+    if storage.is_file(join(step_dir(step), MANIFEST)):
+        return ListedStep(step, step_dir(step))
+    raise no_step(storage, step, listing(storage), 'Pass one of them.')
 
 
 def decide_deletion(storage: Storage, listed: ListedStep, clock: Clock, **even: bool) -> Decision:
@@ -168,8 +170,8 @@ def hide(
         check_removable(storage, name)
         check_not_kept(storage, listed, held, 'deleted', **even)
         marker = markers[listed.step]
+        marker.check()
         if in_bucket:
-            marker.check()
             # Readers wait for a request that may still arrive.
             del markers[listed.step]
             try:

@@ -311,6 +311,16 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
     assert (tmp_path / 'run/checkpoint_1/checkpoint').exists()
 
 
+@pytest.mark.parametrize('manifest', [b'', bytes(3), b'\x82\xa7version\x03'])
+def test_a_step_whose_manifest_is_damaged_can_be_deleted(manifest, tmp_path):
+    """Its bytes may be zeros after a power cut on the disk of another program."""
+    with t5ckpt.Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(), step=1)
+        (tmp_path / 'checkpoint_1/checkpoint').write_bytes(manifest)
+        ck.delete(1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_delete_spares_what_a_reader_holds(tmp_path):
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
         ck.save(state(), step=1)

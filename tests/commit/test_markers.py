@@ -269,13 +269,15 @@ def test_a_reader_waits_for_a_deleter_that_has_not_decided():
     assert has(run, 1.0)
 
 
-def test_a_deleter_that_is_stopped_gives_up():
-    run, clock = new_run(), FakeClock()
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_a_deleter_that_is_stopped_gives_up(on_disk, tmp_path):
+    run, clock = open_storage(tmp_path) if on_disk else new_run(), FakeClock()
     save(run, 1.0, clock)
     with pytest.raises(StorageError, match='took 3601 s, and at most 3600 s are allowed'):
         hide(Acting(run, 'is_file', 'PINNED', lambda: clock.advance(3601)), STEP, clock)
     assert has(run, 1.0)
     assert not markers(run)
+    assert not list(tmp_path.glob('busy_*'))
 
 
 def test_a_manifest_is_deleted_only_in_the_version_that_was_read():

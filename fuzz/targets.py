@@ -26,7 +26,7 @@ from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, parse_spec,
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import Facts, TreeFacts, decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.manifest import decode_manifest, encode_manifest, is_whole
+from t5ckpt.format.manifest import decode_manifest, encode_manifest, version_of
 from t5ckpt.format.names import parse_marker, parse_step_dir, parse_tmp_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.record_file import masked_crc32c
@@ -73,7 +73,7 @@ def _leaves(leaves: LeafTable, version: int, facts: TreeFacts) -> None:
 
 def manifest(data: bytes) -> None:
     """A manifest's bytes, up to the parsed leaves."""
-    is_whole(data)
+    version_of(data)
     decoded = decode_manifest(data, 'fuzzed')
     _leaves(decoded.leaves, decoded.version, TreeFacts())
 

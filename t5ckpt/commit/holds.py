@@ -83,7 +83,8 @@ def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:
             return is_there
     raise BeingHiddenError(
         errno.EBUSY,
-        f'{storage.url(step_dir(step))} was not pinned: a process is about to delete it. Try again when that process has ended.',
+        f'{storage.url(step_dir(step))} was not pinned: a process is about to delete it. Try again when that process has ended, '
+        'or, if it was killed on another machine, when its marker is two hours old.',
     )
 
 

@@ -117,10 +117,11 @@ def parse_header(text: bytes, size: int | None, file: str, where: str) -> Header
         # The package takes null for absent.
         metadata = {str(key): str(value) for key, value in (header.pop(METADATA, None) or {}).items()}
         for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
-            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), str(entry['dtype']), entry['data_offsets']
+            shape, text_of_dtype, (start, stop) = tuple(entry['shape']), entry['dtype'], entry['data_offsets']
             dtype = _DTYPES.get(text_of_dtype)
             if (
-                len(shape) > MAX_RANK
+                not isinstance(text_of_dtype, str)
+                or len(shape) > MAX_RANK
                 or not is_list_of_sizes((*shape, start, stop))
                 or not start == end <= stop
                 or (dtype is not None and math.prod(shape) * dtype.itemsize != stop - start)

@@ -32,7 +32,7 @@ import tensorstore as ts
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
 from t5ckpt.core.thread_pool import Future, Pool
-from t5ckpt.errors import CorruptCheckpointError, StorageError, T5CkptError
+from t5ckpt.errors import CorruptCheckpointError, FormatError, StorageError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, strides_of
 from t5ckpt.format.codecs import decoded
@@ -114,12 +114,14 @@ class TensorStoreArrays:
     def _finish_open(self, array: StoredArray, future: Any, name: str) -> Any:
         where = f'{name} ({self.url(array)})'
         try:
-            store = self._storage.wait(future)
-        except TENSORSTORE_ERRORS:
+            with self.errors(array, where):
+                store = self._storage.wait(future)
+        except FormatError:
+            # Not of the disk, where another read may find other bytes.
             with self.errors(array, where):
                 store = self._reopened(array, name)
-                if store is None:
-                    raise
+            if store is None:
+                raise
             self._check_sizes(array, store, where)
             return store
         self._check_sizes(array, store, where)

@@ -161,17 +161,20 @@ def test_the_times_of_the_files_of_steps_decide_nothing(tmp_path, when):
 
 
 def test_a_clock_that_steps_back(tmp_path):
-    """Between saves and within one: by a day, which is more than any horizon."""
-    clock, run = FakeClock(), tmp_path / 'run'
+    """Between saves and within one: by a day, which is more than any horizon. One that steps forward ends a save."""
+    clock, run, seconds = FakeClock(), tmp_path / 'run', 0
 
     def stepping(done, total):
-        clock.advance(-86400 if done < total else 3 * 86400)
+        clock.advance(-86400 if done < total else seconds)
 
     with open_run(run, clock=clock, keep=2, progress=stepping) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(state(step))
             checkpointer.save({**state(step), 'w': state(step + 100)['w']}, overwrite=True)
             clock.advance(-86400)
+        seconds = 3 * 86400
+        with pytest.raises(StorageError, match='at most 3600 s are allowed, so it was given up'):
+            checkpointer.save(state(6))
     assert sorted(path.name for path in run.iterdir()) == ['checkpoint_4', 'checkpoint_5']
     assert [value(run, step) for step in (4, 5)] == [104, 105]
 

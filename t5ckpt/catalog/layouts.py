@@ -32,7 +32,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.manifest import begins_state, version_of
+from t5ckpt.format.manifest import begins_state, facts_range, version_of
 from t5ckpt.format.names import (
     MANIFEST,
     STEP_PREFIX,
@@ -170,8 +170,8 @@ def is_checkpoint(storage: Storage, directory: str) -> bool:
 
 
 def has_placeholder(manifest: bytes) -> bool:
-    """Whether a complete manifest is in Orbax's older layout, in which a text replaces each array."""
-    return PLACEHOLDER.encode() in manifest
+    """Whether a complete manifest is in Orbax's older layout, in which a text replaces each array; one with facts is not."""
+    return facts_range(manifest) is None and PLACEHOLDER.encode() in manifest
 
 
 def inspect_name(storage: Storage, name: str) -> ListedStep | None:

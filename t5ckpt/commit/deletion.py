@@ -211,8 +211,7 @@ def _remove(
         where = storage.url(listed.name)
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
     finally:
-        if marker.aside:
-            marker.remove()
+        (marker.remove if marker.aside else marker.release)()
 
 
 def remove_pin(storage: Storage, step: int, clock: Clock) -> None:
@@ -220,8 +219,9 @@ def remove_pin(storage: Storage, step: int, clock: Clock) -> None:
     directory = step_dir(step)
     if is_pinned(storage, directory):
         # A program that pins a later save of the step sees this, and looks for its pin again.
-        with announced(storage, [step], clock):
+        with announced(storage, [step], clock) as (markers, _):
             if not storage.is_file(join(directory, MANIFEST)):
+                markers[step].check()
                 storage.delete_file(join(directory, PINNED))
 
 
@@ -240,8 +240,9 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
     name = listed.name
     if not (storage.commits_by_rename and listed.is_t5x):
         raise StepKeptError(f'{storage.url(name)} cannot be renamed.')
-    with announced(storage, [step], clock) as (_, held), locked(storage, name):
+    with announced(storage, [step], clock) as (markers, held), locked(storage, name):
         check_not_kept(storage, listed, held, 'renamed', even_waiting=True)
+        markers[step].check()
         with unless_renameless():
             return rename_aside(storage, name, step, 'damaged', clock())
         # Such a layer renames files.

@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep
+from t5ckpt.catalog.layouts import ListedStep, orbax_marks
 from t5ckpt.catalog.listing import read_facts, read_head, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.taken_steps import BeingHiddenError, locked
@@ -330,6 +330,9 @@ def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) ->
     except CheckpointNotFoundError:
         manifest, version = None, None
     keys = keys_below(storage, directory)
+    if manifest is None and not {*orbax_marks('')}.isdisjoint(keys):
+        # Another program has saved the step since, and its files may have the names of T5X's.
+        return False
     named = generations_in(manifest or b'')
     if named and named.isdisjoint(map(generation_of, keys)):
         # It arrived after its files were removed, or was replaced meanwhile.

@@ -340,17 +340,19 @@ def remove_positions(storage: Storage, step: int, clock: Clock) -> None:
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
-    with announced(storage, [step], clock) as (_, held), locked(storage, directory):
+    with announced(storage, [step], clock) as (markers, held), locked(storage, directory):
         check_not_kept(storage, ListedStep(step, directory), held, 'stripped of its iterator state')
         # Those of the save first: T5X's names find the rest after a crash.
         for name in sorted(directories_of(storage.read(join(directory, MANIFEST))), reverse=True):
             parent = join(directory, name)
             positions = storage.names(parent, TRAIN_DS_PREFIX)
+            markers[step].check()
             if positions:
                 # First, so that a verification does not report the missing files as damage.
                 storage.write(join(parent, DATASET_REMOVED), b'')
             for position in positions:
                 key = join(parent, position)
+                markers[step].check()
                 # Some iterators write directories.
                 remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
                 remove(key)

@@ -317,6 +317,7 @@ class Transaction:
         storage, marker, by_rename = self.storage, self._marker, self.storage.commits_by_rename
         with locked(storage, self._final):
             kind = storage.kind(self._final) if by_rename else None
+            found = storage.version(self._final) if kind == 'dir' else None
             if kind is not None and not self._overwrites:
                 self._is_complete(overwrite=False)
             if kind == 'dir' or self._old:
@@ -330,7 +331,7 @@ class Transaction:
                 self._put(data)
             else:
                 try:
-                    self._rename(kind)
+                    self._rename(kind, found)
                 except NotDurableError:
                     # After a power cut, either name may be that of the old checkpoint.
                     self.keeps_files = True
@@ -339,8 +340,8 @@ class Transaction:
                     marker.end()
         self._is_committed, self.keeps_files = True, False
 
-    def _rename(self, kind: str | None) -> None:
-        """Renames the directory to that of its step, which was of this kind.
+    def _rename(self, kind: str | None, found: Any) -> None:
+        """Renames the directory to that of its step, which was of this kind and had this version.
 
         Raises:
           UnsupportedFormatError: a newer program wrote the old one.
@@ -355,6 +356,10 @@ class Transaction:
             if self._overwrites:
                 check_known(storage, final)
             if storage.exchange(self.directory, final):
+                if not self._overwrites and storage.version(self.directory) != found:
+                    # Where locks do not work, another writer may have replaced the broken one meanwhile.
+                    storage.exchange(self.directory, final)
+                    raise self._already_committed(final, 'saved')
                 return
             hide_directory(storage, self.step, aside, self._clock)
         while True:

@@ -13,6 +13,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes, layout_of
 from t5ckpt.format.codecs import is_in_numcodecs
+from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
 ZARRAY = '.zarray'
@@ -89,7 +90,8 @@ def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | N
         )
     if is_opaque and isinstance(fields['fill_value'], str):
         # By the specification, that of an opaque dtype is its bytes.
-        value = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)[0]
+        with decoding(f'{where}: the fill value in .zarray'):
+            (value,) = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)
         fields['fill_value'] = value.astype(np.float32).item()
     order = '>' if typestr.startswith('>') else '='
     return OtherZarray(fields, array.disk_dtype.newbyteorder(order), codecs[::-1])

@@ -27,6 +27,7 @@ from typing import Any
 
 from t5ckpt.commit.deletion import delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.markers import seconds_for
 from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums
 from t5ckpt.core.keys import join, parents_of
@@ -104,8 +105,14 @@ def _opened(prepared: PreparedSave) -> Transaction:
         # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
         aside = rename_damaged(context.storage, request.step, context.clock)
         _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
-    overwrite = request.call.overwrite
-    return Transaction(context.storage, request.step, context.clock, overwrite=overwrite, listed=listed)
+    return Transaction(
+        context.storage,
+        request.step,
+        context.clock,
+        overwrite=request.call.overwrite,
+        seconds=seconds_for(prepared.staging.total_bytes),
+        listed=listed,
+    )
 
 
 def _write(prepared: PreparedSave, work: Transaction, started: dict[str, Any]) -> tuple[WriteReport, dict[str, Any]]:

@@ -10,11 +10,11 @@ import pytest
 import t5ckpt
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import steps_in
-from t5ckpt.commit.deletion import delete_step, hide
+from t5ckpt.commit.deletion import delete_step, hide, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold, pin_in
 from t5ckpt.commit.markers import HIDE, Marker, is_about_to_hide, seconds_for
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, remove_positions
 from t5ckpt.commit.taken_steps import AlreadyCommittedError
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.errors import AccessDeniedError, StepKeptError, StorageError
@@ -278,6 +278,30 @@ def test_a_deleter_that_is_stopped_gives_up(on_disk, tmp_path):
     assert has(run, 1.0)
     assert not markers(run)
     assert not list(tmp_path.glob('busy_*'))
+
+
+@pytest.mark.parametrize('change', [remove_positions, rename_damaged])
+def test_who_is_stopped_after_the_look_for_holds_changes_nothing(change, tmp_path):
+    """A reader that holds the step meanwhile finds no announcement any more."""
+    run, clock = new_run() if change is remove_positions else open_storage(tmp_path), FakeClock()
+    save(run, 1.0, clock, dataset_iterator=Position())
+    before = {key: run.read(key) for key, _ in run.walk('checkpoint_1')}
+    with pytest.raises(StorageError, match='took 10800 s, and at most 3600 s are allowed'):
+        change(Acting(run, 'is_file', 'PINNED', lambda: clock.advance(3 * HORIZON)), 1, clock)
+    assert before == {key: run.read(key) for key, _ in run.walk('checkpoint_1')}
+
+
+def test_a_step_that_orbax_saves_after_a_deletion_is_not_collected():
+    """In the place of the deleted one, with names of files that T5X's steps have, too."""
+    run, clock = new_run(), FakeClock()
+    save(run, 1.0, clock)
+    delete_step(run, 1, clock)
+    names = {f'checkpoint_1/{name}' for name in ('_METADATA', 'params.w/.zarray', 'params.w/0.0')}
+    for name in names:
+        run.write(name, b'{}')
+    clock.advance(3 * HORIZON)
+    collect(run, clock)
+    assert {key for key, _ in run.walk('checkpoint_1')} == names
 
 
 def test_a_manifest_is_deleted_only_in_the_version_that_was_read():

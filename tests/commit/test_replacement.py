@@ -563,3 +563,13 @@ def test_a_text_with_the_name_of_a_directory_is_not_one(url):
     for step in (1, 2):
         delete_step(storage, step, time.time)
         assert not list(storage.walk(f'checkpoint_{step}'))
+
+
+def test_a_text_that_begins_as_a_placeholder_of_orbax_is_not_one(url):
+    """Such a step was called one of Orbax, which is neither replaced nor deleted."""
+    tree = {'w': np.zeros(2), 'note': 'PLACEHOLDER://w'}
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, keep=1) as ck:
+        for step in (1, 2):
+            ck.save(tree, step=step, custom_metadata={'from': 'PLACEHOLDER://x'})
+        assert ck.save(tree, step=2, overwrite=True) is not None
+    assert t5ckpt.all_steps(url) == [2]

@@ -123,6 +123,24 @@ def test_what_is_written_after_the_directory_was_collected_is_not_published(tmp_
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+def test_without_locks_one_of_two_writers_has_a_step_that_was_broken(tmp_path):
+    """The second one exchanged the names once more, and removed the step of the first one."""
+
+    class Late(WithoutLocks):
+        def before_operation(self, name, key):
+            super().before_operation(name, key)
+            if name == 'exchange' and not others:
+                others.append(None)
+                others.append(save(tmp_path, 2.0))
+
+    others = []
+    (tmp_path / 'checkpoint_1').mkdir()
+    assert save(Late(open_storage(tmp_path)), 1.0) is None
+    assert others[1] is not None
+    assert t5ckpt.load_t5x_checkpoint(tmp_path)['w']['0'] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ['checkpoint_1']
+
+
 def test_without_locks_a_save_of_this_process_is_not_collected(tmp_path):
     run = WithoutLocks(open_storage(tmp_path))
     copied = []

@@ -149,6 +149,13 @@ def test_unsupported_is_not_damaged(tmp_path, name, caplog):
     assert 'looking for an older one' not in caplog.text
 
 
+@pytest.mark.parametrize('value', ['', 'AA==', 'not base64!'])
+def test_a_fill_value_that_is_not_one_is_damage(tmp_path, value):
+    write_step(tmp_path, W.astype(BF16), in_manifest='bfloat16', dtype='|V2', fill_value=value)
+    with pytest.raises(CorruptCheckpointError, match=r'target/w.*: the fill value in \.zarray does not decode'):
+        t5ckpt.load_t5x_checkpoint(tmp_path)
+
+
 def test_a_damaged_zarray_is_damage_although_it_names_an_unknown_codec(tmp_path):
     template = {'w': np.zeros((64, 128), np.float32)}
     with Checkpointer(template, checkpoints_dir=tmp_path, inline_bytes=0, compression='zstd') as checkpointer:

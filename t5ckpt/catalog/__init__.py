@@ -1,1 +1,1 @@
-"""Finds checkpoints: locating, listing, the index of steps on object stores, summaries, foreign layouts."""
+"""Finds checkpoints: locating, listing, summaries, foreign layouts."""

@@ -1,7 +1,7 @@
 """The facts of a step in t5ckpt's earlier layout: in a file beside the manifest, not in it.
 
 ``t5ckpt.json`` in a directory; ``t5ckpt.<checksum of the manifest>.json`` on an object store, where an overwrite left two of
-them for a while. An unfinished directory has the record of its writer under the first name.
+them for a while.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ and keep policies delete only these.
 
 A step whose manifest is cut off or damaged is listed, and opening it raises the error.
 
-Notes: reads the first bytes of each manifest; without a manifest, checks for five names. Does not load TensorStore.
+Notes: reads the first bytes of each manifest; without a manifest, checks for six names. Does not load TensorStore.
 """
 
 from __future__ import annotations

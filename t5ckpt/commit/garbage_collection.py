@@ -63,7 +63,7 @@ def collect(storage: Storage, clock: Clock) -> BucketListing | None:
 
 
 def _remove_files(storage: Storage, keys: Iterable[str]) -> None:
-    """Removes the holds and markers of readers and deleters that were killed."""
+    """Removes expired holds, and what was written in part."""
     for key in keys:
         try:
             storage.delete_file(key)

@@ -1,11 +1,13 @@
-"""Markers of unfinished work on a step of an object store, where nothing can be renamed.
+"""Markers of unfinished work on a step.
 
     save       +marker, files, manifest if there is none, T5X's names of positions, -marker
     overwrite  +marker, files, marker: hides, [no pin? no hold?], manifest over the old version, marker: done, -old files
     delete     +marker: hides, [no pin? no hold?], -manifest in the version that was read, marker: done, -files
     hold       +hold, [no deleter?], [is the manifest there?], reads, -hold
 
-A marker, ``.t5ckpt/busy/<step>.<unix s>.<nonce>``, names the directories below the step whose files its work writes or removes.
+A marker, ``.t5ckpt/busy/<step>.<unix s>.<nonce>`` in a bucket, names the directories below the step whose files its work writes
+or removes. On a disk, ``busy_...`` names two directories by its nonce (``format/names.work_dirs``), and a rename is what is said
+here of a manifest.
 It is written before the first of these files, and before the manifest is replaced or deleted. Its owner acts for its horizon H,
 an hour, or longer if the bytes need it, by its own clock, and fails after that. A request may arrive for another H. After 2 H,
 the time in the name, any process removes the files that the marker names and the manifest does not, and then the marker. So

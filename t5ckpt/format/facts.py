@@ -87,7 +87,7 @@ class Facts:
       knows_tree: whether ``tree`` is known; not if a copy had no facts to take it from, so typed PRNG keys are not recorded. In
         the file, ``{"facts": "unknown"}``.
       writer: the process that wrote them: name and version of the program, host, pid, and what identifies a process on its
-        machine. In an unfinished directory also the seconds of its horizon (``commit/markers.py``).
+        machine.
       step: of the checkpoint.
       created_unix: the time of the save, in unix seconds.
       bytes, files: the size and number of the files in the arrays' directories.

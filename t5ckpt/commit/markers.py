@@ -45,6 +45,7 @@ HIDE = 'hide'
 """The owner is about to delete or replace the manifest, or positions of data iterators."""
 
 HORIZON_SECONDS = 3600.0
+_MAX_SECONDS = 1e8
 SLOWEST_RATE = 2e6
 """The bytes in a second that every process writes at least; more bytes have a longer horizon."""
 _log = logging.getLogger('t5ckpt')
@@ -211,12 +212,11 @@ def read_marker(storage: Storage, key: str) -> Record | None:
         if not text:
             return Record(HIDE, frozenset(), HORIZON_SECONDS, {})
         data = json.loads(text)
-        return Record(
-            str(data['action']),
-            frozenset(map(str, data['directories'])),
-            float(data['seconds']),
-            dict(data['owner']),
-        )
+        seconds = float(data['seconds'])
+        # Not of NaN, either: such a marker would count for ever.
+        if not 0 <= seconds <= _MAX_SECONDS:
+            raise ValueError  # noqa: TRY301 - with the others
+        return Record(str(data['action']), frozenset(map(str, data['directories'])), seconds, dict(data['owner']))
     except CheckpointNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

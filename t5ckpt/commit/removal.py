@@ -56,9 +56,11 @@ from t5ckpt.policies import HELD, WAITS
 from t5ckpt.storage import Storage, foreign_errors
 
 # The directory of a save, in the location of an array or in the facts, and not in a text of the user's: what comes before the
-# name is a key of MessagePack with the header of its string, or a key of our JSON at its top level.
+# name is a key of MessagePack with the header of its string, or a key of our JSON; in earlier facts, the name of a list.
 _GENERATION = re.compile(
-    rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": ")(t5ckpt-[0-9a-f]{16})[/"]', re.DOTALL
+    rb'(?:\xa4path(?:[\xa0-\xbf]|\xd9.|\xda..)|\n "positions_in": "|\n  "(?=[^"/]*/integrity\.))'
+    rb'(t5ckpt-[0-9a-f]{16})[/"]',
+    re.DOTALL,
 )
 _log = logging.getLogger('t5ckpt')
 

@@ -41,7 +41,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.facts import Facts, encode_facts
 from t5ckpt.format.keep_policy import policy_of
-from t5ckpt.format.manifest import facts_range
+from t5ckpt.format.manifest import decode_manifest, facts_range
 from t5ckpt.format.names import DATASET_REMOVED, MANIFEST, PINNED, TRAIN_DS_PREFIX, Hold, step_dir
 from t5ckpt.policies import WAITS, Decision, KeepAll, KeepPolicy, StepInfo, retention_plan
 from t5ckpt.storage import Storage
@@ -182,7 +182,11 @@ class Retention:
             checksum = self._saved[1]
         known = self._facts.get(checksum)
         if known is None:
-            facts = facts_of(self._storage, listed)
+            storage, key = self._storage, join(listed.name, MANIFEST)
+            facts = facts_of(storage, listed)
+            if storage.commits_by_rename and listed.is_t5x:
+                # A step that is cut off is none of the latest or the best. In a bucket, a PUT cannot be cut off.
+                decode_manifest(storage.read(key), storage.url(key))
             known = facts.created_unix, facts.metrics
             if checksum:
                 self._facts[checksum] = known

@@ -105,6 +105,8 @@ class GcsRequests(ServerRequests):
         self._session = transport.AuthorizedSession(credentials, refresh_status_codes=())
         adapter: Any = importlib.import_module('requests.adapters').HTTPAdapter(pool_maxsize=MOST_CONNECTIONS)
         self._session.mount(endpoint, adapter)
+        # Else requests replaces the token by a password of ~/.netrc.
+        self._session.auth = lambda request: request
 
     def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         """Sends a request; returns the JSON of the answer."""

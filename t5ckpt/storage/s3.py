@@ -173,7 +173,9 @@ class S3Requests(ServerRequests):
         config: Any = importlib.import_module('botocore.config').Config(
             region_name=region,
             signature_version=importlib.import_module('botocore').UNSIGNED if kind == 'anonymous' else 's3v4',
-            s3={'addressing_style': 'path'},
+            # Not as the profile says.
+            s3={'addressing_style': 'path', 'use_accelerate_endpoint': False},
+            defaults_mode='legacy',
             retries={'total_max_attempts': 1},
             connect_timeout=seconds,
             read_timeout=seconds,
@@ -181,6 +183,7 @@ class S3Requests(ServerRequests):
         )
         server = endpoint or f'https://s3.{region}.amazonaws.com'
         self._new_client = functools.partial(session.create_client, 's3', endpoint_url=server, config=config)
+        self._errors: Any = importlib.import_module('botocore.exceptions')
         self._lock = threading.Lock()
         self._client: Any = None
 
@@ -195,8 +198,10 @@ class S3Requests(ServerRequests):
             if reply is not None:
                 text = '{Code}: {Message}'.format(**{'Message': '', **reply['Error']})
                 raise RefusedError.of(reply['ResponseMetadata']['HTTPStatusCode'], text) from error
-            # Of the connection, or the answer is not one of S3.
-            status = 200 if type(error).__name__ == 'ResponseParserError' else 0
+            of_connection = self._errors.HTTPClientError, self._errors.ConnectionError
+            # Or the answer is not one of S3, or nothing was sent, as without credentials.
+            is_answer = type(error).__name__ == 'ResponseParserError'
+            status = 0 if isinstance(error, of_connection) else 200 if is_answer else 401
             raise RefusedError.of(status, f'{type(error).__name__}: {error}') from error
 
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:

@@ -392,15 +392,18 @@ def test_nothing_expires_where_the_time_cannot_be_read(tmp_path):
             delete_step(Full(run), 2, FakeClock(time.time() + 10**8))
 
 
-@pytest.mark.parametrize('seconds', ['1e400', '1' + '0' * 400, '[' * 100_000, '"x"'])
+@pytest.mark.parametrize('seconds', ['NaN', '1e300', '1e400', '1' + '0' * 400, '[' * 100_000, '"x"'])
 @pytest.mark.parametrize('pid', ['-1', '1' + '0' * 30, '[]'])
 def test_hostile_markers_stop_no_save(seconds, pid, tmp_path):
     run = saved_run(tmp_path / 'run')
     place = json.dumps(writer_facts()['place'])
     text = '{"action": "hide", "directories": [], "unix": 1, "seconds": %s, "owner": {"place": %s, "pid": %s}}'
-    run.write(busy_key(1, 7200, '0' * 16, in_bucket=False), (text % (seconds, place, pid)).encode())
+    key = busy_key(1, 7200, '0' * 16, in_bucket=False)
+    run.write(key, (text % (seconds, place, pid)).encode())
     saved_run(run.url(), [3])
     assert t5ckpt.all_steps(run.url()) == [1, 2, 3]
+    age(run, key, 7300)
+    t5ckpt.pin_checkpoint(run.url('checkpoint_1'))
 
 
 def test_a_step_that_a_dead_deleter_has_announced_keeps_no_iterator_from_its_end(run):

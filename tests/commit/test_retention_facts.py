@@ -59,6 +59,17 @@ def test_a_step_with_damaged_facts_is_kept_and_named_once(run, spoil, policy, ca
     assert 'checkpoint_1/checkpoint' in lines[0]
 
 
+@pytest.mark.parametrize(('policy', 'left'), [(BEST, [2, 3, 5]), (KeepLatest(2), [3, 4, 5])])
+def test_a_step_that_is_cut_off_after_its_facts_is_none_of_the_best_or_latest(policy, left, tmp_path):
+    """It would count in the place of an intact one, which would be deleted."""
+    run = open_storage(tmp_path)
+    save(run, {1: 0.9, 2: 0.5, 3: 0.1})
+    key = 'checkpoint_3/checkpoint'
+    run.write(key, run.read(key)[:-20])
+    save(run, {4: 0.7, 5: 0.6}, policy)
+    assert steps_in(run) == left
+
+
 def test_the_steps_of_a_policy_that_cannot_be_read_are_named(run, caplog):
     save(run, {1: 0.1}, KeepLatest(1))
     assert recorded_policy(run) == KeepLatest(1)

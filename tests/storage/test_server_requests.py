@@ -381,6 +381,17 @@ def test_keys_of_a_profile_sign_and_no_keys_do_not(s3, monkeypatch, tmp_path):
     assert not open_storage(s3.url(), {'profile': 'none'}).copies
 
 
+@pytest.mark.parametrize('line', ['s3 =\n  use_accelerate_endpoint = true', 'defaults_mode = bogus'])
+def test_the_profile_does_not_say_how_requests_are_sent(s3, tmp_path, monkeypatch, line):
+    """Each of them was repeated as in an outage, and no step was deleted."""
+    (tmp_path / 'config').write_text(f'[default]\n{line}\n')
+    monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
+    with checkpointer(s3.url(), keep=1) as ck:
+        ck.save(state(0), step=0)
+        ck.save(state(1), step=1)
+        assert ck.all_steps() == [1]
+
+
 def test_tokens_of_a_service_account(gs, tmp_path, monkeypatch):
     """google-auth gets them from the server that the file names; a copy, a listing and a deletion have one."""
     from cryptography.hazmat.primitives import serialization
@@ -411,6 +422,8 @@ def test_tokens_of_a_service_account(gs, tmp_path, monkeypatch):
             open_storage(url).write('a', b'1')
             monkeypatch.setenv('GOOGLE_APPLICATION_CREDENTIALS', str(file))
             monkeypatch.delenv('GOOGLE_AUTH_TOKEN_FOR_TESTING')
+            (tmp_path / 'netrc').write_text('default login me password secret')
+            monkeypatch.setenv('NETRC', str(tmp_path / 'netrc'))
             storage = open_storage(url)
             gs.proxy.clear()
             assert storage.copy_unchanged('a', 'b', storage.version('a')) == storage.version('b')

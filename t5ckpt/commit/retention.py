@@ -178,7 +178,7 @@ class Retention:
         """The time of the save, and the metrics."""
         found = facts_range(listed.head)
         checksum = b'' if found is None else listed.head[found[0] : found[0] + _CHECKSUM_BYTES]
-        if listed.step == self._saved[0] and not listed.head:
+        if listed.step == self._saved[0] and not listed.head and listed.error is None:
             checksum = self._saved[1]
         known = self._facts.get(checksum)
         if known is None:

@@ -373,8 +373,8 @@ class Transaction:
                     if storage.kind(final) is None:
                         continue
                 # Unless the new one has the name, and only its rename may not be durable.
-                if storage.is_file(join(aside, MANIFEST)):
-                    with contextlib.suppress(T5CkptError):
+                with contextlib.suppress(T5CkptError):
+                    if storage.is_file(join(aside, MANIFEST)):
                         storage.publish(aside, final)
                 raise
             else:

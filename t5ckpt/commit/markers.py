@@ -139,7 +139,7 @@ class Marker:
         self._write(self._version)
 
     def end(self) -> None:
-        """Ends the announcement of work that has hidden or replaced a manifest; readers would wait for a failure for minutes."""
+        """Ends the announcement of work that has hidden or replaced a manifest; else readers would wait until it is due."""
         if self._action == HIDE:
             try:
                 self.update(SAVE)

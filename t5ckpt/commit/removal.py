@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import ListedStep, orbax_marks
+from t5ckpt.catalog.layouts import LEVANTER, ListedStep, orbax_marks
 from t5ckpt.catalog.listing import read_facts, read_head, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.taken_steps import BeingHiddenError, locked
@@ -332,9 +332,10 @@ def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) ->
     except CheckpointNotFoundError:
         manifest, version = None, None
     keys = keys_below(storage, directory)
-    if manifest is None and not {*orbax_marks('')}.isdisjoint(keys):
+    is_of_other = manifest is None and not {*orbax_marks(''), LEVANTER}.isdisjoint(keys)
+    if is_of_other:
         # Another program has saved the step since, and its files may have the names of T5X's.
-        return False
+        directories = {*directories} - {''}
     named = generations_in(manifest or b'')
     if named and named.isdisjoint(map(generation_of, keys)):
         # It arrived after its files were removed, or was replaced meanwhile.
@@ -344,6 +345,8 @@ def remove_unnamed(storage: Storage, step: int, directories: Collection[str]) ->
     doomed = [key for key in keys if generation_of(key) in {*directories} - named and key not in (MANIFEST, PINNED)]
     if manifest is None:
         remove_own_keys(storage, directory, doomed)
+        if is_of_other:
+            return False
         # A save that has committed since the first request may have written positions under the same names.
         return not storage.is_file(join(directory, MANIFEST)) or remove_unnamed(storage, step, ())
     current = [key for key in keys if generation_of(key) in named]

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from t5ckpt.catalog.layouts import ListedStep, inspected, readable
 from t5ckpt.catalog.listing import facts_of, listing, newest, steps_in, waiting_steps
@@ -106,8 +106,9 @@ class Retention:
         self._storage = storage
         self._clock = clock
         self._source = source
-        # By the checksum of the facts, so that those of a step that another program has saved again are read again.
-        self._facts: dict[bytes, tuple[float | None, Mapping[str, float]]] = {}
+        # By the checksum of the facts or, without facts on a disk, the version of the manifest, so that those of a step that
+        # another program has saved again are read again.
+        self._facts: dict[Any, tuple[float | None, Mapping[str, float]]] = {}
         # The largest step that was saved, and the checksum of its facts.
         self._saved = -1, b''
         self._logged: set[tuple[int | None, str]] = set()
@@ -177,14 +178,18 @@ class Retention:
     def _facts_of(self, listed: ListedStep) -> tuple[float | None, Mapping[str, float]]:
         """The time of the save, and the metrics."""
         found = facts_range(listed.head)
-        checksum = b'' if found is None else listed.head[found[0] : found[0] + _CHECKSUM_BYTES]
+        checksum: Any = b'' if found is None else listed.head[found[0] : found[0] + _CHECKSUM_BYTES]
         if listed.step == self._saved[0] and not listed.head and listed.error is None:
             checksum = self._saved[1]
+        storage, key = self._storage, join(listed.name, MANIFEST)
+        is_on_disk = storage.commits_by_rename and listed.is_t5x
+        if not checksum and is_on_disk:
+            # T5X writes no facts.
+            checksum = storage.version(key)
         known = self._facts.get(checksum)
         if known is None:
-            storage, key = self._storage, join(listed.name, MANIFEST)
             facts = facts_of(storage, listed)
-            if storage.commits_by_rename and listed.is_t5x:
+            if is_on_disk:
                 # A step that is cut off is none of the latest or the best. In a bucket, a PUT cannot be cut off.
                 decode_manifest(storage.read(key), storage.url(key))
             known = facts.created_unix, facts.metrics

@@ -20,10 +20,6 @@ class StepTakenError(Exception):
     """The step cannot be written, because another process has written it or is replacing or deleting it."""
 
 
-class AlreadyCommittedError(StepTakenError):
-    """The step has a complete checkpoint."""
-
-
 class BeingHiddenError(StorageError, StepTakenError):
     """Another process is replacing or deleting the step."""
 

@@ -43,7 +43,7 @@ from t5ckpt.commit.removal import (
     move_aside,
     remove_unnamed,
 )
-from t5ckpt.commit.taken_steps import AlreadyCommittedError, StepTakenError, attempts, locked
+from t5ckpt.commit.taken_steps import StepTakenError, attempts, locked
 from t5ckpt.commit.writers import writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -187,8 +187,8 @@ class Transaction:
             raise self._already_committed(occupant.name, 'saved')
         return occupant is not None
 
-    def _already_committed(self, key: str, change: str) -> AlreadyCommittedError:
-        return AlreadyCommittedError(f'{self.storage.url(key)} was {change} by another writer in the meantime')
+    def _already_committed(self, key: str, change: str) -> StepTakenError:
+        return StepTakenError(f'{self.storage.url(key)} was {change} by another writer in the meantime')
 
     def _check_compared(self) -> None:
         url = self.storage.url()
@@ -345,7 +345,7 @@ class Transaction:
 
         Raises:
           UnsupportedFormatError: a newer program wrote the old one.
-          AlreadyCommittedError: another writer has saved the step.
+          StepTakenError: another writer has saved the step.
           StorageError: nothing has changed.
         """
         storage, final, aside = self.storage, self._final, self._marker.aside
@@ -389,7 +389,7 @@ class Transaction:
 
         Raises:
           UnsupportedFormatError: the server does not compare versions, as the marker has shown, and the step is to be replaced.
-          AlreadyCommittedError: the step has the manifest of another writer.
+          StepTakenError: the step has the manifest of another writer.
           StorageError: the manifest could not be written, or a server or proxy refuses every write.
         """
         self._check_compared()

@@ -183,7 +183,6 @@ class S3Requests(ServerRequests):
         )
         server = endpoint or f'https://s3.{region}.amazonaws.com'
         self._new_client = functools.partial(session.create_client, 's3', endpoint_url=server, config=config)
-        self._errors: Any = importlib.import_module('botocore.exceptions')
         self._lock = threading.Lock()
         self._client: Any = None
 
@@ -198,10 +197,8 @@ class S3Requests(ServerRequests):
             if reply is not None:
                 text = '{Code}: {Message}'.format(**{'Message': '', **reply['Error']})
                 raise RefusedError.of(reply['ResponseMetadata']['HTTPStatusCode'], text) from error
-            of_connection = self._errors.HTTPClientError, self._errors.ConnectionError
-            # Or the answer is not one of S3, or nothing was sent, as without credentials.
-            is_answer = type(error).__name__ == 'ResponseParserError'
-            status = 0 if isinstance(error, of_connection) else 200 if is_answer else 401
+            # Of the connection to S3 or to a server of credentials, or the answer is not one of S3.
+            status = 200 if type(error).__name__ == 'ResponseParserError' else 0
             raise RefusedError.of(status, f'{type(error).__name__}: {error}') from error
 
     def _copy(self, source: str, target: str, version: bytes) -> bytes | None:

@@ -15,7 +15,7 @@ from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold, pin_in
 from t5ckpt.commit.markers import HIDE, Marker, is_about_to_hide, seconds_for
 from t5ckpt.commit.retention import Retention, remove_positions
-from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.errors import AccessDeniedError, StepKeptError, StorageError
 from t5ckpt.format.manifest import split_facts
@@ -149,7 +149,7 @@ def test_two_writers_at_once():
     assert save(Acting(run, *MANIFEST_PUT, lambda: found.append(Transaction(run, 1, clock))), 1.0, clock) is not None
     source = new_run()
     save(source, 2.0)
-    with pytest.raises(AlreadyCommittedError), found[0]:
+    with pytest.raises(StepTakenError), found[0]:
         found[0].commit(*split_facts(source.read('checkpoint_1/checkpoint')), [])
     assert has(run, 1.0)
 
@@ -291,13 +291,16 @@ def test_who_is_stopped_after_the_look_for_holds_changes_nothing(change, tmp_pat
     assert before == {key: run.read(key) for key, _ in run.walk('checkpoint_1')}
 
 
-def test_a_step_that_orbax_saves_after_a_deletion_is_not_collected():
+@pytest.mark.parametrize('mark', ['_METADATA', 'metadata.json'])
+def test_a_step_that_another_program_saves_after_a_deletion_is_not_collected(mark):
     """In the place of the deleted one, with names of files that T5X's steps have, too."""
     run, clock = new_run(), FakeClock()
     save(run, 1.0, clock)
+    (generation,) = run.names('checkpoint_1', 't5ckpt-')
     delete_step(run, 1, clock)
-    names = {f'checkpoint_1/{name}' for name in ('_METADATA', 'params.w/.zarray', 'params.w/0.0')}
-    for name in names:
+    names = {f'checkpoint_1/{name}' for name in (mark, 'params.w/.zarray', 'params.w/0.0')}
+    # The deleter was killed.
+    for name in (*names, f'checkpoint_1/{generation}/w/0'):
         run.write(name, b'{}')
     clock.advance(3 * HORIZON)
     collect(run, clock)

@@ -20,7 +20,7 @@ from t5ckpt.cli.app import run as run_cli
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
-from t5ckpt.commit.taken_steps import AlreadyCommittedError
+from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.errors import (
     AccessDeniedError,
@@ -227,7 +227,7 @@ def test_a_step_in_another_layout_is_not_replaced(url, name, layout):
     with pytest.raises(UnsupportedFormatError, match=f'is in the layout of {layout}, which .* not replace'):
         save(url, 2, overwrite=True)
     # Another program may write it after the first look of a save.
-    with pytest.raises(AlreadyCommittedError):
+    with pytest.raises(StepTakenError):
         Transaction(storage, 1, FakeClock(), overwrite=True)
     assert {key for key, _ in storage.walk('')} == before
 

@@ -19,7 +19,6 @@ import functools
 import importlib
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,6 +157,7 @@ class S3Requests(ServerRequests):
         # With keys in the environment, the profile that it names does not matter.
         variables = {} if kind == 'default' else {'profile': (None, None, None, None)}
         session: Any = importlib.import_module('botocore.session').Session(variables, profile=provider.get('profile'))
+        session.register_component('data_loader', _data_loader())
         # Raises if the files cannot be read.
         session.get_scoped_config()
         region = region or session.get_config_variable('region')
@@ -182,15 +182,11 @@ class S3Requests(ServerRequests):
             max_pool_connections=MOST_CONNECTIONS,
         )
         server = endpoint or f'https://s3.{region}.amazonaws.com'
-        self._new_client = functools.partial(session.create_client, 's3', endpoint_url=server, config=config)
-        self._lock = threading.Lock()
-        self._client: Any = None
+        self._client: Any = session.create_client('s3', endpoint_url=server, config=config)
 
     def _request(self, operation: str, **arguments: Any) -> Mapping[str, Any]:
-        """Sends a request of botocore's client, which takes a tenth of a second to make."""
+        """Sends a request of botocore's client."""
         try:
-            with self._lock:
-                self._client = self._client or self._new_client()
             return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
         except Exception as error:
             reply = getattr(error, 'response', None)
@@ -240,6 +236,12 @@ class S3Requests(ServerRequests):
             return False
         reply = self._request('delete_objects', Delete={'Objects': [{'Key': key} for key in keys]})
         return len(reply.get('Deleted', ())) == len(keys)
+
+
+@functools.cache
+def _data_loader() -> Any:
+    """The description of S3 that sessions of botocore share: each would read it again, in a tenth of a second."""
+    return importlib.import_module('botocore.loaders').create_loader()
 
 
 def _etag(version: bytes) -> str:

@@ -100,7 +100,7 @@ class Marker:
         self._key = busy_key(step, int(clock() + 2 * seconds) + 1, nonce, in_bucket=not storage.commits_by_rename)
         open_nonces.add(nonce)
         try:
-            # The first conditional write of a process shows whether the server checks conditions. The name is unique.
+            # The first one of a process shows whether the server checks conditions: it is repeated, which a unique name allows.
             self._write(None)
         except BaseException:
             self.release()

@@ -213,7 +213,13 @@ class BucketStorage(Storage):
         if written is None:
             return super().replace(key, data, version)
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
-        return written or (self.version(key) if self._has_data(key, data) else None)
+        is_applied = bool(written) or self._has_data(key, data)
+        if is_applied and version is None and self._ignores_conditions is None:
+            # Now, with a marker, which only its owner deletes: a manifest that is written twice may come back after a deletion.
+            again = self._changed(key, data, ABSENT)
+            self._note_conditions(is_ignored=bool(again))
+            written = again or written
+        return written or (self.version(key) if is_applied else None)
 
     @property
     def compares_versions(self) -> bool:
@@ -235,7 +241,7 @@ class BucketStorage(Storage):
         if not self._compares(version):
             return None
         try:
-            written = self._changed(key, data, version)
+            return self._changed(key, data, version)
         except StorageError as error:
             if _NOT_IMPLEMENTED in str(error.__cause__):
                 self._refuses_changes = True
@@ -244,11 +250,6 @@ class BucketStorage(Storage):
             if self._compares(version):
                 raise
             return None
-        if self._ignores_conditions is None and written and version == ABSENT:
-            again = self._changed(key, data, version)
-            self._note_conditions(is_ignored=bool(again))
-            return again or written
-        return written
 
     def _changed(self, key: str, data: bytes | None, version: bytes) -> bytes:
         def attempt() -> bytes:

@@ -169,6 +169,21 @@ def test_the_manifest_is_not_written_or_its_reply_is_lost(bucket, fault):
     leaves_nothing_behind(url, clock)
 
 
+def test_a_lost_reply_to_the_first_marker_does_not_make_the_manifest_be_written_twice(bucket):
+    """A manifest that is written twice may come back after another program has deleted the step."""
+    url, clock, lost = bucket.url(), FakeClock(), iter(['lost'])
+
+    def choose(kind, key):
+        return next(lost, None) if kind == 'write' and '/busy/' in key else None
+
+    done, hits = attempt(bucket, url, clock, 1, choose)
+    assert hits == 1
+    assert done is not None
+    assert [each.kind for each in bucket.proxy.requests if each.key.endswith('checkpoint_1/checkpoint')].count(
+        'write'
+    ) == 1
+
+
 def test_a_manifest_that_arrives_late_makes_a_whole_checkpoint(bucket):
     url, clock = bucket.url(), FakeClock()
     sent = []

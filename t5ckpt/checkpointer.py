@@ -8,6 +8,7 @@ A blocking save starts an asynchronous one and waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import log_other_contents, open_run_storage
+from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
@@ -48,6 +50,7 @@ from t5ckpt.errors import (
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
+    T5CkptError,
 )
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.casts import Cast, casts_of
@@ -852,6 +855,10 @@ class Checkpointer:
     def steps_to_restore(self, local: Sequence[Sequence[int]] = ()) -> list[int]:
         """The steps that ``restore_or_init`` tries, ascending, with the ``local`` ones of all processes."""
         on_disks = set[int]().union(*local)
+        if self._storage.commits_by_rename and not self._is_read_only:
+            # It publishes the step that a killed overwrite has hidden. If the storage is away, the next line says so.
+            with contextlib.suppress(T5CkptError):
+                collect(self._storage, self._clock)
         return sorted({*self._tiers.catalog.to_restore(on_disks), *on_disks})
 
     def local_steps(self) -> list[int]:

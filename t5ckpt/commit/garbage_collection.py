@@ -1,4 +1,4 @@
-"""Garbage collection: the next save removes what dead writers, deleters and readers have left.
+"""Garbage collection: the next save, or start on a disk, removes what dead writers, deleters and readers have left.
 
 Whatever a save or a deletion writes or hides has a name that its marker states before (``commit/markers.py``), so only these
 are looked at: what one names is removed when it is due, and then the marker. On a file system it is due when its owner, a process

@@ -504,6 +504,29 @@ def test_garbage_collection_does_not_undo_a_deletion(tmp_path, when):
     assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
+class NoExchange(DyingWhenHidden):
+    """On NFS or FUSE."""
+
+    def exchange(self, source, target):
+        return False
+
+
+@pytest.mark.parametrize('older', [True, False])
+def test_a_start_finds_the_step_that_a_killed_overwrite_has_hidden(tmp_path, older):
+    """Without exchange of names; it would continue from an older step, or begin anew."""
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        if older:
+            ck.save(state(1), step=0)
+        ck.save(state(1), step=1)
+    with pytest.raises(StorageError):
+        Checkpointer(state(), checkpoints_dir=NoExchange(open_storage(tmp_path))).save(state(2), step=1, overwrite=True)
+    assert t5ckpt.all_steps(tmp_path) == ([0] if older else [])
+    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        t5ckpt.restore_or_init(ck, lambda: pytest.fail('the run begins anew'))
+        assert ck.restored_step == 1
+    assert value_of(tmp_path, 1) == 2
+
+
 def test_a_deletion_leaves_the_directory_of_an_overwrite_that_is_alive(tmp_path):
     """It is to become the step."""
     storage = Acting(open_storage(tmp_path))

@@ -14,6 +14,7 @@ prefix, since it has no delimiter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -281,9 +282,10 @@ class BucketStorage(Storage):
             raise
         except StorageError as error:
             # The reply may have been lost.
-            if self.is_file(key):
-                raise StorageError(error.errno, f'{error} It may disappear, if the request arrives later.') from error
-            return True
+            with contextlib.suppress(StorageError):
+                if not self.is_file(key):
+                    return True
+            raise StorageError(error.errno, f'{error} It may disappear, if the request arrives later.') from error
         return super().delete_unchanged(key, version) if is_done is None else bool(is_done) or not self.is_file(key)
 
     def _delete_if_unchanged(self, key: str, version: Any) -> bool | bytes | None:

@@ -151,11 +151,14 @@ def test_a_late_position_of_a_data_iterator(bucket):
     assert 'T5X reads the position in the data from train_ds-000-of-001.index, which is not' in report.notes[0]
 
 
-def fail(bucket, kind, ending):
-    """Has all requests of a kind, for a key with this ending, fail; the first one arrives when it is released."""
+def fail(bucket, kind, ending, *after):
+    """Has all requests of a kind, for a key with this ending, fail; the first one arrives when it is released.
+
+    Those of the kinds ``after`` it fail, too.
+    """
 
     def choose(asked, key):
-        if asked != kind or not key.endswith(ending):
+        if not key.endswith(ending) or asked not in (kind, *(after if bucket.proxy.held else ())):
             return None
         return 'dropped' if bucket.proxy.held else 'late'
 
@@ -195,16 +198,17 @@ def markers(url):
     return [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key]
 
 
-def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket):
+@pytest.mark.parametrize('after', [(), ('read', 'head')])
+def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket, after):
     """The step is deleted then, with all of its files. The error says so."""
     url, clock = bucket.url(), FakeClock()
     with checkpointer(url, clock, storage_options={'retry_seconds': 1.0}) as ck:
         ck.save(state(1), step=STEP)
-        fail(bucket, 'delete', 'checkpoint_5/checkpoint')
+        fail(bucket, 'delete', 'checkpoint_5/checkpoint', *after)
         with pytest.raises(StorageError, match='may disappear'):
             ck.delete(STEP)
-        assert t5ckpt.all_steps(url) == [STEP]
         heal(bucket)
+        assert t5ckpt.all_steps(url) == [STEP]
         release(bucket)
         clock.advance(AFTER_TWO_HORIZONS)
         ck.save(state(2), step=6)

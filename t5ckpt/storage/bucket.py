@@ -198,9 +198,17 @@ class BucketStorage(Storage):
 
     def _has_data(self, key: str, data: bytes) -> bool:
         try:
-            return self.read(key) == data
+            return self._version_with(key, data) is not None
         except T5CkptError:
             return False
+
+    def _version_with(self, key: str, data: bytes) -> Any:
+        """The version of a key that has this data; None if it has not; an error if it cannot be read, which shows neither."""
+        try:
+            current, version = self.read_with_version(key)
+        except CheckpointNotFoundError:
+            return None
+        return version if current == data else None
 
     def replace(self, key: str, data: bytes, version: Any) -> Any:
         try:
@@ -214,13 +222,13 @@ class BucketStorage(Storage):
         if written is None:
             return super().replace(key, data, version)
         # If the first attempt was applied and its reply was lost, the retry finds its own version.
-        is_applied = bool(written) or self._has_data(key, data)
-        if is_applied and version is None and self._ignores_conditions is None:
+        written = written or self._version_with(key, data)
+        if written is not None and version is None and self._ignores_conditions is None:
             # Now, with a marker, which only its owner deletes: a manifest that is written twice may come back after a deletion.
             again = self._changed(key, data, ABSENT)
             self._note_conditions(is_ignored=bool(again))
             written = again or written
-        return written or (self.version(key) if is_applied else None)
+        return written
 
     @property
     def compares_versions(self) -> bool:

@@ -16,7 +16,7 @@ from support import forked
 import t5ckpt
 
 _TRAINER = """
-import json, sys, time
+import errno, json, sys, time
 import numpy as np
 import t5ckpt
 from t5ckpt.commit.writers import writer_facts
@@ -61,7 +61,7 @@ with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=
         try:
             answer = 'told' if ck.save(value, step=step) is not None else 'dropped'
         except t5ckpt.errors.T5CkptError as error:
-            answer = f'failed: {type(error).__name__}'
+            answer = f'failed: {type(error).__name__} {errno.errorcode.get(getattr(error, "errno", None))}'
         print(answer, flush=True)
 """
 # Seconds of the trainers in one of ours. A horizon lasts one second and four: a
@@ -152,11 +152,17 @@ def _places(kind, request, patch, tmp_path_factory, races):
     return [bucket.url() for _ in range(races)]
 
 
+_GIVEN_UP = 'failed: StorageError ETIMEDOUT'
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('kind', ['files', 'az', 'gs', 's3'])
 def test_two_trainers_race_for_each_step(kind, request, raced):
-    """Each step has the values of one of them, whole, and this one alone was told that it has saved."""
+    """Each step has the values of one of them, whole, and this one alone was told that it has saved.
+
+    Where directories cannot be renamed, a writer that was stopped at the wrong moment fails, and the step may be missing.
+    """
     if kind != 'files':
         request.getfixturevalue(f'_{kind}')
     for url, answers in raced[kind]:
@@ -164,8 +170,12 @@ def test_two_trainers_race_for_each_step(kind, request, raced):
 
 
 def _check(url, answers, seed):
-    assert t5ckpt.all_steps(url) == list(range(len(answers))), (seed, answers)
+    listed = t5ckpt.all_steps(url)
     for step, pair in enumerate(answers):
+        if step not in listed:
+            # Its writer was stopped for two horizons while it sent the request that commits, and has taken it back.
+            assert sorted(pair) == ['dropped', _GIVEN_UP], (seed, step, pair)
+            continue
         found = t5ckpt.load_t5x_checkpoint(url, step)
         assert [name for name in (0, 1) if pair[name] == 'told'] == [int(found['name'])], (seed, step, pair)
         assert np.all(found['w'] == 2 * step + found['name']), (seed, step)

@@ -169,6 +169,23 @@ def test_the_manifest_is_not_written_or_its_reply_is_lost(bucket, fault):
     leaves_nothing_behind(url, clock)
 
 
+def test_a_manifest_whose_reply_is_lost_and_that_cannot_be_read_then_is_not_called_that_of_another_writer(bucket):
+    """Its files would be deleted."""
+    url, clock, sent = bucket.url(), FakeClock(), []
+
+    def choose(kind, key):
+        if not key.endswith('checkpoint_1/checkpoint'):
+            return None
+        if kind == 'write':
+            sent.append(time.monotonic())
+            return 'lost' if len(sent) == 1 else None
+        return '500' if sent and time.monotonic() < sent[-1] + 1.5 else None
+
+    attempt(bucket, url, clock, 1, choose, storage_options={'retry_seconds': 1.0})
+    assert sent
+    check(url, must=(1,))
+
+
 def test_a_lost_reply_to_the_first_marker_does_not_make_the_manifest_be_written_twice(bucket):
     """A manifest that is written twice may come back after another program has deleted the step."""
     url, clock, lost = bucket.url(), FakeClock(), iter(['lost'])

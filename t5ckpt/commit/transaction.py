@@ -355,11 +355,7 @@ class Transaction:
         elif kind == 'dir' and storage.kind(final) is not None:
             if self._overwrites:
                 check_known(storage, final)
-            if storage.exchange(self.directory, final):
-                if not self._overwrites and storage.version(self.directory) != found:
-                    # Where locks do not work, another writer may have replaced the broken one meanwhile.
-                    storage.exchange(self.directory, final)
-                    raise self._already_committed(final, 'saved')
+            if self._exchange(found):
                 return
             hide_directory(storage, self.step, aside, self._clock)
         while True:
@@ -379,6 +375,21 @@ class Transaction:
                 raise
             else:
                 return
+
+    def _exchange(self, found: Any) -> bool:
+        """Exchanges the names of the directory and of its step, which had this version; False where the storage cannot."""
+        storage, is_found = self.storage, False
+        if not storage.exchange(self.directory, self._final):
+            return False
+        try:
+            # Where locks do not work, another writer may have replaced a broken one meanwhile.
+            is_found = self._overwrites or storage.version(self.directory) == found
+        finally:
+            if not is_found:
+                storage.exchange(self.directory, self._final)
+        if not is_found:
+            raise self._already_committed(self._final, 'saved')
+        return True
 
     def _put(self, data: bytes) -> None:
         """Writes the manifest, unless the step has that of another writer.

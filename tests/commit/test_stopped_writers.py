@@ -1,5 +1,6 @@
 """A writer that is stopped for longer than its horizon, between its last look at the clock and its commit."""
 
+import errno
 import json
 import os
 import signal
@@ -163,3 +164,29 @@ def test_a_marker_that_cannot_be_understood_stops_no_save(tmp_path, contents):
     (tmp_path / 'busy_1.5.0123456789abcdef').write_bytes(contents)
     save(tmp_path, 1.0)
     assert t5ckpt.all_steps(tmp_path) == [1]
+
+
+def test_a_broken_step_that_cannot_be_looked_at_after_it_was_replaced_is_back(tmp_path):
+    """The save failed, and its step was there."""
+
+    class Failing(FaultyStorage):
+        has_exchanged = False
+
+        def exchange(self, source, target):
+            self.has_exchanged = True
+            return super().exchange(source, target)
+
+        def version(self, key):
+            if self.has_exchanged:
+                raise StorageError(errno.EIO, f'{key}: injected')
+            return super().version(key)
+
+    (tmp_path / 'checkpoint_1').mkdir()
+    (tmp_path / 'checkpoint_1' / 'checkpoint').write_bytes(bytes(40))
+    ck = t5ckpt.Checkpointer({'w': [1.0]}, checkpoints_dir=Failing(open_storage(tmp_path)))
+    with ck, pytest.raises(StorageError, match='injected'):
+        ck.save({'w': [1.0]}, step=1)
+    assert t5ckpt.all_steps(tmp_path) == []
+    assert (tmp_path / 'checkpoint_1' / 'checkpoint').read_bytes() == bytes(40)
+    with t5ckpt.Checkpointer({'w': [1.0]}, checkpoints_dir=tmp_path) as ck:
+        assert ck.save({'w': [1.0]}, step=1) is not None

@@ -203,7 +203,7 @@ class BucketStorage(Storage):
             return False
 
     def _version_with(self, key: str, data: bytes) -> Any:
-        """The version of a key that has this data; None if it has not; an error if it cannot be read, which shows neither."""
+        """The version of a key if it has this data, else None; if it cannot be read, neither is known: an error."""
         try:
             current, version = self.read_with_version(key)
         except CheckpointNotFoundError:

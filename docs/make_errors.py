@@ -326,6 +326,7 @@ def said(function, work: pathlib.Path) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is
         text = error.args[0] if isinstance(error, KeyError) else str(error)
         text = re.sub(r'after \d+ ms', 'after 0 ms', text)
+        text = re.sub(r'failed for \d+ s;', 'failed for 2 s;', text)
         return f'{type(error).__name__}: {text}'.replace(str(work), '/data')
     raise AssertionError(f'{function.__name__} is no longer a mistake')
 

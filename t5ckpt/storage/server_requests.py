@@ -76,11 +76,11 @@ def retried(attempt: Callable[[], _Answer], patience: float) -> _Answer:
         except RefusedError as error:
             if not error.is_transient:
                 raise
-            pause = random.uniform(delay / 2, delay)  # noqa: S311 - no secret
-            if time.monotonic() + pause > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 text = f'UNAVAILABLE: All {attempts} retry attempts failed: {error}'
                 raise RefusedError(error.status, text) from error
-        time.sleep(pause)
+        time.sleep(min(random.uniform(delay / 2, delay), left))  # noqa: S311 - no secret
         delay = min(2 * delay, _LAST_DELAY)
 
 

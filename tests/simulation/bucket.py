@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from simulation.scheduler import Decision, active, wait_until
+from simulation.scheduler import Decision, active, current_task, wait_until
 from t5ckpt.storage.bucket import ABSENT, BucketStorage
 
 _SCHEME = 'gs'
@@ -97,7 +97,8 @@ class _Request:
             self._apply()
 
         # The schedule ends after it has arrived.
-        scheduler.start(scheduler.processes['network'], arrive, 'late request').is_main = True
+        task = scheduler.start(scheduler.processes['network'], arrive, 'late request')
+        task.is_main, task.sender = True, current_task().process
 
 
 class _Client:

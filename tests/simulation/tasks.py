@@ -34,6 +34,8 @@ class Task:
         self.deadline = math.inf
         self.has_ended = False
         self.is_main = False
+        # The process whose request arrives late in this task.
+        self.sender: Process | None = None
         self.error: BaseException | None = None
         self.value: object = None
         self.carrier: Any = None

@@ -188,7 +188,7 @@ class Observer:
         if before != contents.value:
             self.saved.pop(step, None)
             task = self._scheduler.current
-            self._writers[step] = '' if task is None else task.process.name
+            self._writers[step] = '' if task is None else (task.sender or task.process).name
         self.visible[step] = contents.value
         self.appeared.add(step)
 

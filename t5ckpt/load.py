@@ -61,11 +61,11 @@ def load_t5x_checkpoint(
       remap: False skips the transformations, as in T5X, with a warning if there are any.
       restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
       lazy_parameters: returns LazyArrays, which are read by ``get``.
-      mmap: maps the files of local, uncompressed arrays, which are then read on access; the arrays are writable, and writes
-        stay in memory. False reads all arrays at once.
+      mmap: maps local, uncompressed arrays of one chunk, which are then read on access; the arrays are writable, and writes
+        stay in memory. Others are read at once; False reads all of them.
       storage_options: see docs/storage.md.
-      verify: 'full' verifies the checksum of every file that is read, 'quick' checks only that files exist and have the right
-        sizes, 'auto' is 'full' if all arrays are read at once from a disk, and 'quick' otherwise.
+      verify: 'auto' verifies the checksum of every file that is read whole, 'full' those of mapped files, too, and 'quick' checks
+        only that files exist and have the right sizes.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
       cast_leaves: a pattern for the whole names of the leaves that ``restore_dtype`` casts instead, such as
         ``'model/.*'``.
@@ -86,7 +86,7 @@ def load_t5x_checkpoint(
         text = 'state_transformation_fns has no effect with remap=False, as in T5X. Leave one of them out.'
         warn_caller(NoEffectWarning(text))
     reading = ReadOptions(mmap, verify, follow_links)
-    contents = open_contents(path, step, storage_options, reading, lazy=lazy_parameters)
+    contents = open_contents(path, step, storage_options, reading)
     contents.check_not_part()
     leaves, tree_facts = leaves_of(contents, state_transformation_fns if remap else (), {})
     reader = reader_of(contents, reading)

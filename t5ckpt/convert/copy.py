@@ -211,7 +211,7 @@ def _carry_out(
 
         def read_checked(name: str) -> bytes:
             # A damaged file may be larger than the memory.
-            data = files.read(name, plan.checksums.get(name, (None,))[0])
+            data = files.read(name, limit=plan.checksums.get(name, (None,))[0])
             entries[relocated(name, work.generation)] = plan.check(name, data)
             return data
 

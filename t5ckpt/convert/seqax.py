@@ -84,7 +84,7 @@ def _is_done(storage: Storage, directory: str) -> bool:
     if storage.kind(join(directory, '.zattrs')) != 'file':
         return False
     try:
-        attributes = json.loads(CheckpointFiles.at(storage, directory).read('.zattrs', _METADATA_BYTES))
+        attributes = json.loads(CheckpointFiles.at(storage, directory).read('.zattrs', limit=_METADATA_BYTES))
     except (FormatError, ValueError, RecursionError):
         return False
     return isinstance(attributes, dict) and _DONE in attributes

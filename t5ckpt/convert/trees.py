@@ -179,7 +179,7 @@ def _open_flax_shards(index: str) -> Contents:
     parent, name = split_path(index)
     storage = open_storage(parent)
     files = CheckpointFiles.at(storage, '')
-    by_leaf = weight_map(files.read(name, MAX_HEADER), index)
+    by_leaf = weight_map(files.read(name, limit=MAX_HEADER), index)
     table: LeafTable = {}
     named = {*map(path_of, by_leaf)}
     for file in sorted(set(by_leaf.values())):

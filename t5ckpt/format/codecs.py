@@ -10,7 +10,7 @@ import importlib
 import lzma
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,10 @@ _NUMCODECS = {
     'zlib',
     'zstd',
 }
-_NUMCODECS_ERRORS = (ValueError, TypeError, RuntimeError, ImportError, OSError, EOFError, lzma.LZMAError, zlib.error)
+_NUMCODECS_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, OSError, EOFError, MemoryError, IndexError),
+    *(lzma.LZMAError, zlib.error, struct.error),
+)
 WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
 """The unsigned dtype of each size, to copy or shuffle elements whatever their dtype."""
 
@@ -91,48 +94,59 @@ def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
     return _codec(compressor).encode(flat.view(WORDS.get(flat.dtype.itemsize, flat.dtype)))
 
 
-def is_decoded_natively(compressor: Any) -> bool:
-    """Whether :func:`decode` knows a codec."""
-    return is_native(compressor) and compressor['id'] == 'blosc' and compressor.get('cname', 'lz4') in _BLOSC_CODECS
+def is_decodable(codec: Mapping[str, Any]) -> bool:
+    """Whether :func:`decode` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
+    return (
+        codec.get('id') in _NUMCODECS
+        and codec.get('cname', 'lz4') in _BLOSC_CODECS
+        and all(str(codec[key]) in TYPESTRS for key in ('dtype', 'astype') if key in codec)
+    )
 
 
-def decode(data: memoryview, out: memoryview) -> None:
-    """Decodes a blosc chunk into a buffer of its exact size; the sizes in the chunk allocate no memory.
+def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryview) -> None:
+    """Decodes a chunk with codecs, in this order, into a buffer of its exact size.
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
     """
-    try:
-        *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
-        if total != len(data) or size != len(out):
-            raise ValueError(
-                f'its header describes {total:,} bytes for {size:,} bytes of values, and it has {len(data):,} for {len(out):,}'
-            )
-        _codec({'id': 'blosc'}).decode(data, out)
-    except (RuntimeError, struct.error) as error:
-        raise ValueError(str(error)) from error
-
-
-def is_in_numcodecs(codec: Mapping[str, Any]) -> bool:
-    """Whether :func:`decoded` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
-    return codec.get('id') in _NUMCODECS and all(
-        str(codec[key]) in TYPESTRS for key in ('dtype', 'astype') if key in codec
-    )
-
-
-def decoded(data: bytes, codecs: Sequence[Mapping[str, Any]]) -> bytes:
-    """Decodes a chunk with codecs of numcodecs, in this order.
-
-    Raises:
-      ValueError: the data is damaged.
-    """
     values: Any = data
     try:
-        for codec in codecs:
-            values = _codec(codec).decode(values)
-        return bytes(memoryview(values).cast('B')) if not isinstance(values, bytes) else values
+        for position, codec in enumerate(codecs, 1):
+            # The others do not say how much of a buffer they have filled.
+            size = _SIZES.get(codec['id'], lambda _: None)(values) if position == len(codecs) else None
+            if size is not None and size != len(out):
+                raise ValueError(f'its header describes {size:,} bytes of values, expected {len(out):,}')
+            values = _codec(codec).decode(values, *([] if size is None else [out]))
+        decoded = memoryview(values).cast('B')
     except _NUMCODECS_ERRORS as error:
         raise ValueError(f'{type(error).__name__}: {error}') from error
+    if len(decoded) != len(out):
+        raise ValueError(f'it has {len(decoded):,} bytes of values, expected {len(out):,}')
+    if decoded.obj is not out.obj:
+        # Without the GIL.
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(decoded, np.uint8))
+
+
+def _blosc_size(data: Any) -> int:
+    """The size of the values in a blosc chunk, by its header, which also has that of the data."""
+    encoded = memoryview(data).cast('B')
+    *_, size, _, total = _BLOSC_HEADER.unpack_from(encoded)
+    if total != len(encoded):
+        raise ValueError(f'its header describes {total:,} bytes, and it has {len(encoded):,}')
+    return size
+
+
+def _zstd_size(data: Any) -> int | None:
+    """The size of the values in a zstd frame, by its header (RFC 8878, 3.1.1.1); None if it has none."""
+    encoded = bytes(memoryview(data).cast('B')[:18])
+    flags = encoded[4]
+    is_single = flags >> 5 & 1
+    start = 6 - is_single + (0, 1, 2, 4)[flags & 3]
+    length = (is_single, 2, 4, 8)[flags >> 6]
+    return int.from_bytes(encoded[start : start + length], 'little') + 256 * (length == 2) if length else None
+
+
+_SIZES: Mapping[str, Callable[[Any], int | None]] = {'blosc': _blosc_size, 'zstd': _zstd_size}
 
 
 def _codec(fields: Mapping[str, Any]) -> Any:

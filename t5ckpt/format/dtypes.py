@@ -103,9 +103,14 @@ def to_stored(array: np.ndarray) -> np.ndarray:
     return array.view(dtype) if name_of(array.dtype) in _BY_BITS else array.astype(dtype, copy=False)
 
 
+def is_stored_by_value(dtype: np.dtype) -> bool:
+    """Whether the elements of ``dtype`` have other bits on disk."""
+    return name_of(dtype) in _BY_VALUE
+
+
 def from_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The inverse of :func:`to_stored`; also views uint16 of version 2 as bfloat16."""
-    return array.astype(dtype, copy=False) if name_of(dtype) in _BY_VALUE else array.view(dtype)
+    return array.astype(dtype, copy=False) if is_stored_by_value(dtype) else array.view(dtype)
 
 
 @functools.cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +14,12 @@ import numpy as np
 
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes, layout_of
-from t5ckpt.format.codecs import is_in_numcodecs
+from t5ckpt.format.chunk_grid import ChunkGrid
+from t5ckpt.format.codecs import codec_text, is_decodable
 from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 
 ZARRAY = '.zarray'
-_KNOWN = {'order': ('C', 'F'), 'dimension_separator': ('.', '/')}
 _OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_array.'
 
 
@@ -40,58 +42,104 @@ def zarray_bytes(array: StoredArray) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherZarray:
-    """A ``.zarray`` that TensorStore refuses, although it describes the array.
+class ChunkLayout:
+    """The chunk grid of an array, and the meaning of the bytes of a chunk.
 
     Attributes:
-      metadata: with all members that chunks are read by.
-      value_dtype: the dtype of the decoded bytes, with their order.
-      codecs: of numcodecs, in the order of decoding.
+      grid: of the chunks.
+      dtype: of the elements, with their byte order.
+      is_fortran: whether the first axis varies fastest.
+      codecs: in the order of decoding.
+      fill: the value of the elements of absent chunks; None if no chunk may be absent.
+      offset: of the chunk in its file, in bytes.
+      file_bytes: of the file of each chunk; None if the chunks are encoded.
     """
 
-    metadata: Mapping[str, Any]
-    value_dtype: np.dtype
-    codecs: Sequence[Mapping[str, Any]]
+    grid: ChunkGrid
+    dtype: np.dtype
+    is_fortran: bool = False
+    codecs: Sequence[Mapping[str, Any]] = ()
+    fill: Any = None
+    offset: int = 0
+    file_bytes: int | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a decoded chunk; chunks at the end of an axis are stored in full."""
+        return math.prod(self.grid.chunk_shape) * self.dtype.itemsize
 
 
-def other_zarray(data: bytes, array: StoredArray, where: str) -> OtherZarray | None:
-    """The metadata of an array whose ``.zarray`` TensorStore refuses; None if the file itself is damaged.
+def layout_of_range(array: StoredArray) -> ChunkLayout:
+    """The layout of an array that is a range of bytes of a file: one chunk."""
+    grid = ChunkGrid(array.shape, tuple(max(1, size) for size in array.shape))
+    place = array.metadata
+    return ChunkLayout(grid, array.disk_dtype, offset=place['offset'], file_bytes=place['file_bytes'])
+
+
+def layout_in_manifest(array: StoredArray, where: str) -> ChunkLayout:
+    """The layout of an array without ``.zarray``, by the metadata in the manifest; raises as :func:`decode_zarray`."""
+    dtype = zarr_typestr(array.disk_dtype)
+    fields = {'zarr_format': 2, 'shape': array.shape, 'dtype': dtype} | dict(array.metadata)
+    with decoding(where):
+        return _parsed(fields, array.shape, array.disk_dtype)
+
+
+def decode_zarray(data: bytes, array: StoredArray, where: str) -> ChunkLayout:
+    """Decodes the ``.zarray`` of an array that the manifest describes.
 
     An opaque dtype ('<V2', as zarr-python names what it does not know) is that of the manifest, if the sizes agree.
 
     Raises:
-      CorruptCheckpointError: it contradicts the shape in the manifest.
-      UnsupportedFormatError: no reader here knows the dtype or a codec, or the manifest has another dtype.
+      CorruptCheckpointError: it is not metadata of zarr v2, or contradicts the shape in the manifest.
+      UnsupportedFormatError: the dtype or a codec is not read here, or the manifest has another dtype.
     """
-    try:
-        fields: dict[str, Any] = {'order': 'C', 'dimension_separator': '.', 'fill_value': None, **json.loads(data)}
-        shape, chunks, typestr = tuple(fields['shape']), tuple(fields['chunks']), str(fields['dtype'])
-        filters, compressor = fields.get('filters') or (), fields.get('compressor')
-        codecs = [*filters, *([] if compressor is None else [compressor])]
-        refused = [('codec', codec.get('id')) for codec in codecs if not is_in_numcodecs(codec)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    if fields.get('zarr_format') != 2:
-        return None
-    if shape != array.shape or len(chunks) != len(shape) or not is_list_of_sizes(chunks) or 0 in chunks:
+    with decoding(where):
+        layout = _decoded(data, array.shape, array.disk_dtype)
+    return dataclasses.replace(layout, fill=None) if array.stores_all else layout
+
+
+@functools.lru_cache(1024)
+def _decoded(data: bytes, shape: tuple[int, ...], dtype: np.dtype) -> ChunkLayout:
+    # Many arrays of a model have the same.
+    return _parsed(json.loads(data), shape, dtype)
+
+
+def _parsed(fields: Any, shape: tuple[int, ...], dtype: np.dtype) -> ChunkLayout:
+    chunks, typestr, codecs = tuple(fields['chunks']), str(fields['dtype']), fields.get('filters') or ()
+    codecs = [codec for codec in (fields.get('compressor'), *reversed(codecs)) if codec is not None]
+    order, separator = fields.get('order', 'C'), fields.get('dimension_separator', '.')
+    if fields['zarr_format'] != 2:
+        raise CorruptCheckpointError(f'its zarr_format is {fields["zarr_format"]!r:.40}, expected 2.')
+    if tuple(fields['shape']) != shape or len(chunks) != len(shape) or not is_list_of_sizes(chunks) or 0 in chunks:
         raise CorruptCheckpointError(
-            f'{where}: the manifest has shape {array.shape}, and .zarray shape {shape!r:.80} in chunks of {chunks!r:.80}.'
+            f'the manifest has shape {shape}, and .zarray shape {fields["shape"]!r:.80} in chunks of {chunks!r:.80}.'
         )
-    is_opaque = typestr[1:] == f'V{array.disk_dtype.itemsize}'
-    if not is_opaque and TYPESTRS.get(typestr) != array.disk_dtype:
+    is_opaque = typestr[1:] == f'V{dtype.itemsize}'
+    if not is_opaque and TYPESTRS.get(typestr) != dtype:
         raise UnsupportedFormatError(
-            f'{where}: .zarray has the dtype {typestr!r:.80}, and the manifest {name_of(array.disk_dtype)}. {_OTHER_TOOL}'
+            f'.zarray has the dtype {typestr!r:.80}, and the manifest {name_of(dtype)}. {_OTHER_TOOL}'
         )
-    refused += [(key, fields[key]) for key, known in _KNOWN.items() if fields[key] not in known]
+    known = {'order': order in ('C', 'F'), 'dimension_separator': separator in ('.', '/')}
+    refused = [f'codec {codec_text(codec)!r:.40}' for codec in codecs if not is_decodable(codec)]
+    refused += [f'{key} {fields[key]!r:.40}' for key, is_known in known.items() if not is_known]
     if refused:
-        key, value = refused[0]
-        raise UnsupportedFormatError(
-            f'{where}: .zarray has the {key} {value!r:.40}, which is not read here. {_OTHER_TOOL}'
-        )
-    if is_opaque and isinstance(fields['fill_value'], str):
-        # By the specification, that of an opaque dtype is its bytes.
-        with decoding(f'{where}: the fill value in .zarray'):
-            (value,) = np.frombuffer(base64.b64decode(fields['fill_value']), array.disk_dtype)
-        fields['fill_value'] = value.astype(np.float32).item()
-    order = '>' if typestr.startswith('>') else '='
-    return OtherZarray(fields, array.disk_dtype.newbyteorder(order), codecs[::-1])
+        raise UnsupportedFormatError(f'.zarray has the {refused[0]}, which is not read here. {_OTHER_TOOL}')
+    layout = ChunkLayout(
+        ChunkGrid(shape, chunks, separator),
+        dtype.newbyteorder('>' if typestr.startswith('>') else '='),
+        order == 'F',
+        codecs,
+        _fill(fields.get('fill_value'), dtype, is_opaque=is_opaque),
+    )
+    return layout if codecs else dataclasses.replace(layout, file_bytes=layout.chunk_bytes)
+
+
+def _fill(value: Any, dtype: np.dtype, *, is_opaque: bool) -> np.ndarray | None:
+    """The fill value; JSON has texts for NaN and infinities, a list for a complex number, and base64 for opaque bytes."""
+    if value is None:
+        return None
+    with decoding('the fill value in .zarray'):
+        if is_opaque and isinstance(value, str):
+            return np.frombuffer(base64.b64decode(value), dtype).reshape(())
+        number = complex(*map(float, value)) if isinstance(value, list) else value
+        return np.array(float(number) if isinstance(number, str) else number, dtype)

@@ -48,10 +48,11 @@ def open_checkpoint(
     Args:
       path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
-      mmap: maps the files of local, uncompressed arrays; a slice is copied out of the map.
+      mmap: maps a local, uncompressed array of one chunk if all of it is read; slices are read.
       storage_options: see docs/storage.md.
-      verify: 'full' verifies the checksum of every file once, before its first use; 'quick' and 'auto' check only that files
-        exist and have the right sizes.
+      verify: 'auto' verifies the checksum of every chunk that is read whole: if it is compressed, or if a read wants half of it.
+        'full' verifies those of mapped chunks, and of all others, too. 'quick' checks only that files exist and have the right
+        sizes.
       follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
 
     Returns:
@@ -61,7 +62,7 @@ def open_checkpoint(
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
     reading = ReadOptions(mmap, verify, follow_links)
-    contents = open_contents(path, step, storage_options, reading, lazy=True)
+    contents = open_contents(path, step, storage_options, reading)
     leaves = contents.leaves()
     return CheckpointView(contents, reader_of(contents, reading).within(contents.naming_part), leaves)
 

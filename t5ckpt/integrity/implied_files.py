@@ -7,10 +7,8 @@ may describe a huge grid of chunks, so the check ends after a limited number of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
-from typing import Any
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
@@ -19,10 +17,11 @@ from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, size_text
 from t5ckpt.format.orbax import DATABASE_FILE
 from t5ckpt.integrity.report import Damage
+from t5ckpt.reading.array_reader import open_array
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.local.native_chunks import is_uncompressed, uncompressed_chunks
-from t5ckpt.reading.open_array import TensorStoreArrays
+from t5ckpt.reading.chunks import OpenArray
 from t5ckpt.reading.size_limits import check_chunk
+from t5ckpt.reading.tensorstore_array import TensorStoreArray
 
 _MAX_NAMED = 100
 _DECODED_BYTES = 2**30
@@ -35,9 +34,7 @@ class ArrayFiles:
     Attributes:
       name: of the leaf.
       stored: the leaf.
-      store: the opened array.
-      grid: of its chunks.
-      file_bytes: size of the file of each chunk; None if it does not follow from the metadata.
+      array: the opened array.
       damages: files that are missing or have the wrong size.
       sizes: of the existing files, by name relative to the checkpoint's directory; in an OCDBT database, of its files.
       chunks: the indices of the chunks that exist in the right size.
@@ -45,9 +42,7 @@ class ArrayFiles:
 
     name: str
     stored: StoredArray
-    store: Any
-    grid: ChunkGrid
-    file_bytes: int | None
+    array: OpenArray
     damages: list[Damage] = dataclasses.field(default_factory=list[Damage])
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     chunks: list[ChunkIndex] = dataclasses.field(default_factory=list[ChunkIndex])
@@ -55,11 +50,11 @@ class ArrayFiles:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
-        return math.prod(self.grid.chunk_shape) * self.stored.disk_dtype.itemsize
+        return math.prod(self.array.grid.chunk_shape) * self.stored.dtype.itemsize
 
     def file(self, chunk_index: ChunkIndex) -> str:
         """The file of a chunk; in an OCDBT database its key."""
-        return f'{self.stored.location}/{self.grid.key(chunk_index)}'
+        return f'{self.stored.location}/{self.array.grid.key(chunk_index)}'
 
 
 class ImpliedFiles:
@@ -68,7 +63,6 @@ class ImpliedFiles:
     def __init__(self, files: CheckpointFiles):
         """Takes the reader of the checkpoint's files."""
         self._files = files
-        self._arrays = TensorStoreArrays(files)
         self._budget = ByteBudget(_DECODED_BYTES)
         self._databases: dict[str, dict[str, int]] = {}
 
@@ -79,8 +73,8 @@ class ImpliedFiles:
           FormatError: its metadata cannot be read, contradicts the manifest, or it leads outside the checkpoint.
           StorageError: a directory cannot be listed.
         """
-        array = self._open(name, stored)
-        location = stored.location
+        array = ArrayFiles(name, stored, open_array(self._files, stored, name))
+        location, grid, file_bytes = stored.location, array.array.grid, array.array.file_bytes
         present = self._present(array)
         if stored.is_in_database:
             array.sizes.update(self._database(location))
@@ -88,16 +82,17 @@ class ImpliedFiles:
         if metadata is not None and not stored.is_in_database and metadata not in present:
             text = 'only t5ckpt can open the array without it'
             array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
-        implied = array.grid
-        if self._arrays.is_filled(stored, array.store):
-            grid_shape = array.grid.grid_shape
-            indices = map(array.grid.index, present)
-            implied = [index for index in indices if index is not None and all(map(operator.lt, index, grid_shape))]
+        implied = grid
+        if array.array.is_filled:
+            indices = map(grid.index, present)
+            implied = [
+                index for index in indices if index is not None and all(map(operator.lt, index, grid.grid_shape))
+            ]
         for chunk_index in implied:
-            key, file, box = array.grid.key(chunk_index), array.file(chunk_index), array.grid.box(chunk_index)
+            key, file, box = grid.key(chunk_index), array.file(chunk_index), grid.box(chunk_index)
             if key not in present:
                 if len(array.damages) >= _MAX_NAMED:
-                    left = array.grid.num_chunks - len(array.chunks) - _MAX_NAMED
+                    left = grid.num_chunks - len(array.chunks) - _MAX_NAMED
                     array.damages.append(
                         Damage('missing', location, f'and up to {left:,} more chunks are missing', name)
                     )
@@ -110,52 +105,37 @@ class ImpliedFiles:
                 array.chunks.append(chunk_index)
                 continue
             array.sizes[file] = size
-            if array.file_bytes is not None and size != array.file_bytes:
-                text = size_text(size, array.file_bytes)
-                ends = (min(size, array.file_bytes), max(size, array.file_bytes))
+            if file_bytes is not None and size != file_bytes:
+                text = size_text(size, file_bytes)
+                ends = (min(size, file_bytes), max(size, file_bytes))
                 array.damages.append(Damage('size', file, text, name, chunk_index, box, ends))
             else:
                 array.chunks.append(chunk_index)
         return array
 
     def decode(self, array: ArrayFiles, chunk_index: ChunkIndex) -> None:
-        """Reads a chunk and decodes it, if it has a codec.
+        """Reads a chunk and decodes it.
 
         Raises:
           CorruptCheckpointError: it does not decode.
           StorageError: it cannot be read.
         """
-        file = array.file(chunk_index)
-        if array.file_bytes is not None:
-            self._files.digest(file)
-            return
-        is_in_database = array.stored.is_in_database
-        file_bytes = sum(array.sizes.values()) if is_in_database else array.sizes.get(file)
-        if file_bytes is not None:
-            check_chunk(array.chunk_bytes, lambda: file_bytes, f'{array.name} ({file})')
+        # Listings of buckets have no sizes.
+        sizes = [
+            size for file, size in array.sizes.items() if array.stored.is_in_database or file == array.file(chunk_index)
+        ]
+        if sizes:
+            check_chunk(array.chunk_bytes, lambda: sum(sizes), f'{array.name} ({array.file(chunk_index)})')
         self._budget.acquire(array.chunk_bytes)
         try:
-            where = f'{array.name} ({self._files.storage.url(join(self._files.directory, file))})'
-            with self._arrays.errors(array.stored, where):
-                array.store[array.grid.box(chunk_index).slices].read().result()
+            array.array.read(array.array.grid.box(chunk_index).slices)
         finally:
             self._budget.release(array.chunk_bytes)
 
-    def _open(self, name: str, stored: StoredArray) -> ArrayFiles:
-        store = self._arrays.open(stored, name)
-        metadata = self._arrays.metadata(stored, store)
-        file_bytes = None
-        if is_uncompressed(stored):
-            plain = uncompressed_chunks(json.dumps(metadata).encode(), stored)
-            file_bytes = None if plain is None else plain.file_bytes
-        chunk_shape = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
-        return ArrayFiles(name, stored, store, ChunkGrid.from_metadata(metadata, stored.shape, chunk_shape), file_bytes)
-
     def _present(self, array: ArrayFiles) -> dict[str, int | None]:
         """The array's files by key, with their sizes if the listing has them."""
-        if array.stored.is_in_database:
-            with self._arrays.errors(array.stored, self._arrays.url(array.stored)):
-                return dict.fromkeys(key.decode() for key in array.store.kvstore.list().result())
+        if isinstance(array.array, TensorStoreArray) and array.stored.is_in_database:
+            return dict.fromkeys(array.array.keys())
         base = join(self._files.directory, array.stored.location)
         return {key.removeprefix(f'{base}/'): size for key, size in self._files.storage.walk(base)}
 

@@ -4,8 +4,7 @@
 ``format/dtypes.cast`` casts the values where they are in memory:
 
 - in a save, in ``save/staged_leaf.py``;
-- in a restore, in ``reading/local/chunk_reader.py`` while local chunks are read, otherwise in ``restore/read_arrays.py``, and in
-  ``restore/make_leaf.py`` for the leaves of the manifest.
+- in a restore, in ``reading/chunks.py`` while chunks are read, and in ``restore/make_leaf.py`` for the leaves of the manifest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes the parts of an array that this process's devices hold, and finds shardings that do not fit their leaves.
 
-A part is a ``Box``. ``restore/read_arrays.py`` reads it, and ``reading/local/regions.py`` or TensorStore maps it to chunks and to
-bytes of their files.
+A part is a ``Box``. ``restore/read_arrays.py`` reads it, and ``reading/chunks.py`` or TensorStore maps it to chunks and to bytes
+of their files.
 
 JAX raises ``IndivisibleError`` or ``ValueError`` for the first array whose sharding does not fit its shape or names no devices,
 without the array's name. A restore reports all of them before it reads.

@@ -12,7 +12,6 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.planning.device_boxes import boxes_wanted, uses_host_buffer
 from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.tree.leaves import LeafTemplate
@@ -53,12 +52,6 @@ class StoredRead:
     def resizes(self) -> bool:
         """Whether the values are padded or truncated."""
         return self.template.shape != self.leaf.shape
-
-    @property
-    def changes_bits(self) -> bool:
-        """Whether the bits in memory differ from those on disk."""
-        leaf = self.leaf
-        return leaf.dtype != leaf.disk_dtype == stored_dtype(leaf.dtype) or self.dtype != leaf.dtype
 
 
 @dataclasses.dataclass(frozen=True)

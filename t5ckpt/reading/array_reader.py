@@ -1,12 +1,7 @@
 """Opens a checkpoint to read its arrays, by index (lazily) or into the buffers of a restore.
 
-``ArrayReader`` chooses how an array is read. It uses the first method that the array supports. A restore first calls
-``map_boxes`` for all arrays (``restore/read_arrays.py``), and then reads the others:
-
-1. memory-mapped (``reading/local/mmap_reader.py``), with ``mmap``;
-2. directly from its local files into buffers (``reading/local/direct_reader.py``), in a restore;
-3. as ranges of bytes of an object, for tensor files in a bucket, or
-4. through TensorStore, which reads every zarr array (both: ``reading/open_array.py``).
+A plain array may be memory-mapped (``reading/mapped.py``). Otherwise its chunks are read (``reading/chunks.py``), those of
+databases and of zarr v3 by TensorStore (``reading/tensorstore_array.py``).
 """
 
 from __future__ import annotations
@@ -15,35 +10,82 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, with_links
 from t5ckpt.core.keys import join
-from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import cast, from_stored
-from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.format.dtypes import cast
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.names import DATASET_REMOVED
+from t5ckpt.format.zarray import ZARRAY, decode_zarray, layout_in_manifest, layout_of_range, zarray_bytes
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.basic_index import basic_index, relative_to_box
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.checksum_verifier import ChecksumVerifier
+from t5ckpt.reading.basic_index import basic_index
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, Checksums
+from t5ckpt.reading.chunks import ChunkedArray, OpenArray
 from t5ckpt.reading.contents import Contents, decode_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.local.direct_reader import DirectReader
-from t5ckpt.reading.local.mmap_reader import ArrayMapper
-from t5ckpt.reading.local.native_chunks import is_read_natively
-from t5ckpt.reading.open_array import OpenArray, RangeArray, TensorStoreArrays
 from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.reading.read_options import ReadOptions
+from t5ckpt.reading.size_limits import check_count
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
+# The .zarray of an array with 32 dimensions has less than a kilobyte.
+_MAX_ZARRAY_BYTES = 2**20
+
+
+def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies_all: bool = False) -> OpenArray:
+    """Opens an array of a checkpoint.
+
+    A missing ``.zarray`` is replaced by the metadata in the manifest.
+
+    Args:
+      files: of the checkpoint.
+      leaf: the array.
+      name: of the leaf, for errors.
+      verifies_all: verifies also chunks of which little is read.
+
+    Raises:
+      CorruptCheckpointError: the array is missing, or its metadata contradicts the manifest or the size of its files.
+      UnsupportedFormatError: its dtype or a codec is not read.
+      NotEnoughMemoryError: a chunk is larger than this machine's memory.
+      FormatError: a file of the array is a link out of the checkpoint.
+    """
+    if leaf.driver == 'bytes':
+        return ChunkedArray(leaf, name, files, layout_of_range(leaf), verifies_all=verifies_all)
+    if not leaf.is_zarr_directory:
+        from t5ckpt.reading.tensorstore_array import TensorStoreArray
+
+        return TensorStoreArray(leaf, name, files)
+    file = f'{leaf.location}/{ZARRAY}'
+    where = files.where(file, name)
+    try:
+        data = _recorded_zarray(files, leaf, file)
+        if data is None:
+            data = files.read(file, name, _MAX_ZARRAY_BYTES)
+            files.compare(file, name, entry_of(data))
+        layout = decode_zarray(data, leaf, where)
+    except CheckpointNotFoundError as error:
+        if 'chunks' not in leaf.metadata:
+            raise files.missing(file, name) from error
+        layout = layout_in_manifest(leaf, where)
+    if layout.fill is None:
+        check_count(layout.grid.num_chunks, lambda: sum(1 for _ in files.storage.walk(files.key(leaf.location))), where)
+    return ChunkedArray(leaf, name, files, layout, verifies_all=verifies_all)
+
+
+def _recorded_zarray(files: CheckpointFiles, leaf: StoredArray, file: str) -> bytes | None:
+    """The ``.zarray`` in a bucket, without a request, if its recorded checksum is that of the manifest's metadata."""
+    if files.storage.is_file_system or not {'chunks', 'compressor'} <= leaf.metadata.keys():
+        return None
+    data = zarray_bytes(leaf)
+    return data if (files.checksums or {}).get(file) == entry_of(data) else None
 
 
 class ArrayReader:
@@ -54,75 +96,36 @@ class ArrayReader:
         located: Located,
         mmap: bool = False,
         *,
-        checksums: FileChecksums | None = None,
-        only_whole_chunks: bool = False,
+        checksums: Checksums = None,
+        verifies_all: bool = True,
         identity: Identity | None = None,
     ):
         """Makes a reader.
 
         Args:
           located: the checkpoint.
-          mmap: arrays are memory-mapped where possible, see ``reading/local/mmap_reader.py``.
-          checksums: the checkpoint's file checksums; every file that is read is compared with them.
-          only_whole_chunks: verifies an uncompressed chunk only if one request reads all of it.
+          mmap: arrays are memory-mapped where possible, see ``reading/mapped.py``.
+          checksums: the checkpoint's file checksums; every file that is read whole is compared with them.
+          verifies_all: reads all of each chunk, and verifies it, also if it is mapped or little of it is wanted.
           identity: each :meth:`read` checks that the checkpoint is still this one; None if the caller checks it once for
             many reads.
         """
-        self._storage = storage = located.storage
-        self._directory = directory = located.directory
+        self.files = CheckpointFiles.of(located, checksums)
+        self._mmap = mmap and located.storage.is_file_system
+        self._verifies_all = verifies_all
         self._identity = identity
-        follow_links = located.follow_links
-        root = storage.local_path(directory)
-        self._files = CheckpointFiles.of(located)
-        self._checks = (
-            None if checksums is None else ChecksumVerifier(checksums, self._files, only_whole_chunks=only_whole_chunks)
-        )
-        self._mapper = None if root is None or not mmap else ArrayMapper(root, follow_links=follow_links)
-        self._direct = None if root is None else DirectReader(root, checks=self._checks, follow_links=follow_links)
-        self._arrays = TensorStoreArrays(self._files, self._checks)
         self._around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the checkpoint's files are on a local file system."""
-        return self._direct is not None
+    def open(self, leaf: StoredArray, name: str) -> OpenArray:
+        """Opens an array; raises as :func:`open_array`."""
+        return open_array(self.files, leaf, name, verifies_all=self._verifies_all)
 
     def map_boxes(self, leaf: StoredArray, name: str, boxes: Sequence[Box]) -> dict[Box, np.ndarray] | None:
-        """Verified buffers on private maps, by box, in the leaf's dtype; None if the array is not mapped."""
-        views = None if self._mapper is None else self._mapper.map_boxes(leaf, name, boxes)
-        if views is None:
+        """Writable buffers on private maps, by box, in the leaf's dtype; None if a box is to be read."""
+        if not self._mmap or not leaf.is_zarr_directory or leaf.metadata.get('compressor') is not None:
             return None
-        for task in self._check_tasks(leaf, name, boxes):
-            task()
-        return {box: from_stored(view, leaf.dtype) for box, view in views.items()}
-
-    def start_open(
-        self, leaf: StoredArray, name: str, boxes: Sequence[Box], pool: Pool | None = None
-    ) -> Callable[[], OpenArray]:
-        """Starts to open an array for reads of some boxes.
-
-        Args:
-          leaf: the array.
-          name: of the leaf, for errors.
-          boxes: that will be read.
-          pool: its threads run the reads. Without it, they run in the caller's thread or in TensorStore's.
-
-        Returns:
-          A function that waits for the opened array; raises as the one that ``TensorStoreArrays.start_open`` returns.
-        """
-        where = f'{name} ({self._arrays.url(leaf)})'
-        direct = self._direct
-        if leaf.driver == 'bytes':
-            opened = (
-                RangeArray(leaf, where, self._storage, self._directory)
-                if direct is None
-                else direct.open_range(leaf, name, where)
-            )
-            return lambda: opened
-        if direct is None or pool is None or not is_read_natively(leaf):
-            return self._arrays.start_open(leaf, name, where)
-        opening = pool.submit(direct.open, leaf, name, where, boxes)
-        return lambda: opening.result() or self._arrays.start_open(leaf, name, where)()
+        array = self.open(leaf, name)
+        return array.map_boxes(boxes) if isinstance(array, ChunkedArray) else None
 
     def read(self, leaf: StoredArray, name: str, index: Any = ...) -> np.ndarray:
         """Reads a numpy basic index of an array; only the chunks that it overlaps are read.
@@ -140,19 +143,20 @@ class ArrayReader:
           FormatError: the array is damaged.
           StorageError: a file cannot be read.
         """
-        with self._around_read():
-            return self._read_identified(leaf, name, index)
+        with self._around_read(), self._identified(leaf):
+            return self._read(leaf, name, index)
 
-    def _read_identified(self, leaf: StoredArray, name: str, index: Any) -> np.ndarray:
+    @contextlib.contextmanager
+    def _identified(self, leaf: StoredArray) -> Generator[None]:
         if self._identity is None:
-            return self._read(leaf, name, index)
-        # A read that verifies checksums needs no check of the checkpoint's identity.
-        file = leaf.location if leaf.driver == 'bytes' else None
-        with self._identity.checked_on_failure() if self._compares_all() else self._identity.reading(file=file):
-            return self._read(leaf, name, index)
-
-    def _compares_all(self) -> bool:
-        return self._checks is not None and not self._checks.only_whole_chunks
+            yield
+            return
+        with self._identity.checked_on_failure():
+            # A read that verifies all checksums needs no other check of the checkpoint's identity.
+            compares_all = self._verifies_all and self.files.checksums is not None
+            file = leaf.location if leaf.driver == 'bytes' else None
+            with contextlib.nullcontext() if compares_all else self._identity.reading(file=file):
+                yield
 
     def in_one(self) -> Self:
         """A reader for many reads, after which the caller checks the checkpoint's identity once."""
@@ -170,18 +174,12 @@ class ArrayReader:
         basic = basic_index(index, leaf.shape)
         if basic is None:
             return self._read(leaf, name, ...)[index]
+        whole = Box.whole(leaf.shape)
+        mapped = self.map_boxes(leaf, name, [whole]) if index is Ellipsis else None
+        if mapped is not None:
+            return mapped[whole]
         slices, after = basic
-        box = Box.from_slices(slices, leaf.shape)
-        for task in self._check_tasks(leaf, name, [box]):
-            task()
-        values = self._read_mapped(leaf, name, slices, whole=index is Ellipsis)
-        if values is None:
-            values = self.start_open(leaf, name, [box])().read(slices)
-        return from_stored(values, leaf.dtype)[after]
-
-    def _check_tasks(self, array: StoredArray, name: str, boxes: Iterable[Box]) -> list[Callable[[], None]]:
-        """The checks to run before boxes are read by a reader that does not verify checksums."""
-        return [] if self._checks is None else self._checks.tasks(array, name, boxes)
+        return self.open(leaf, name).read(slices)[after]
 
     def check_prefixed(self, prefix: str) -> None:
         """Verifies the files with a prefix that are not arrays, before another library opens them.
@@ -189,50 +187,27 @@ class ArrayReader:
         Raises:
           FormatError: a file is damaged, missing, or a link out of the checkpoint.
         """
-        parent, _, beginning = prefix.rpartition('/')
-        names = [join(parent, name) for name in self._storage.names(join(self._directory, parent), beginning)]
+        files, (parent, _, beginning) = self.files, prefix.rpartition('/')
+        names = [join(parent, name) for name in files.storage.names(files.key(parent), beginning)]
         for name in names:
-            self._files.check(name, name)
-        removed = not names and self._storage.kind(join(self._directory, parent, DATASET_REMOVED)) == 'file'
-        if self._checks is not None and not removed:
-            for file in self._checks.listed(prefix):
-                self._checks.check(file, 'data iterator')
-
-    def _read_mapped(
-        self, array: StoredArray, name: str, slices: tuple[slice, ...], *, whole: bool
-    ) -> np.ndarray | None:
-        if self._mapper is None:
-            return None
-        box = Box.from_slices(slices, array.shape)
-        views = self._mapper.map_boxes(array, name, [box], strided=not whole)
-        if views is None:
-            return None
-        if whole:
-            return views[box]
-        # A copy of the slice, since a view would keep the whole map alive.
-        return views[box][relative_to_box(slices)].copy()
+            files.check(name, name)
+        removed = not names and files.storage.kind(files.key(join(parent, DATASET_REMOVED))) == 'file'
+        for file in () if removed else files.checksums or ():
+            if file.startswith(prefix):
+                files.verify(file, 'data iterator')
 
 
 def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None = None) -> LazyArray:
     """A lazy array of a leaf, stored or inline, cast to ``dtype`` when it is read."""
     wanted = np.dtype(leaf.dtype) if dtype is None else dtype
-    if not isinstance(leaf, StoredArray):
-        value = np.asarray(leaf)
-        return LazyThreadPoolArray(
-            value.shape,
-            wanted,
-            lambda: cast(value, wanted, name).copy(),
-            lambda index: cast(value[index], wanted, name).copy(),
-            name,
-        )
-    # Read in the calling thread, because pools and event loops do not work while the interpreter exits.
-    return LazyThreadPoolArray(
-        leaf.shape,
-        wanted,
-        lambda: cast(reader.read(leaf, name), wanted, name),
-        lambda index: cast(reader.read(leaf, name, index), wanted, name),
-        name,
-    )
+
+    def read(index: Any = ...) -> np.ndarray:
+        if isinstance(leaf, StoredArray):
+            # Read in the calling thread, because event loops do not work while the interpreter exits.
+            return cast(reader.read(leaf, name, index), wanted, name)
+        return cast(np.asarray(leaf)[index], wanted, name).copy()
+
+    return LazyThreadPoolArray(leaf.shape, wanted, read, read, name)
 
 
 def open_contents(
@@ -240,28 +215,25 @@ def open_contents(
     step: int | None,
     storage_options: Mapping[str, Any] | None,
     reading: ReadOptions,
-    *,
-    lazy: bool,
 ) -> Contents:
     """Finds a checkpoint and decodes its manifest and facts; raises as ``locate`` and ``decode_contents``."""
     located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
-    checksums = reading.verifies_checksums(located.storage, lazy=lazy)
-    return decode_contents(located, read_raw(located, checksums=checksums))
+    return decode_contents(located, read_raw(located))
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
-    """A reader of an opened checkpoint's arrays, which verifies checksums if the checkpoint was opened with them.
+    """A reader of an opened checkpoint's arrays, which reads its file checksums at the first use.
 
     Raises:
       CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
-    located = contents.located
-    _check_step_of_directory(contents, strictly=reading.verify == 'full')
+    is_full = reading.verify == 'full'
+    _check_step_of_directory(contents, strictly=is_full)
     return ArrayReader(
-        located,
+        contents.located,
         reading.mmap,
-        checksums=contents.checksums,
-        only_whole_chunks=reading.verify == 'auto',
+        checksums=contents.read_checksums if reading.verifies else None,
+        verifies_all=is_full,
         identity=contents.identity,
     )
 

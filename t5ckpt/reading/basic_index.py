@@ -41,11 +41,6 @@ def basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tu
     return tuple(read), tuple(after)
 
 
-def relative_to_box(slices: Sequence[slice]) -> tuple[slice, ...]:
-    """The forward slices relative to the box that they span."""
-    return tuple(slice(None, None, part.step) for part in slices)
-
-
 def _is_integer(part: Any) -> bool:
     return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
 

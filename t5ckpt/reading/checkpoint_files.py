@@ -1,15 +1,15 @@
-"""Reads the files of a checkpoint such that nothing outside its directory is read, and computes their checksums.
+"""Reads the files of a checkpoint such that nothing outside its directory is read, and compares their checksums.
 
-Names from a manifest are checked when they are parsed. Symbolic links and special files are checked here: each component is
-opened with ``O_NOFOLLOW``. A link whose target is inside the checkpoint is followed; a link out of it is refused, unless the
-caller asks to follow links. Only regular files are read, since a FIFO would block the reader and a device might never end.
+Names from a manifest are checked when they are parsed. Symbolic links and special files are checked here: the directory of a
+file is resolved, and the file is opened with ``O_NOFOLLOW``. A link whose target is inside the checkpoint is followed; a link out
+of it is refused, unless the caller asks to follow links. Only regular files are read, since a FIFO would block the reader and a
+device might never end.
 
-On a local file system, a thread reads a file in blocks that fit the processor's cache and hashes each block there. On other
-storage, a file is read in one request. Reading and hashing both release the GIL, so the threads are as fast as the disk or,
-for cached files, as memory.
+On a local file system, a file is read in blocks that fit a core's cache and hashed there. Elsewhere a whole file is one request,
+and so is a range of a file.
 
 Notes: 10.8 GB/s of cached files on two cores, of which one hashes 24 GB/s. Each thread takes 1 MiB of memory on a file
-system, and the size of the largest file on other storage.
+system, and the size of a file on other storage.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import collections
 import contextlib
 import errno
 import os
+import re
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import xxhash
@@ -34,22 +35,31 @@ from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    StorageError,
     T5CkptError,
     UnsafeSpecError,
     UnsupportedFormatError,
 )
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry
+from t5ckpt.format.zarray import ZARRAY
+from t5ckpt.reading.aligned_memory import SpareMemory
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.storage.memory_limit import check_whole_read
 
+Checksums: TypeAlias = FileChecksums | Callable[[], FileChecksums | None] | None
+"""The file checksums of a checkpoint, or a function that reads them; None if none are compared."""
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _MAX_DEPTH = 64
-# The .zarray of an array with 32 dimensions has less than a kilobyte.
-_MAX_ZARRAY_BYTES = 2**20
-_BLOCK = 2**20
+BLOCK_BYTES = 2**20
+"""Of a block, which fits a core's cache."""
 _PAGE = 4096
 _MIN_THREADS = 8
 _AHEAD = 8
+_CURE = (
+    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --drop" copies the step without these '
+    'leaves.'
+)
+_CURE_OF_METADATA = 'Remove this file: the manifest has the same metadata, and is then used.'
 
 
 def open_source(path: str) -> BinaryIO:
@@ -88,165 +98,127 @@ def check_size(size: int, limit: int, where: str) -> None:
         raise CorruptCheckpointError(f'{where} has {size:,} bytes, expected at most {limit:,}. Copy it again.')
 
 
-class ContainedDirectory:
-    """Opens the files of one checkpoint's directory. Safe from any thread."""
+def local_threads() -> int:
+    """Several reads in flight keep a disk busy, and copies from the page cache keep every core busy."""
+    return max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
 
-    def __init__(self, root: str, *, follow_links: bool = False):
-        """Takes the checkpoint's directory; with ``follow_links`` symbolic links may lead out of it."""
-        self._root = root
-        self._follow = follow_links
 
-    def open_dir(self, name: str, where: str) -> int:
-        """A descriptor of a directory below the root, which the caller closes.
+class OpenFile(abc.ABC):
+    """An open file; ``size`` is its bytes, None for a part of a file in a bucket, and ``descriptor`` that of a local file."""
 
-        Raises:
-          UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          OSError: it cannot be opened.
-        """
-        fd = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            return self._below(fd, '', name, where, _DIRECTORY) if name else os.dup(fd)
-        finally:
-            os.close(fd)
+    size: int | None
+    descriptor = -1
 
-    def open(self, name: str, where: str) -> tuple[int, int]:
-        """As :meth:`open_file`, for a name below the root."""
-        directory = self.open_dir('', where)
-        try:
-            return self.open_file(directory, '', name, where)
-        finally:
-            os.close(directory)
-
-    def open_file(self, directory: int, above: str, name: str, where: str) -> tuple[int, int]:
-        """A descriptor of a file, which the caller closes, and the file's size.
-
-        Args:
-          directory: a descriptor of an open directory.
-          above: the directory's name below the root.
-          name: relative to that directory.
-          where: for messages, such as the name of a leaf.
+    @abc.abstractmethod
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """The bytes of a range, in ``into`` or in memory that the next read of this thread may overwrite.
 
         Raises:
-          CorruptCheckpointError: it is not a regular file.
-          UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          OSError: it cannot be opened.
+          EOFError: the file is shorter.
         """
-        fd = self._below(directory, above, name, where, _FILE)
-        try:
-            info = os.fstat(fd)
-        except OSError:
-            os.close(fd)
-            raise
-        if stat.S_ISREG(info.st_mode):
-            return fd, info.st_size
-        os.close(fd)
-        raise self._irregular(where, self._path(above, name))
 
-    def check(self, name: str, where: str) -> None:
-        """Checks a name and everything below it for links out of the checkpoint, before another library opens it.
+    def blocks(self) -> Iterator[memoryview]:
+        """All bytes of a file whose size is known, in blocks; each may be overwritten by the next."""
+        size = self.size or 0
+        return (self.read(start, min(size, start + BLOCK_BYTES)) for start in range(0, size, BLOCK_BYTES))
 
-        Raises:
-          CorruptCheckpointError: an entry is neither a file nor a directory.
-          UnsafeSpecError: a symbolic link leads out of the checkpoint.
-          OSError: a directory cannot be read; a missing one is not an error.
-        """
-        parts = name.split('/') if name else []
-        for length in range(1, len(parts)):
-            self._check_link('/'.join(parts[:length]), where)
-        for below in self._tree(name):
-            mode = self._check_link(below, where)
-            if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise self._irregular(where, self._path(below))
-        # TensorStore allocates memory of the size of the file, and ends the process if this fails.
-        metadata = os.path.join(self._path(name), '.zarray')
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            check_size(os.stat(metadata).st_size, _MAX_ZARRAY_BYTES, f'{where}: {metadata}')
 
-    @staticmethod
-    def _irregular(where: str, path: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f'{where}: {path} is not a regular file. {CURE_OF_DAMAGE}')
+class _Scratch(threading.local):
+    """Memory of each thread for the block that it reads, which fits a core's cache."""
 
-    def _tree(self, name: str, depth: int = 0) -> Iterator[str]:
-        yield name
-        try:
-            with os.scandir(self._path(name)) as scan:
-                # A fast path for regular files, which most entries are.
-                irregular = (item for item in scan if not item.is_file(follow_symlinks=False))
-                entries = [(item.name, item.is_dir(follow_symlinks=False)) for item in irregular]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry, is_dir in entries:
-            below = os.path.join(name, entry)
-            if is_dir and depth < _MAX_DEPTH:
-                yield from self._tree(below, depth + 1)
-            else:
-                yield below
+    def __init__(self) -> None:
+        self.bytes = np.empty(BLOCK_BYTES, np.uint8)
 
-    def _check_link(self, name: str, where: str) -> int | None:
-        """The mode of the file with a name; None if there is none."""
-        path = self._path(name)
-        try:
-            if stat.S_ISLNK(os.lstat(path).st_mode):
-                path = self._resolved(name, where)
-            return os.stat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
-    def _path(self, *names: str) -> str:
-        return os.path.join(self._root, *(name for name in names if name))
+_scratch = _Scratch()
 
-    def _below(self, fd: int, above: str, name: str, where: str, flags: int) -> int:
-        *parents, last = name.split('/')
-        opened = [fd]
-        try:
-            for parent in parents:
-                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
-            return os.open(last, flags, dir_fd=opened[-1])
-        except OSError as error:
-            # A link itself gives ELOOP, or ENOTDIR if a directory was requested.
-            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                raise
-            return os.open(self._resolved(f'{above}/{name}' if above else name, where), flags)
-        finally:
-            for descriptor in opened[1:]:
-                os.close(descriptor)
 
-    def _resolved(self, name: str, where: str) -> str:
-        """The target of a link, if it is inside the checkpoint or links may be followed."""
-        root = os.path.realpath(self._root)
-        path = os.path.join(root, name)
-        real = os.path.realpath(path)
-        if not self._follow and os.path.commonpath([root, real]) != root:
-            raise UnsafeSpecError(
-                f'{where}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
-                'if you trust who made the link, pass follow_links=True.'
-            )
-        return real
+class _LocalFile(OpenFile):
+    def __init__(self, fd: int, size: int):
+        self.descriptor, self.size = fd, size
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        if into is None:
+            size = stop - start
+            into = (_scratch.bytes[:size] if size <= BLOCK_BYTES else np.empty(size, np.uint8)).data
+        filled = 0
+        while filled < stop - start:
+            count = os.preadv(self.descriptor, [into[filled:]], start + filled)
+            if count == 0:
+                raise EOFError
+            filled += count
+        return into
+
+
+class _RemoteFile(OpenFile):
+    """A file in memory or in a bucket: all of it, or ranges that are requested one by one."""
+
+    def __init__(self, storage: Storage, key: str, *, whole: bool):
+        self._storage, self._key = storage, key
+        self._data = storage.read(key) if whole else None
+        self.size = None if self._data is None else len(self._data)
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        if self._data is None:
+            data = memoryview(self._storage.read(self._key, start, stop))
+        else:
+            data = memoryview(self._data)[start:stop]
+        if len(data) != stop - start:
+            raise EOFError(f'ends before byte {stop:,}')
+        if into is None:
+            return data
+        into[:] = data
+        return into
 
 
 class CheckpointFiles(abc.ABC):
-    """Reads files of one checkpoint. Safe from any thread."""
+    """Reads files of one checkpoint. Safe from any thread.
 
-    def __init__(self, storage: Storage, directory: str):
-        """Takes the checkpoint's directory; see :meth:`at`."""
+    Attributes:
+      block_bytes: of a range of a file that is read at once.
+      gap_bytes: that are read in addition, where this is faster than another read.
+      task_bytes: the least that a task for a thread reads.
+      threads: that read at once.
+      memory: for encoded chunks.
+    """
+
+    block_bytes: int
+    gap_bytes: int
+    task_bytes: int
+    threads: int
+
+    def __init__(self, storage: Storage, directory: str, checksums: Checksums = None):
+        """Takes the checkpoint's directory, and its file checksums if files are to be compared with them; see :meth:`at`."""
         self.storage = storage
         self.directory = directory
+        self.memory = SpareMemory()
+        self._checksums = checksums
+        self._lock = threading.RLock()
 
     @staticmethod
-    def at(storage: Storage, directory: str, *, follow_links: bool = False) -> CheckpointFiles:
+    def at(
+        storage: Storage, directory: str, checksums: Checksums = None, *, follow_links: bool = False
+    ) -> CheckpointFiles:
         """The files of a directory; with ``follow_links`` symbolic links may lead out of it."""
         root = storage.local_path(directory)
         if root is None:
-            return _RemoteFiles(storage, directory)
-        return _LocalFiles(storage, directory, ContainedDirectory(root, follow_links=follow_links))
+            return _RemoteFiles(storage, directory, checksums)
+        return _LocalFiles(storage, directory, checksums, root, follow_links=follow_links)
 
-    @staticmethod
-    def of(located: Located) -> CheckpointFiles:
+    @classmethod
+    def of(cls, located: Located, checksums: Checksums = None) -> CheckpointFiles:
         """The files of a located checkpoint."""
-        return CheckpointFiles.at(located.storage, located.directory, follow_links=located.follow_links)
+        return cls.at(located.storage, located.directory, checksums, follow_links=located.follow_links)
 
-    @abc.abstractmethod
-    def check(self, name: str, where: str) -> None:
+    @property
+    def checksums(self) -> FileChecksums | None:
+        """The file checksums, which are read at the first use if they were not read before."""
+        with self._lock:
+            if callable(self._checksums):
+                self._checksums = self._checksums()
+            return self._checksums
+
+    def check(self, name: str, where: str) -> None:  # noqa: B027 - only file systems have links
         """Checks a name and everything below it for links out and special files, before another library reads it.
 
         Raises:
@@ -255,117 +227,203 @@ class CheckpointFiles(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, file: str, limit: int | None = None) -> bytes:
-        """All bytes of a small file.
+    def opened(self, file: str, name: str = '', *, whole: bool = True) -> contextlib.AbstractContextManager[OpenFile]:
+        """Opens a file, of which ranges are read or, with ``whole``, all bytes; ``name`` is that of a leaf, for errors.
 
         Raises:
-          CheckpointNotFoundError, StorageError, FormatError: from the storage or from ``reading/checkpoint_files.py``.
+          CheckpointNotFoundError: there is no such file; of a part of a file in a bucket, its first read raises this.
+          CorruptCheckpointError: it is not a regular file, or became shorter while it was read.
+          UnsafeSpecError: a symbolic link leads out of the checkpoint.
+          StorageError: it cannot be read.
+        """
+
+    def read(self, file: str, name: str = '', limit: int | None = None) -> bytes:
+        """All bytes of a small file, of the leaf of a name if there is one.
+
+        Raises:
+          CheckpointNotFoundError, StorageError, FormatError: as :meth:`opened`.
           CorruptCheckpointError: the file has more than ``limit`` bytes. In a bucket its size is known only after the read.
           NotEnoughMemoryError: it does not fit in memory.
         """
+        with self.opened(file, name) as opened:
+            size = opened.size or 0
+            if limit is not None:
+                check_size(size, limit, self.where(file, name))
+            check_whole_read(size, self.where(file, name))
+            return bytes(opened.read(0, size))
 
-    @abc.abstractmethod
     def read_with_version(self, file: str) -> tuple[bytes, Any]:
-        """All bytes of a small file, and its ``Storage.version``."""
+        """All bytes of a small file, and its ``Storage.version`` from before."""
+        version = self.storage.version(self.key(file))
+        return self.read(file), version
 
-    @abc.abstractmethod
-    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
-        """As :meth:`read_with_version`; None if there is no such file."""
+    def read_if_there(self, file: str) -> bytes | None:
+        """As :meth:`read`; None if there is no such file."""
+        with contextlib.suppress(CheckpointNotFoundError):
+            return self.read(file)
+        return None
 
-    def digest(self, file: str) -> tuple[int, str]:
+    def digest(self, file: str) -> FileEntry:
         """A file's length and its xxh3-64."""
-        state, size = xxhash.xxh3_64(), 0
-        for block in self._blocks(file):
-            state.update(block)
-            size += len(block)
-        return size, state.hexdigest()
+        state = xxhash.xxh3_64()
+        with self.opened(file) as opened:
+            for block in opened.blocks():
+                state.update(block)
+            return opened.size or 0, state.hexdigest()
 
     def zeros(self, file: str) -> tuple[int, int] | None:
         """The range in bytes from the first to the last page of zeros in a file, as a hole reads."""
-        first = last = None
-        offset = 0
-        for block in self._blocks(file):
-            pages = np.frombuffer(block, np.uint8)[: len(block) // _PAGE * _PAGE].reshape(-1, _PAGE)
-            for page in np.flatnonzero(~pages.any(axis=1)).tolist():
-                first = offset + page * _PAGE if first is None else first
-                last = offset + (page + 1) * _PAGE
-            offset += len(block)
-        return None if first is None or last is None else (first, last)
+        found: list[int] = []
+        with self.opened(file) as opened:
+            for number, block in enumerate(opened.blocks()):
+                pages = np.frombuffer(block, np.uint8)[: len(block) // _PAGE * _PAGE].reshape(-1, _PAGE)
+                found += (np.flatnonzero(~pages.any(axis=1)) * _PAGE + number * BLOCK_BYTES).tolist()
+        return (found[0], found[-1] + _PAGE) if found else None
 
-    @abc.abstractmethod
-    def _blocks(self, file: str) -> Iterable[memoryview]:
-        """The blocks of a file; each block may be overwritten by the next."""
+    def compare(self, file: str, name: str, entry: FileEntry) -> None:
+        """Compares a file of a leaf with its recorded checksum, if checksums are to be compared.
 
-    def _key(self, file: str) -> str:
+        Raises:
+          CorruptCheckpointError: they differ, or the file has none.
+        """
+        checksums = self.checksums
+        if checksums is None:
+            return
+        if file not in checksums:
+            raise CorruptCheckpointError(f'{self.where(file, name)} has no checksum in this checkpoint. {_CURE}')
+        cure = _CURE_OF_METADATA if file.endswith(f'/{ZARRAY}') else _CURE
+        checksums.check(file, entry, self.where(file, name), cure)
+
+    def verify(self, file: str, name: str) -> None:
+        """Reads a file and compares it with its recorded checksum.
+
+        Raises:
+          CorruptCheckpointError: as for :meth:`compare`, or the file is missing.
+          StorageError: the file cannot be read.
+        """
+        try:
+            self.compare(file, name, self.digest(file))
+        except CheckpointNotFoundError as error:
+            raise self.missing(file, name) from error
+
+    def missing(self, file: str, name: str) -> CorruptCheckpointError:
+        """The error that a file of a leaf is missing."""
+        cure = CURE_OF_DAMAGE if self.checksums is None else _CURE
+        return CorruptCheckpointError(f'{self.where(file, name)} is missing. {cure}')
+
+    def where(self, file: str, name: str) -> str:
+        """A file, of the leaf of this name if there is one, for messages."""
+        return f'{name}: {self.url(file)}' if name else self.url(file)
+
+    def key(self, file: str) -> str:
+        """The key of a file in the storage."""
         return join(self.directory, file)
+
+    def url(self, file: str) -> str:
+        """The path or URL of a file."""
+        return self.storage.url(self.key(file))
 
 
 class _RemoteFiles(CheckpointFiles):
-    """Files in memory or in a bucket, which has no links. A file is read in one request."""
+    """Files in memory or in a bucket, which has no links."""
 
-    def check(self, name: str, where: str) -> None:
-        pass
+    # A server takes a few milliseconds to the first byte, in which it transfers a few hundred kilobytes.
+    block_bytes, gap_bytes, task_bytes, threads = 16 * 2**20, 256 * 2**10, 1, 32
 
-    def read(self, file: str, limit: int | None = None) -> bytes:  # noqa: ARG002
-        return self.storage.read(self._key(file))
+    @contextlib.contextmanager
+    def opened(self, file: str, name: str = '', *, whole: bool = True) -> Generator[OpenFile]:
+        try:
+            yield _RemoteFile(self.storage, self.key(file), whole=whole)
+        except EOFError as error:
+            raise CorruptCheckpointError(f'{self.where(file, name)} {error}. {CURE_OF_DAMAGE}') from error
+        except StorageError as error:
+            # It names the key.
+            raise type(error)(error.errno, f'{name}: {error.strerror}' if name else error.strerror) from error
 
     def read_with_version(self, file: str) -> tuple[bytes, Any]:
-        return self.storage.read_with_version(self._key(file))
-
-    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
-        # The read itself reports a missing file.
-        try:
-            return self.read_with_version(file)
-        except CheckpointNotFoundError:
-            return None
-
-    def _blocks(self, file: str) -> Iterable[memoryview]:
-        return (memoryview(self.read(file)),)
+        return self.storage.read_with_version(self.key(file))
 
 
 class _LocalFiles(CheckpointFiles):
     """Files in a directory of a local file system."""
 
-    def __init__(self, storage: Storage, directory: str, contained: ContainedDirectory):
-        super().__init__(storage, directory)
-        self._contained = contained
-        self._local = threading.local()
+    block_bytes, gap_bytes, task_bytes = BLOCK_BYTES, 1024, 8 * 2**20
 
-    def check(self, name: str, where: str) -> None:
-        with foreign_errors(self.storage.url(self._key(name))):
-            self._contained.check(name, where)
+    def __init__(self, storage: Storage, directory: str, checksums: Checksums, root: str, *, follow_links: bool):
+        super().__init__(storage, directory, checksums)
+        self.threads = local_threads()
+        self._follow = follow_links
+        self._root = os.path.realpath(root)
+        self._directories: dict[str, str] = {}
 
-    def read(self, file: str, limit: int | None = None) -> bytes:
-        url, size = self.storage.url(self._key(file)), self.storage.size(self._key(file)) or 0
-        if limit is not None:
-            check_size(size, limit, url)
-        check_whole_read(size, url)
-        return b''.join(bytes(block) for block in self._blocks(file))
-
-    def read_with_version(self, file: str) -> tuple[bytes, Any]:
-        version = self.storage.version(self._key(file))
-        return self.read(file), version
-
-    def read_if_there(self, file: str) -> tuple[bytes, Any] | None:
-        # A file may be deleted between the check and the read, which is an error.
-        return self.read_with_version(file) if self.storage.is_file(self._key(file)) else None
-
-    def _blocks(self, file: str) -> Iterator[memoryview]:
-        with foreign_errors(self.storage.url(self._key(file))):
-            fd, _ = self._contained.open(file, file)
+    @contextlib.contextmanager
+    def opened(self, file: str, name: str = '', *, whole: bool = True) -> Generator[OpenFile]:
+        where = self.where(file, name)
+        with foreign_errors(where):
+            fd = self._open(file, where)
             try:
-                yield from self._file_blocks(fd)
+                info = os.fstat(fd)
+                if not stat.S_ISREG(info.st_mode):
+                    raise _irregular(where)
+                if whole and info.st_size > BLOCK_BYTES and hasattr(os, 'posix_fadvise'):
+                    with contextlib.suppress(OSError):
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                yield _LocalFile(fd, info.st_size)
+            except EOFError as error:
+                raise CorruptCheckpointError(f'{where} became shorter while it was read. {CURE_OF_DAMAGE}') from error
             finally:
                 os.close(fd)
 
-    def _file_blocks(self, fd: int) -> Iterator[memoryview]:
-        if not hasattr(self._local, 'block'):
-            self._local.block = memoryview(bytearray(_BLOCK))
-        if hasattr(os, 'posix_fadvise'):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while (count := os.readv(fd, [self._local.block])) > 0:
-            yield self._local.block[:count]
+    def _open(self, file: str, where: str) -> int:
+        directory, _, name = file.rpartition('/')
+        # Many files of a directory are opened, which is resolved once.
+        if directory not in self._directories:
+            above = [directory[: end.start()] for end in re.finditer('/|$', directory)]
+            has_links = any(os.path.islink(f'{self._root}/{each}') for each in above)
+            self._directories[directory] = (
+                self._resolved(directory, where) if has_links else f'{self._root}/{directory}'
+            )
+        try:
+            return os.open(f'{self._directories[directory]}/{name}', _FILE)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            return os.open(self._resolved(file, where), _FILE)
+
+    def _resolved(self, name: str, where: str) -> str:
+        """The target of a path with links, if it is inside the checkpoint or links may be followed."""
+        path = os.path.join(self._root, name)
+        real = os.path.realpath(path)
+        if not self._follow and os.path.commonpath([self._root, real]) != self._root:
+            raise UnsafeSpecError(
+                f'{where}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
+                'if you trust who made the link, pass follow_links=True.'
+            )
+        return real
+
+    def check(self, name: str, where: str) -> None:
+        with foreign_errors(where):
+            self._check(name, where, 0)
+
+    def _check(self, name: str, where: str, depth: int) -> None:
+        path = self._resolved(name, where)
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            raise _irregular(f'{where}: {path}')
+        # What a link inside the checkpoint leads to is below another name, too.
+        if stat.S_ISDIR(mode) and depth < _MAX_DEPTH and not os.path.islink(os.path.join(self._root, name)):
+            with os.scandir(path) as entries:
+                # Most entries are regular files.
+                names = [entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
+            for below in names:
+                self._check(join(name, below), where, depth + 1)
+
+
+def _irregular(where: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f'{where} is not a regular file. {CURE_OF_DAMAGE}')
 
 
 def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -374,7 +432,7 @@ def in_threads(items: Iterable[Any], work: Callable[[Any], Any], threads: int = 
     Yields:
       (item, result) in the order of the items, or (item, error) for a T5CkptError.
     """
-    count = threads or max(_MIN_THREADS, 2 * (os.cpu_count() or 1))
+    count = threads or local_threads()
     with Pool(count) as pool:
         waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
         for item in items:

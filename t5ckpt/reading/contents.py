@@ -37,7 +37,7 @@ from t5ckpt.format.safetensors import is_tensor_file
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
-from t5ckpt.reading.raw_files import RawFiles, read_raw
+from t5ckpt.reading.raw_files import RawFiles, read_raw, with_lists
 from t5ckpt.reading.safetensors import decode_tensors
 from t5ckpt.reading.zarr_tree import read_zarr_tree
 from t5ckpt.storage import Storage
@@ -58,8 +58,8 @@ class Contents:
     Attributes:
       located: where.
       manifest, facts: decoded.
-      checksums: the file checksums, if they are to be compared.
-      versions: see :class:`RawFiles`.
+      checksums: the file checksums, if they were read with the manifest.
+      raw: the files that were read.
       left_out: items of a step of Orbax, or arrays of a tree of zarr, that are not read.
       unread: see :class:`OrbaxContents`.
     """
@@ -68,14 +68,24 @@ class Contents:
     manifest: Manifest
     facts: Facts
     checksums: FileChecksums | None = None
-    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    raw: RawFiles = RawFiles()  # noqa: RUF009 - frozen
     left_out: tuple[str, ...] = ()
     unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def identity(self) -> Identity:
         """The identity of the checkpoint."""
-        return Identity(self.located, self.versions)
+        return Identity(self.located, self.raw.versions)
+
+    def read_checksums(self) -> FileChecksums | None:
+        """The file checksums, read now if they were not read before; None if the checkpoint has none (T5X).
+
+        Raises:
+          CorruptCheckpointError: one of the files that hold them is missing or damaged.
+        """
+        if self.checksums is not None or self.raw.manifest is None or is_tensor_file(self.located.manifest):
+            return self.checksums
+        return _file_checksums(self.located, with_lists(self.located, self.raw), self.facts.digests)
 
     def check_not_part(self) -> None:
         """Checks that the directory has all files, and not only the part of one of several processes, see ``save/parts.py``.
@@ -145,7 +155,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         orbax = orbax or read_zarr_tree(files, logs_items=logs_items)
         return Contents(located, orbax.manifest, orbax.facts, left_out=orbax.left_out, unread=orbax.unread)
     if is_tensor_file(located.manifest):
-        return Contents(located, decode_tensors(raw.manifest), NO_FACTS, None, raw.versions)
+        return Contents(located, decode_tensors(raw.manifest), NO_FACTS, None, raw)
     refuse_pointer(raw.manifest, located.url)
     facts = _facts(located, raw)
     facts.digests.check(located.manifest, entry_of(raw.manifest), located.url, _CURE)
@@ -160,8 +170,8 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         raise UnsupportedFormatError(f'{located.url} is {what}.') from error
     orbax = resolve_placeholders(files, manifest)
     if orbax is not None:
-        return Contents(located, orbax.manifest, orbax.facts, None, raw.versions)
-    return Contents(located, manifest, facts, _file_checksums(located, raw, facts.digests), raw.versions)
+        return Contents(located, orbax.manifest, orbax.facts, None, raw)
+    return Contents(located, manifest, facts, _file_checksums(located, raw, facts.digests), raw)
 
 
 def _facts(located: Located, raw: RawFiles) -> Facts:

@@ -54,7 +54,7 @@ from t5ckpt.format.orbax import (
     orbax_object,
 )
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, check_size
-from t5ckpt.reading.open_array import database_errors
+from t5ckpt.reading.tensorstore_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, Empty, LeafTable, unique
 from t5ckpt.tree.train_state import BARE_ARRAY
@@ -296,7 +296,7 @@ def array_leaves(
         if storage.is_file_system and not ocdbt:
             key = join(files.directory, name)
             check_size(storage.size(key) or 0, _METADATA_BYTES, storage.url(key))
-    with database_errors(storage, base, where) if ocdbt else foreign_errors(where):
+    with database_errors(files, item, where) if ocdbt else foreign_errors(where):
         store = ts.KvStore.open(kvstore, context=storage.context()).result()
         futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
         contents = {path: future.result() for path, future in futures.items()}

@@ -19,7 +19,7 @@ from t5ckpt.format.facts import decode_facts
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import is_file_checksums
 from t5ckpt.format.safetensors import is_tensor_file
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.safetensors import read_tensors, refuse_shard
 
 
@@ -65,17 +65,17 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
             break
         # A save has replaced a step of the earlier layout, and the file with its facts is gone.
     raw = RawFiles(manifest, facts, versions={located.manifest: version})
-    return dataclasses.replace(raw, checksum_lists=_read_lists(located, files, raw.facts)) if checksums else raw
+    return with_lists(located, raw) if checksums else raw
 
 
 def _read_facts_file(located: Located, files: CheckpointFiles, manifest: bytes) -> bytes | None:
     names = facts_files(located.storage, located.directory)
-    read = files.read_if_there(facts_file(manifest, names)) if names else None
-    return None if read is None else read[0]
+    return files.read_if_there(facts_file(manifest, names)) if names else None
 
 
-def _read_lists(located: Located, files: CheckpointFiles, facts: bytes | None) -> dict[str, bytes]:
-    """The lists of file checksums that the facts record; without facts, those in the directory."""
+def with_lists(located: Located, raw: RawFiles) -> RawFiles:
+    """Adds the lists of file checksums that the facts record; without facts, those in the directory."""
+    files, facts = CheckpointFiles.of(located), raw.facts
     names: Collection[str] = ()
     if facts is None:
         names = [entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)]
@@ -84,7 +84,9 @@ def _read_lists(located: Located, files: CheckpointFiles, facts: bytes | None) -
         with contextlib.suppress(CorruptCheckpointError):
             names = decode_facts(facts, located.url).digests.lists
     lists: dict[str, bytes] = {}
-    for name in names:
-        with contextlib.suppress(CheckpointNotFoundError):
-            lists[name] = files.read(name)
-    return lists
+    for name, data in in_threads(names, files.read, files.threads):
+        if isinstance(data, bytes):
+            lists[name] = data
+        elif not isinstance(data, CheckpointNotFoundError):
+            raise data
+    return dataclasses.replace(raw, checksum_lists=lists)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from t5ckpt.core.arguments import check_word
-from t5ckpt.storage import Storage
 
 _VERIFY_LEVELS = ('auto', 'full', 'quick')
 
@@ -27,10 +26,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check_word('verify', self.verify, _VERIFY_LEVELS)
 
-    def verifies_checksums(self, storage: Storage, *, lazy: bool) -> bool:
-        """Whether checksums are verified: always, never, or with 'auto' only for files that are read completely.
-
-        On storage without local files, verification would fetch each file twice.
-        """
-        reads_whole_chunks = storage.is_file_system and not self.mmap and not lazy
-        return self.verify == 'full' or (self.verify == 'auto' and reads_whole_chunks)
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are compared: of every file that is read whole, and with 'full' of each that is read at all."""
+        return self.verify != 'quick'

@@ -8,13 +8,12 @@ Process 0 reads the headers and broadcasts them as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import zipfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from t5ckpt.core.keys import is_inside, join
@@ -34,10 +33,9 @@ from t5ckpt.format.safetensors import (
     is_npz,
     parse_header,
 )
-from t5ckpt.reading.checkpoint_files import CheckpointFiles, ContainedDirectory
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, OpenFile
 from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
-from t5ckpt.reading.open_array import read_range
-from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import unflatten, unique
 
 _log = logging.getLogger('t5ckpt')
@@ -71,14 +69,12 @@ def read_headers(
       CheckpointNotFoundError: a file that the index names is missing.
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
-    local = storage.local_path(directory)
-    source = _Bucket(storage, directory) if local is None else _Local(local, follow_links)
+    source = CheckpointFiles.at(storage, directory, follow_links=follow_links)
     versions: dict[str, Any] = {}
 
     def header(file: str) -> Header:
         versions[file] = storage.version(join(directory, file))
-        where = storage.url(join(directory, file))
-        return source.npz(file, where) if is_npz(file) else source.header(file, where)
+        return _header(source, file, storage.url(join(directory, file)))
 
     where = storage.url(join(directory, name))
     refuse_shard(name, where)
@@ -86,7 +82,7 @@ def read_headers(
         files = {name: header(name)}
     else:
         versions[name] = storage.version(join(directory, name))
-        index = CheckpointFiles.at(storage, directory, follow_links=follow_links).read(name, MAX_HEADER)
+        index = source.read(name, limit=MAX_HEADER)
         by_tensor = weight_map(index, where)
         files = _chosen(by_tensor, {file: header(file) for file in sorted(set(by_tensor.values()))}, where)
     unread = {tensor: dtype for found in files.values() for tensor, dtype in found.unread.items()}
@@ -182,55 +178,30 @@ def _check_places(names: Sequence[str], where: str) -> None:
         raise UnsupportedFormatError(f"{where}: a '/' in a name begins a level of the tree. {error}") from error
 
 
-class _Local:
-    """The files of a local directory."""
-
-    def __init__(self, root: str, follow_links: bool):
-        self._contained = ContainedDirectory(root, follow_links=follow_links)
-
-    def header(self, file: str, where: str) -> Header:
-        """The header of a file."""
-        with self._opened(file, where) as (opened, size):
-            text = opened.read(header_bytes(opened.read(8), size, where))
-        return parse_header(text, size, file, where)
-
-    def npz(self, file: str, where: str) -> Header:
-        """The arrays of an npz file as a header."""
-        with self._opened(file, where) as (opened, size):
-            refuse_pointer(opened.read(64), where)
-            with npz_errors(where), zipfile.ZipFile(opened) as archive:
-                arrays, unread = npz_arrays(archive, where)
-                entries = [_npz_entry(opened, archive, array, file, size, where) for array in arrays]
-                return Header(entries, size, unread)
-
-    @contextlib.contextmanager
-    def _opened(self, file: str, where: str) -> Generator[tuple[BinaryIO, int]]:
-        """Opens a file; yields it and its size."""
-        with foreign_errors(where):
-            try:
-                fd, size = self._contained.open(file, file)
-            except FileNotFoundError as error:
-                raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
-            with os.fdopen(fd, 'rb') as opened:
-                yield opened, size
-
-
-class _Bucket:
-    """The files below a prefix of an object store, which reports no sizes: the size is taken from the header."""
-
-    def __init__(self, storage: Storage, directory: str):
-        self._storage = storage
-        self._directory = directory
-
-    def header(self, file: str, where: str) -> Header:
-        """The header of a file."""
-        key = join(self._directory, file)
-        length = header_bytes(self._storage.read(key, 0, 8), 2**62, where)
-        return parse_header(read_range(self._storage, key, 8, 8 + length), None, file, where)
-
-    def npz(self, file: str, where: str) -> Header:  # noqa: ARG002
-        """Raises UnsupportedFormatError, since the directory of the archive is at the end of an object of unknown size."""
+def _header(files: CheckpointFiles, file: str, where: str) -> Header:
+    """The header of a file."""
+    if is_npz(file) and not files.storage.is_file_system:
+        # The directory of the archive is at the end of an object of unknown size.
         raise UnsupportedFormatError(f'{where}: npz files are read on local file systems. Copy it to a disk.')
+    try:
+        with files.opened(file, whole=False) as opened:
+            if is_npz(file):
+                return _npz_header(opened, file, where)
+            size = opened.size
+            begin = bytes(opened.read(0, 8 if size is None else min(8, size)))
+            length = header_bytes(begin, 2**62 if size is None else size, where)
+            return parse_header(bytes(opened.read(8, 8 + length)), size, file, where)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
+
+
+def _npz_header(opened: OpenFile, file: str, where: str) -> Header:
+    with os.fdopen(os.dup(opened.descriptor), 'rb') as source:
+        refuse_pointer(source.read(64), where)
+        with npz_errors(where), zipfile.ZipFile(source) as archive:
+            arrays, unread = npz_arrays(archive, where)
+            size = opened.size or 0
+            return Header([_npz_entry(source, archive, array, file, size, where) for array in arrays], size, unread)
 
 
 def _npz_entry(

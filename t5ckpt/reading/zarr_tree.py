@@ -99,7 +99,7 @@ def _keys(files: CheckpointFiles, where: str) -> list[str]:
 def _facts(files: CheckpointFiles) -> Facts:
     """The contents of Levanter's ``metadata.json``, as custom metadata."""
     try:
-        metadata = json.loads(files.read(LEVANTER, 2**20))
+        metadata = json.loads(files.read(LEVANTER, limit=2**20))
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError, RecursionError):
         return NO_FACTS
     return Facts(knows_tree=False, custom_metadata=metadata if isinstance(metadata, dict) else {})

@@ -119,7 +119,7 @@ def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _P
     dataset = None if request.call.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
     checksums = part.provide(request.round, _chunk_files(request, planned.plan), prefix)
-    if not request.verifies_checksums(part.located):
+    if not request.reading.verifies:
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
 

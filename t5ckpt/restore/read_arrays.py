@@ -1,6 +1,4 @@
-"""Reads the leaves of a plan: the stored ones into the buffers of device shards, where they are cast unless the read did it.
-
-Local chunk files are cast while they are read (``reading/local/chunk_reader.py``), all others here.
+"""Reads the leaves of a plan: the stored ones into the buffers of device shards, cast while they are read.
 
 Buffers begin at a multiple of 64 bytes, so the CPU backend uses them without a copy. Each distinct shard box is read once
 per process, however many devices hold it, and each chunk once, however many boxes overlap it. Leaves and chunks are in
@@ -12,20 +10,17 @@ Leaves are restored in the order of the plan: while the main thread puts one on 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.thread_pool import Pool
+from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import cast, from_stored
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.resizing import clipped, resized
@@ -33,7 +28,7 @@ from t5ckpt.planning.restore_plan import RestorePlan
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
-from t5ckpt.reading.open_array import Filling, OpenArray
+from t5ckpt.reading.chunks import OpenArray
 from t5ckpt.reading.size_limits import check_memory
 from t5ckpt.restore.all_gather import split_replicated
 from t5ckpt.restore.make_leaf import make_inline_leaf, make_leaf
@@ -41,9 +36,7 @@ from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable
 
 _log = logging.getLogger('t5ckpt')
-# Several reads in flight keep a disk busy, and copies from the page cache keep every core busy.
-_MIN_THREADS = 8
-_THREADS_PER_CORE = 2
+_Buffers: TypeAlias = dict[Box, np.ndarray]
 
 
 def read_leaves(
@@ -92,13 +85,11 @@ def read_arrays(
       The values by path: jax.Array, numpy array, or Python number, depending on the template of each leaf.
     """
     values: dict[Path, Any] = {}
-    rest: list[StoredRead] = []
     for read in reads:
         hosts = _mapped(reader, read)
-        if hosts is None:
-            rest.append(read)
-        else:
+        if hosts is not None:
             values[read.path] = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
+    rest = [read for read in reads if read.path not in values]
     meter = Meter(progress, sum(read.leaf.nbytes for read in reads))
     meter.add(sum(read.leaf.nbytes for read in reads if read.path in values))
     in_host = [read for read in rest if read.uses_host_buffer]
@@ -106,111 +97,73 @@ def read_arrays(
         more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
         check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
-        with Pool(_threads()) as pool:
+        with Pool(reader.files.threads) as pool:
             values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
     return values
 
 
 def _mapped(reader: ArrayReader, read: StoredRead) -> dict[Box, np.ndarray] | None:
     """The mapped buffers of a leaf, if they have the right dtype and can be used without a copy."""
-    if read.resizes or read.changes_bits or not read.uses_host_buffer:
+    if read.resizes or read.dtype != read.leaf.dtype or not read.uses_host_buffer:
         return None
     return reader.map_boxes(read.leaf, read.name, read.boxes)
 
 
-def _threads() -> int:
-    return max(_MIN_THREADS, _THREADS_PER_CORE * (os.cpu_count() or 1))
-
-
-@dataclasses.dataclass
-class _LeafInFlight:
-    """A leaf that is being read into its buffers."""
-
-    read: StoredRead
-    buffers: dict[Box, np.ndarray]
-    filling: Filling
-    size: int
-
-
 class _RestoreScheduler:
-    """Schedules the leaves from the start of their read to the end of their transfer."""
+    """Schedules the leaves from the start of their read to the end of their transfer.
+
+    The pool, and the budget of one restore, are given up together if a leaf fails.
+    """
 
     def __init__(self, reader: ArrayReader, budget: ByteBudget, meter: Meter, pool: Pool):
         self._reader = reader
         self._budget = budget
         self._meter = meter
         self._pool = pool
-        self._reading: collections.deque[_LeafInFlight] = collections.deque()
-        self._moving: collections.deque[tuple[Any, int]] = collections.deque()
+        self._reading: collections.deque[tuple[StoredRead, _Buffers, list[Future[None]]]] = collections.deque()
+        self._moving: collections.deque[tuple[StoredRead, Any]] = collections.deque()
         self._values: dict[Path, Any] = {}
 
     def run(self, reads: Sequence[StoredRead]) -> dict[Path, Any]:
         """Reads all leaves and puts them on devices."""
-        # On an object store all arrays are opened at once; on a disk the first are read while others are opened.
-        ahead = len(reads) if not self._reader.is_local else _threads()
-        opening = collections.deque(self._open(read) for read in reads[:ahead])
-        try:
-            for number, read in enumerate(reads, ahead):
-                opened = opening.popleft()
-                opening.extend(self._open(upcoming) for upcoming in reads[number : number + 1])
-                size = _bytes_in_flight(read)
-                self._admit(size)
-                try:
-                    self._reading.append(self._start(read, opened(), size))
-                except BaseException:
-                    self._budget.release(size)
-                    raise
-            while self._reading:
-                self._make_next_leaf()
-            while self._moving:
-                self._release_next()
-        finally:
-            for item in self._reading:
-                item.filling.abandon()
-                self._budget.release(item.size)
-            for _, size in self._moving:
-                self._budget.release(size)
+        for read, opening in self._opening(reads):
+            opened = opening.result()
+            while not self._budget.try_acquire(_bytes_in_flight(read)):
+                self._continue()
+            # In this thread, since memory that it has freed is used again.
+            buffers = {box: aligned_empty(box.shape, read.dtype) for box in read.source_boxes}
+            self._reading.append((read, buffers, [self._pool.submit(task) for task in opened.tasks(buffers)]))
+        while self._reading or self._moving:
+            self._continue()
         return self._values
 
-    def _open(self, read: StoredRead) -> Callable[[], OpenArray]:
-        return self._reader.start_open(read.leaf, read.name, read.source_boxes, self._pool)
+    def _opening(self, reads: Iterable[StoredRead]) -> Iterator[tuple[StoredRead, Future[OpenArray]]]:
+        """The leaves in their order; the next ones are opened while one is read."""
+        waiting: collections.deque[tuple[StoredRead, Future[OpenArray]]] = collections.deque()
+        for read in reads:
+            waiting.append((read, self._pool.submit(self._reader.open, read.leaf, read.name)))
+            if len(waiting) > self._reader.files.threads:
+                yield waiting.popleft()
+        yield from waiting
 
-    def _admit(self, size: int) -> None:
-        while not self._budget.try_acquire(size):
-            if self._moving:
-                self._release_next()
-            elif self._reading:
-                self._make_next_leaf()
-            else:
-                self._budget.acquire(size)
-                return
-
-    def _start(self, read: StoredRead, opened: OpenArray, size: int) -> _LeafInFlight:
-        dtype = read.dtype if read.changes_bits and opened.can_convert else read.leaf.disk_dtype
-        buffers = {box: _buffer(box, dtype) for box in read.source_boxes}
-        return _LeafInFlight(read, buffers, opened.fill(buffers, self._pool), size)
-
-    def _make_next_leaf(self) -> None:
-        item = self._reading[0]
-        item.filling.wait()
-        read = item.read
-        hosts = {box: _converted(buffer, read) for box, buffer in item.buffers.items()}
-        if read.resizes:
-            hosts = _padded(read, hosts)
+    def _continue(self) -> None:
+        """Waits for a leaf: for its transfer to have ended, or else for its buffers."""
+        if self._moving:
+            read, leaf = self._moving.popleft()
+            leaf.block_until_ready()
+            self._budget.release(_bytes_in_flight(read))
+            return
+        read, buffers, tasks = self._reading.popleft()
+        for task in tasks:
+            task.result()
+        hosts = _padded(read, buffers) if read.resizes else buffers
         leaf = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
         self._values[read.path] = leaf
-        self._reading.popleft()
-        if read.uses_host_buffer:
-            self._budget.release(item.size)
-        else:
-            self._moving.append((leaf, item.size))
         self._meter.add(read.leaf.nbytes)
-
-    def _release_next(self) -> None:
-        on_devices, size = self._moving[0]
-        on_devices.block_until_ready()
-        self._moving.popleft()
-        self._budget.release(size)
+        if read.uses_host_buffer:
+            self._budget.release(_bytes_in_flight(read))
+        else:
+            self._moving.append((read, leaf))
 
 
 def _bytes_wanted(read: StoredRead) -> int:
@@ -236,16 +189,8 @@ def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.n
         if part == box:
             padded[box] = hosts[box]
             continue
-        padded[box] = _buffer(box, read.dtype)
+        padded[box] = aligned_empty(box.shape, read.dtype)
         padded[box][...] = 0
         if part is not None:
             padded[box][part.relative_to(box).slices] = hosts[part]
     return padded
-
-
-def _buffer(box: Box, dtype: np.dtype) -> np.ndarray:
-    return aligned_empty(box.shape, dtype)
-
-
-def _converted(buffer: np.ndarray, read: StoredRead) -> np.ndarray:
-    return buffer if buffer.dtype == read.dtype else cast(from_stored(buffer, read.leaf.dtype), read.dtype, read.name)

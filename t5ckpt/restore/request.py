@@ -97,10 +97,6 @@ class RestoreRequest:
     no_step: Callable[[int], T5CkptError] | None = None
     local_part: LocalPart | None = None
 
-    def verifies_checksums(self, located: Located) -> bool:
-        """Whether the checksums of the chunks are compared when they are read."""
-        return self.reading.verifies_checksums(located.storage, lazy=self.call.lazy)
-
 
 def check_source(step: Any, path: Any) -> None:
     """Checks the step and the path of a restore.

@@ -45,7 +45,7 @@ def _requested(request: RestoreRequest) -> str:
 
 def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
     located = _locate(request)
-    return located, read_raw(located, checksums=request.verifies_checksums(located))
+    return located, read_raw(located, checksums=request.reading.verifies)
 
 
 def contents_to_restore(request: RestoreRequest) -> Contents:
@@ -103,4 +103,4 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
     raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None))
-    return located, dataclasses.replace(raw, checksum_lists=shared if request.verifies_checksums(located) else None)
+    return located, dataclasses.replace(raw, checksum_lists=shared if request.reading.verifies else None)

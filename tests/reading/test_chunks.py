@@ -1,8 +1,7 @@
-"""Chunk files read straight into buffers: the same bits as TensorStore's, each byte once, and clear words for damage."""
+"""Chunks read into buffers: the same bits as TensorStore's, each byte once, verified at one fetch, clear words for damage."""
 
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import json
 import math
@@ -25,10 +24,11 @@ from t5ckpt import errors, steps
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import zarr_typestr
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.reading.array_reader import open_array
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.local.chunk_file import ChunkFile, Limits, read_runs
-from t5ckpt.reading.local.direct_reader import DirectReader
-from t5ckpt.reading.local.native_chunks import is_read_natively
+from t5ckpt.storage import open_storage
 
 DTYPES = ('float32', 'uint8', 'complex128', 'bool', 'bfloat16', 'float8_e4m3fn', 'int64')
 
@@ -52,12 +52,17 @@ def store(root: pathlib.Path, values: np.ndarray, chunks, **metadata) -> StoredA
     return StoredArray('a', values.shape, values.dtype, values.dtype, metadata)
 
 
-def read(root: pathlib.Path, array: StoredArray, boxes, dtype=None, limits=None) -> dict:
+def read(root, array: StoredArray, boxes, dtype=None, block=None, gap=None, verified=False) -> dict:
+    """Reads boxes from a directory or a URL, with blocks and gaps of these sizes."""
     wanted = array.dtype if dtype is None else dtype
     buffers = {box: np.empty(box.shape, wanted) for box in boxes}
-    opened = DirectReader(str(root), limits).open(array, 'a', 'a', boxes)
-    assert opened is not None
-    for task in reversed(opened.tasks(buffers)):
+    storage = open_storage(root)
+    keys = [key for key, _ in storage.walk('')]
+    checksums = FileChecksums({key: entry_of(storage.read(key)) for key in keys}) if verified else None
+    files = CheckpointFiles.at(storage, '', checksums)
+    if block is not None:
+        files.block_bytes, files.gap_bytes, files.task_bytes = block, gap, 4 * block
+    for task in reversed(open_array(files, array, 'a').tasks(buffers)):
         task()
     return buffers
 
@@ -77,16 +82,47 @@ def cases(draw):
     return shape, chunks, sorted(kept), draw(st.sampled_from(DTYPES)), separator
 
 
-@given(case=cases(), least_run=st.sampled_from([1, 16, 512]), block=st.sampled_from([16, 64, 2**20]))
-def test_any_boxes_of_any_grid(tmp_path_factory, case, least_run, block):
-    """Runs, scratch and blocks of every size give what TensorStore wrote, also for parts of the array."""
+@given(
+    case=cases(),
+    gap=st.sampled_from([0, 16, 512]),
+    block=st.sampled_from([16, 64, 2**20]),
+    verified=st.booleans(),
+    order=st.sampled_from('CF'),
+    swapped=st.booleans(),
+    place=st.sampled_from(['disk', 'memory']),
+)
+def test_any_boxes_of_any_grid(tmp_path_factory, case, gap, block, verified, order, swapped, place):
+    """Blocks and gaps of every size give what TensorStore wrote, also for parts of the array, in either order of bytes."""
     shape, chunks, boxes, name, separator = case
-    root = tmp_path_factory.mktemp('direct')
+    root = tmp_path_factory.mktemp('chunks')
     values = random_bits(np.random.default_rng(math.prod(shape)), shape, dtype_of(name))
-    array = store(root, values, chunks, dimension_separator=separator)
-    limits = Limits(task=4 * block, scratch=block, scatter=block, min_run=least_run)
-    for box, buffer in read(root, array, boxes, limits=limits).items():
+    # TensorStore writes C for an array whose orders are the same.
+    fields = {'order': order if len(shape) > 1 else 'C', 'dimension_separator': separator}
+    if swapped and values.dtype.isbuiltin == 1 and values.dtype.kind != 'b':
+        fields['dtype'] = values.dtype.newbyteorder('>').str
+    array = store(root, values, chunks, **fields)
+    if place == 'memory':
+        target = open_storage(f'memory://{root.name}')
+        for file in root.rglob('*'):
+            if file.is_file():
+                target.write(str(file.relative_to(root)), file.read_bytes())
+    where = str(root) if place == 'disk' else f'memory://{root.name}'
+    for box, buffer in read(where, array, boxes, block=block, gap=gap, verified=verified).items():
         assert_same(buffer, values[box.slices])
+
+
+@given(case=cases(), data=st.data(), codec=st.sampled_from([None, {'id': 'zstd', 'level': 1}]))
+def test_any_slices(tmp_path_factory, case, data, codec):
+    shape, chunks, _, name, _ = case
+    root = tmp_path_factory.mktemp('chunks')
+    values = random_bits(np.random.default_rng(math.prod(shape)), shape, dtype_of(name))
+    array = store(root, values, chunks, compressor=codec)
+    index = tuple(
+        slice(*sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))), data.draw(st.integers(1, 4)))
+        for size in shape
+    )
+    opened = open_array(CheckpointFiles.at(open_storage(str(root)), ''), array, 'a')
+    assert_same(opened.read(index), values[index])
 
 
 BLOSC = [
@@ -106,13 +142,13 @@ BLOSC = [
 def test_any_boxes_of_chunks_of_blosc(tmp_path_factory, case, codec, casts):
     """Decoded into the buffers, or through memory, and cast on the way."""
     shape, chunks, boxes, name, separator = case
-    root = tmp_path_factory.mktemp('direct')
+    root = tmp_path_factory.mktemp('chunks')
     values = random_bits(np.random.default_rng(math.prod(shape)), shape, dtype_of(name))
     if casts:
         values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     array = store(root, values, chunks, dimension_separator=separator, compressor=codec)
     wanted = dtype_of('bfloat16') if casts else None
-    for box, buffer in read(root, array, boxes, wanted).items():
+    for box, buffer in read(str(root), array, boxes, wanted).items():
         assert_same(buffer, values[box.slices] if wanted is None else values[box.slices].astype(wanted))
 
 
@@ -124,9 +160,9 @@ def test_chunks_of_blosc_are_used_whatever_the_order_of_threads(tmp_path):
     values = np.arange(64 * 4096, dtype=np.int32).reshape(64, 4096)
     array = store(tmp_path, values, (1, 4096), compressor=LZ4)
     buffers = {Box.whole((64, 4096)): np.zeros((64, 4096), np.int32)}
-    opened = DirectReader(str(tmp_path), Limits(task=1)).open(array, 'a', 'a', buffers)
-    assert opened is not None
-    tasks = opened.tasks(buffers)
+    files = CheckpointFiles.at(open_storage(str(tmp_path)), '')
+    files.task_bytes = 1
+    tasks = open_array(files, array, 'a').tasks(buffers)
     assert len(tasks) == 64
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for future in [pool.submit(task) for task in tasks]:
@@ -158,47 +194,30 @@ def test_a_damaged_chunk_of_blosc(tmp_path, change):
     chunk.write_bytes(change(chunk.read_bytes()))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(errors.CorruptCheckpointError, match=r'a: .*0\.0'):
-        read(tmp_path, array, [Box.whole((256, 256))])
+        read(str(tmp_path), array, [Box.whole((256, 256))])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 @given(case=cases())
 def test_casting_on_the_way(tmp_path_factory, case):
     shape, chunks, boxes, _, _ = case
-    root = tmp_path_factory.mktemp('direct')
+    root = tmp_path_factory.mktemp('chunks')
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     array = store(root, values, chunks)
-    for box, buffer in read(root, array, boxes, dtype_of('bfloat16')).items():
+    for box, buffer in read(str(root), array, boxes, dtype_of('bfloat16')).items():
         assert_same(buffer, values[box.slices].astype(ml_dtypes.bfloat16))
 
 
-def test_rows_longer_than_a_system_call_takes(tmp_path):
-    """2,500 rows a buffer are more places than one preadv has room for; gaps between them are not read."""
-    values = np.arange(2500 * 512, dtype=np.float32).reshape(2500, 512)
+def test_gaps_between_rows_are_not_read(tmp_path):
+    """Of a fourth of the columns, few more bytes than of these are read."""
+    values = np.arange(100 * 65536, dtype=np.float32).reshape(100, 65536)
     array = store(tmp_path, values, values.shape)
-    boxes = [Box(((0, 2500), (0, 128))), Box(((0, 2500), (256, 512)))]
-    for box, buffer in read(tmp_path, array, boxes).items():
+    boxes = [Box(((0, 100), (0, 8192))), Box(((0, 100), (32768, 40960)))]
+    before = bytes_read()
+    found = read(str(tmp_path), array, boxes)
+    assert bytes_read() - before < 1.1 * values.nbytes / 4
+    for box, buffer in found.items():
         assert_same(buffer, values[box.slices])
-
-
-def test_short_reads_are_continued(tmp_path):
-    """A system call may stop anywhere, also within a place."""
-    (tmp_path / 'f').write_bytes(bytes(range(200)))
-
-    def short(fd, vector, count, offset):
-        del count
-        address, length = (ctypes.c_int64 * 2).from_address(vector)
-        return os.preadv(fd, [(ctypes.c_char * min(length, 7)).from_address(address)], offset)
-
-    out = np.zeros(100, np.uint8)
-    lengths = np.array([30, 20, 50])
-    places = out.ctypes.data + np.array([70, 0, 20])
-    fd = os.open(tmp_path / 'f', os.O_RDONLY)
-    read_runs(fd, 50, places, lengths, short)
-    assert bytes(out[70:100]) + bytes(out[:70]) == bytes(range(50, 150))
-    with pytest.raises(EOFError):
-        read_runs(fd, 150, places, lengths, short)
-    os.close(fd)
 
 
 # --- through the public interface --------------------------------------------------------------------------------------
@@ -258,7 +277,7 @@ def open_below(directory):
 @pytest.mark.parametrize(
     ('damage', 'words'),
     [
-        (lambda file: file.unlink(), r'target/w: the chunk .*2\.0 is missing'),
+        (lambda file: file.unlink(), r'target/w: .*2\.0 is missing'),
         (lambda file: os.truncate(file, 100), r'target/w: .*2\.0 has 100 bytes, expected 65,536'),
         (lambda file: (file.unlink(), os.mkfifo(file)), r'target/w: .*2\.0 is not a regular file'),
         (lambda file: (file.unlink(), file.mkdir()), r'target/w: .*2\.0 is not a regular file'),
@@ -280,7 +299,7 @@ def test_a_task_of_thousands_of_files_keeps_few_open(tmp_path):
     # The limit is for the number of a descriptor.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 12, hard))
     try:
-        assert_same(read(tmp_path, array, [box])[box], values)
+        assert_same(read(str(tmp_path), array, [box])[box], values)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert open_below(tmp_path) == []
@@ -325,26 +344,42 @@ def test_metadata_with_wrong_values(run, chunks):
 
 
 def test_a_file_cut_off_while_it_is_read(tmp_path):
-    path = tmp_path / '0.0'
-    path.write_bytes(bytes(8192))
-    fd = os.open(path, os.O_RDONLY)
-    os.truncate(path, 4096)
-    file, out = ChunkFile(fd, str(path), 'w'), np.empty(8192, np.uint8)
-    for read in (
-        lambda: file.read(out.data, 0),
-        lambda: file.read_runs(0, out.ctypes.data + np.array([0, 4096]), np.array([4096, 4096])),
-    ):
-        with pytest.raises(errors.CorruptCheckpointError, match=r'w: .*became shorter while it was read'):
-            read()
-    file.close()
+    values = np.zeros((2, 1024), np.float32)
+    files = CheckpointFiles.at(open_storage(str(tmp_path)), '')
+    array = open_array(files, store(tmp_path, values, values.shape), 'w')
+
+    def cut_off():
+        with files.opened('a/0.0', 'w') as opened:
+            os.truncate(tmp_path / 'a' / '0.0', 4096)
+            opened.read(0, 8192)
+
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w: .*0\.0 became shorter while it was read'):
+        cut_off()
+    with pytest.raises(errors.CorruptCheckpointError, match='has 4,096 bytes, expected 8,192'):
+        array.read((slice(0, 2), slice(0, 1024)))
 
 
-def test_a_grid_of_millions_goes_to_tensorstore(tmp_path):
+def test_a_grid_of_millions_needs_files(tmp_path):
+    """A forged grid is an error before a list of its chunks is made; a box of it is read."""
     array = StoredArray('a', (2**20, 4), np.dtype(np.float32), np.dtype(np.float32), {'chunks': [1, 4]})
     (tmp_path / 'a').mkdir()
     text = {'zarr_format': 2, 'shape': [2**20, 4], 'chunks': [1, 4], 'dtype': '<f4', 'order': 'C', 'compressor': None}
     (tmp_path / 'a' / '.zarray').write_text(json.dumps(text | {'filters': None, 'fill_value': None}))
-    reader = DirectReader(str(tmp_path))
-    assert reader.open(array, 'a', 'a', [Box(((0, 2**20), (0, 4)))]) is None
-    assert reader.open(array, 'a', 'a', [Box(((0, 2**10), (0, 4)))]) is not None
-    assert not is_read_natively(dataclasses.replace(array, metadata={'compressor': {'id': 'zstd'}}))
+    with pytest.raises(errors.CorruptCheckpointError, match='1,048,576 chunks, and there are 1 files'):
+        read(str(tmp_path), array, [Box(((0, 2**10), (0, 4)))])
+
+
+@pytest.mark.parametrize('codec', [None, {'id': 'zstd', 'level': 1}, LZ4])
+@pytest.mark.parametrize('fill', [1.5, 'NaN', '-Infinity'])
+def test_absent_chunks_of_other_writers_are_their_fill_value(tmp_path, codec, fill):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    array = store(tmp_path, values, (4, 4), fill_value=fill, compressor=codec)
+    (tmp_path / 'a' / '1.0').unlink()
+    wanted = values.copy()
+    wanted[4:, :4] = float(fill)
+    box = Box(((2, 8), (0, 8)))
+    assert_same(read(str(tmp_path), array, [box])[box], wanted[2:])
+    half = dtype_of('bfloat16')
+    assert_same(read(str(tmp_path), array, [box], half)[box], wanted[2:].astype(half))
+    with pytest.raises(errors.CorruptCheckpointError, match=r'a/1\.0 is missing'):
+        read(str(tmp_path), dataclasses.replace(array, stores_all=True), [box])

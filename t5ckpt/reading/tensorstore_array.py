@@ -1,0 +1,153 @@
+"""Arrays that TensorStore reads: those of an OCDBT database, and zarr v3.
+
+The driver, bucket and path in a spec are ignored: every array is opened in the storage in which the checkpoint was found. An
+absent chunk is the fill value of its array, unless its writer stores every chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import re
+import urllib.parse
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
+from t5ckpt.errors import CorruptCheckpointError, T5CkptError
+from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import Box, ChunkGrid
+from t5ckpt.format.dtypes import cast, from_stored
+from t5ckpt.format.orbax import OCDBT_MANIFEST
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.chunks import OpenArray, Task
+from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
+from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
+
+# The most chunks per byte of a database's compressed index; far above any real one.
+_CHUNKS_PER_BYTE = 64
+# The size of a file if its storage does not report sizes; no check uses it.
+_UNKNOWN = 2**62
+# A file in the dump of a node of a database, with a range of its bytes: kind:base path:relative path:offset:length.
+_PLACE = re.compile(r'"((btreenode|versionnode|value):([^":]*):([^":]*):[0-9]+:[0-9]+)"')
+
+
+class TensorStoreArray(OpenArray):
+    """An array of a database, or of zarr v3."""
+
+    file_bytes = None
+
+    def __init__(self, leaf: StoredArray, name: str, files: CheckpointFiles):
+        """Opens the array.
+
+        Raises:
+          CorruptCheckpointError: it is missing, or its metadata contradicts the manifest or the size of its files.
+          NotEnoughMemoryError: a chunk is larger than this machine's memory.
+          FormatError: a file of the array is a link out of the checkpoint.
+        """
+        super().__init__(leaf, name, files)
+        # TensorStore follows every link and waits for every FIFO.
+        files.check(leaf.root, self._where())
+        self._store = store = self._open(fill_missing_data_reads=False)
+        self.is_filled = store.fill_value is not None and not leaf.stores_all
+        metadata = store.spec().to_json()['metadata']
+        # A shard of zarr3 is one file of many chunks. The chunks of an empty array are empty, too.
+        shard = tuple(size or 1 for size in store.chunk_layout.write_chunk.shape or ())
+        self.grid = ChunkGrid.from_metadata(metadata, leaf.shape, shard)
+        self._check_sizes()
+        if self.is_filled:
+            self._store = self._open(fill_missing_data_reads=True)
+
+    def _open(self, *, fill_missing_data_reads: bool) -> Any:
+        leaf, storage = self.leaf, self._files.storage
+        kvstore = storage.array_kvstore(self._files.key(leaf.root))
+        if leaf.is_in_database:
+            kvstore = {'driver': 'ocdbt', 'base': kvstore, 'path': leaf.key_prefix}
+        spec = {
+            'driver': leaf.driver,
+            'kvstore': kvstore,
+            'schema': {'dtype': leaf.disk_dtype.name, 'domain': {'shape': list(leaf.shape)}},
+            'fill_missing_data_reads': fill_missing_data_reads,
+            'recheck_cached_data': False,
+            'recheck_cached_metadata': False,
+        }
+        with self._errors():
+            return storage.wait(ts.open(spec, open=True, context=storage.context()))
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        if not self.leaf.is_in_database:
+            return foreign_errors(self._where())
+        return database_errors(self._files, self.leaf.root, self._where())
+
+    def _check_sizes(self) -> None:
+        """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
+        chunk_bytes = math.prod(self._store.chunk_layout.read_chunk.shape or ()) * self.leaf.disk_dtype.itemsize
+        if self.leaf.is_in_database:
+            # A database keeps all values in a few files.
+            check_count(self.grid.num_chunks, lambda: _CHUNKS_PER_BYTE * sum(self._sizes()), self._where())
+            check_chunk(chunk_bytes, lambda: sum(self._sizes()), self._where())
+        elif self.is_filled:
+            check_memory(chunk_bytes, self._where())
+        else:
+            check_count(self.grid.num_chunks, lambda: len(self._sizes()), self._where())
+            check_chunk(chunk_bytes, lambda: max(self._sizes(), default=0), self._where())
+
+    def _sizes(self) -> list[int]:
+        files = self._files.storage.walk(self._files.key(self.leaf.root))
+        return [_UNKNOWN if size is None else size for _, size in files]
+
+    def keys(self) -> list[str]:
+        """The keys of the chunks and the metadata of an array in a database."""
+        with self._errors():
+            return [key.decode() for key in self._store.kvstore.list().result()]
+
+    def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
+        """The tasks: one for each box, whose chunks TensorStore reads in threads of its own."""
+        return [functools.partial(self._fill, box, buffer) for box, buffer in buffers.items()]
+
+    def _fill(self, box: Box, buffer: np.ndarray) -> None:
+        view, leaf = self._store[box.slices], self.leaf
+        is_same = buffer.dtype == leaf.dtype == leaf.disk_dtype
+        out = buffer if is_same else np.empty(box.shape, leaf.disk_dtype)
+        with self._errors():
+            self._files.storage.wait(ts.array(out).write(view[ts.d[:].translate_to[0]] if view.rank else view))
+        if not is_same:
+            buffer[...] = cast(from_stored(out, leaf.dtype), buffer.dtype, self._name)
+
+
+@contextlib.contextmanager
+def database_errors(files: CheckpointFiles, root: str, where: str) -> Generator[None]:
+    """Maps errors as ``foreign_errors``; that of a damaged OCDBT database in a directory names the files that are missing."""
+    try:
+        with foreign_errors(where):
+            yield
+    except CorruptCheckpointError as error:
+        lost = some_of([files.url(f'{root}/{file}') for file in _lost_files(files, root)], 3)
+        if not lost:
+            raise
+        raise CorruptCheckpointError(f'{where}: {lost} is missing. {CURE_OF_DAMAGE}') from error
+
+
+def _lost_files(files: CheckpointFiles, root: str) -> list[str]:
+    """The files that a database refers to and lacks; [] also if its structure is not understood."""
+    storage, directory = files.storage, files.key(root)
+    there = {key.removeprefix(f'{directory}/') for key, _ in storage.walk(directory)}
+    if OCDBT_MANIFEST not in there:
+        return [OCDBT_MANIFEST]
+    lost: set[str] = set()
+    with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError, LookupError):
+        base = ts.KvStore.open(storage.array_kvstore(directory), context=storage.context()).result()
+        nodes = [ts.ocdbt.dump(base).result()['versions'][-1]]
+        while nodes:
+            for place in set(_PLACE.findall(json.dumps(nodes.pop(), default=str))):
+                file = urllib.parse.unquote(f'{place[2]}{place[3]}')
+                if file not in there:
+                    lost.add(file)
+                elif place[1] != 'value':
+                    nodes.append(ts.ocdbt.dump(base, place[0]).result())
+    return sorted(lost)

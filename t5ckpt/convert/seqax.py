@@ -29,6 +29,7 @@ from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import TrainState
 from t5ckpt.core.text import counted
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import (
     CheckpointExistsError,
@@ -347,15 +348,15 @@ def _write_array(storage: Storage, key: str, array: Any) -> None:
         'dimension_separator': '.',
     }
     values = np.asarray(array) if is_jax_array(array) else array
-    with foreign_errors(storage.url(key)):
-        under_way = [storage.start_write(join(key, '.zarray'), json.dumps(metadata).encode())]
-        grid = ChunkGrid(tuple(shape), tuple(chunks))
-        for chunk_index in grid:
-            # A chunk at the end of an axis is stored in full.
-            chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
-            chunk[box.relative_to(box).slices] = values[box.slices]
-            under_way.append(storage.start_write(join(key, grid.key(chunk_index)), chunk.tobytes()))
-            if len(under_way) > _CHUNKS_UNDER_WAY:
-                storage.wait(under_way.pop(0))
-        for write in under_way:
-            storage.wait(write)
+    grid = ChunkGrid(tuple(shape), tuple(chunks))
+
+    def write(chunk_index: tuple[int, ...]) -> None:
+        # A chunk at the end of an axis is stored in full.
+        chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
+        chunk[box.relative_to(box).slices] = values[box.slices]
+        storage.write_chunk(join(key, grid.key(chunk_index)), chunk.reshape(-1).view(np.uint8))
+
+    with foreign_errors(storage.url(key), writing=True), Pool(_CHUNKS_UNDER_WAY) as pool:
+        storage.write_chunk(join(key, '.zarray'), json.dumps(metadata).encode())
+        for future in [pool.submit(write, chunk_index) for chunk_index in grid]:
+            future.result()

@@ -34,11 +34,6 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     @property
-    def held(self) -> int:
-        """Bytes held now."""
-        return self._held
-
-    @property
     def peak(self) -> int:
         """The largest number of bytes held at once so far."""
         return self._peak

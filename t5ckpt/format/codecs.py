@@ -1,11 +1,12 @@
-"""The codecs of chunks: their names, and those that numcodecs encodes and decodes in the calling thread.
+"""The codecs of chunks: their names, and how chunks are encoded and decoded, in the calling thread.
 
-numcodecs decodes into a buffer of the caller, and releases the GIL. TensorStore reads and writes the same bytes, but allocates
+numcodecs releases the GIL, and decodes into a buffer of the caller. TensorStore reads and writes the same bytes, but allocates
 a file's bytes and a chunk's values for each chunk, which costs more than the codec (docs/decisions.md).
 """
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import lzma
 import struct
@@ -82,16 +83,17 @@ def takes(compressor: Any, nbytes: int) -> bool:
     return nbytes <= _BLOSC_BYTES or not isinstance(compressor, Mapping) or compressor.get('id') != 'blosc'
 
 
-def is_native(compressor: Any) -> bool:
-    """Whether :func:`encode` knows a codec."""
-    return isinstance(compressor, Mapping) and compressor.get('id') in ('blosc', 'zstd')
-
-
-def encode(values: np.ndarray, compressor: Mapping[str, Any]) -> bytes:
-    """Encodes an array in C order, of a native codec (:func:`is_native`)."""
+def encode(values: np.ndarray, compressor: Mapping[str, Any] | None) -> Any:
+    """The bytes of a chunk with these values, an array in C order: a flat view of them without a codec."""
     flat = values.reshape(-1)
+    if compressor is None:
+        return flat.view(np.uint8)
     # The codec shuffles by the size of an element, which it takes from the buffer; elements of extension dtypes have none.
-    return _codec(compressor).encode(flat.view(WORDS.get(flat.dtype.itemsize, flat.dtype)))
+    words: Any = flat.view(WORDS.get(flat.dtype.itemsize, flat.dtype))
+    if compressor['id'] == 'gzip':
+        # numcodecs writes the time into the header, so that unchanged chunks would differ.
+        return gzip.compress(words, compressor['level'], mtime=0)
+    return _codec(compressor).encode(words)
 
 
 def is_decodable(codec: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Encodes chunks in memory, and chooses the codec of each leaf for ``compression='auto'``.
+"""Chooses the codec of each leaf for ``compression='auto'``.
 
 A sample of 256 KiB from the leaf's first chunk is encoded with each candidate, on one core. Encoding and writing overlap, so a
 byte of the leaf takes the longer of
@@ -14,10 +14,6 @@ limits a save, the measured rate is too low, and a faster disk is recognized onl
 
 A leaf keeps the codec of the previous checkpoint while it saves a third of the time of no codec, and otherwise until another one
 takes less than two thirds of its time, so that unchanged chunks stay equal and can be linked.
-
-Chunks are encoded in memory, so that ``save/write.py`` computes their checksums before it writes them. numcodecs encodes with
-blosc and zstd in the calling thread (``format/codecs.py``). TensorStore encodes everything else, into a store in memory: other
-codecs, and dtypes with less than a byte per element.
 """
 
 from __future__ import annotations
@@ -30,12 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
-from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD, encode, is_native
-from t5ckpt.format.dtypes import name_of, to_stored, zarr_typestr
+from t5ckpt.format.codecs import AUTO, BIT_LZ4, BIT_ZSTD, ZSTD, encode
+from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
@@ -56,8 +49,6 @@ _TYPICAL_DISK = 5e8
 _TYPICAL_BUCKET = 2e8
 # A smaller save measures the time of its requests, not the rate of the storage.
 _LEAST_BYTES = 32 * 2**20
-# Dtypes whose elements have other bits on disk than in NumPy.
-_SUB_BYTE = frozenset({'float4_e2m1fn', 'int2', 'int4'})
 
 
 def compression_for(compression: str | None, storage: Storage) -> str | None:
@@ -141,10 +132,6 @@ class CodecSelection:
         """Sets ``agreed``; every process of a job calls it with the codecs of process 0."""
         self.agreed = codecs
 
-    def codec(self, location: str, values: np.ndarray, last: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The codec of the array in a directory: the agreed one, or else that of :meth:`choose`."""
-        return self.choose(values, last) if self.agreed is None else self.agreed.get(location)
-
     def choose(self, values: np.ndarray, last: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """The codec for an array.
 
@@ -190,14 +177,11 @@ def _free_cores() -> float:
 
 def _cost(sample: np.ndarray, codec: dict[str, Any], rate: float, cores: float) -> float:
     """Seconds that a byte of the sample takes with a codec."""
-    array = StoredArray(
-        'sample', sample.shape, sample.dtype, sample.dtype, {'chunks': sample.shape, 'compressor': codec}
-    )
     nbytes, seconds = 0, math.inf
     for _ in range(_TURNS):
         # Not the elapsed time, in which other threads run.
         started = time.thread_time()
-        nbytes = len(encode_chunk(array, sample))
+        nbytes = len(encode(sample, codec))
         seconds = min(seconds, time.thread_time() - started)
         if seconds / cores <= nbytes / rate:
             # The storage is the limit, so the least time does not matter.
@@ -214,43 +198,3 @@ def _sample(values: np.ndarray) -> np.ndarray:
     run = length // _SLICES
     starts = [int(i * (flat.size - run) / (_SLICES - 1)) for i in range(_SLICES)]
     return np.concatenate([flat[start : start + run] for start in starts])
-
-
-def is_encoded(array: StoredArray, values: np.ndarray) -> bool:
-    """Whether the file of a chunk has other bytes than the values."""
-    # A chunk at the end of an axis is padded on disk.
-    is_padded = values.shape != tuple(array.metadata['chunks'])
-    return is_padded or array.metadata['compressor'] is not None or name_of(array.disk_dtype) in _SUB_BYTE
-
-
-def encode_chunk(array: StoredArray, values: np.ndarray) -> bytes:
-    """The bytes of the file of a chunk; ``values`` are those inside the array, in C order and the dtype on disk."""
-    compressor, chunks = array.metadata['compressor'], tuple(array.metadata['chunks'])
-    if name_of(array.disk_dtype) in _SUB_BYTE or not (compressor is None or is_native(compressor)):
-        return _encoded_by_tensorstore(array, values)
-    if values.shape != chunks:
-        # A chunk at the end of an axis is stored in full.
-        full = np.zeros(chunks, values.dtype)
-        full[tuple(map(slice, values.shape))] = values
-        values = full
-    return values.tobytes() if compressor is None else encode(values, compressor)
-
-
-def _encoded_by_tensorstore(array: StoredArray, values: np.ndarray) -> bytes:
-    chunks = list(array.metadata['chunks'])
-    spec = {
-        'driver': 'zarr',
-        'kvstore': {'driver': 'memory'},
-        'metadata': {
-            'shape': chunks,
-            'chunks': chunks,
-            'dtype': zarr_typestr(array.disk_dtype),
-            'compressor': array.metadata['compressor'],
-        },
-        'store_data_equal_to_fill_value': True,
-    }
-    context = ts.Context()
-    store = ts.open(spec, create=True, context=context).result()
-    store[tuple(map(slice, values.shape))].write(values).result()
-    key = ChunkGrid(tuple(chunks), tuple(chunks)).key([0] * len(chunks))
-    return ts.KvStore.open({'driver': 'memory'}, context=context).result().read(key).result().value

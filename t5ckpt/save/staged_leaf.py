@@ -1,12 +1,9 @@
-"""The values of staged leaves, cast: by chunk for the writer (``save/write.py``), or complete for the manifest.
-
-``save/stage.py`` chooses the class by the leaf's memory.
-"""
+"""The values of staged leaves, cast: by chunk for the writer (``save/write.py``), or complete for the manifest."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping
+import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,92 +12,66 @@ from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.transfers import explicit_transfers
 
 
-class StagedLeaf(abc.ABC):
-    """The values of one stored leaf.
+class StagedLeaf:
+    """The values of one stored leaf. Safe from any thread.
 
     Attributes:
-      is_copy: whether no other code can write to the memory of ``values``.
+      write: its chunks and its metadata; ``write.value`` is None.
+      sources: the arrays of the shards that this process writes, by their index; a host array or a LazyArray under None.
+      is_copy: whether no other code can write to the memory of the sources.
     """
 
-    is_copy = False
+    def __init__(self, write: ArrayWrite, reading: threading.Lock):
+        """Takes the caller's leaf; ``reading`` is held while values are read or fetched."""
+        value = write.value
+        self.sources: dict[int | None, Any] = {None: value}
+        if is_jax_array(value):
+            shards = {chunk.shard: None for chunk in write.chunks}
+            self.sources = {index: value.addressable_shards[index].data for index in shards if index is not None}
+        self.write = dataclasses.replace(write, value=None)
+        self.is_copy = False
+        self._reading = reading
 
-    @abc.abstractmethod
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        """The values of one chunk; may wait for a transfer or a read."""
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the sources."""
+        return sum(int(getattr(source, 'nbytes', 0)) for source in self.sources.values())
 
-    @abc.abstractmethod
-    def release(self) -> None:
-        """Releases the values, after all their writes were started."""
-
-    def as_stored(self, chunk: ChunkWrite, write: ArrayWrite) -> np.ndarray:
-        """The values of one chunk as stored on disk, which never change: C order, little endian, in the stored dtype."""
-        values = np.asarray(self.values(chunk))
+    def as_stored(self, chunk: ChunkWrite) -> np.ndarray:
+        """The values of one chunk as stored on disk, which never change: complete, in C order and the stored dtype."""
+        write = self.write
+        with self._reading:
+            values = self._values(chunk)
         result = cast(values, write.dtype, write.name)
-        return to_stored(result.astype(write.dtype, order='C', copy=result is values and not self.is_copy))
+        result = to_stored(result.astype(write.dtype, order='C', copy=result is values and not self.is_copy))
+        shape = tuple(write.array.metadata['chunks'])
+        if result.shape == shape:
+            return result
+        # A chunk at the end of an axis is stored in full.
+        full = np.zeros(shape, result.dtype)
+        full[tuple(map(slice, result.shape))] = result
+        return full
 
-
-class DeviceLeaf(StagedLeaf):
-    """Copies of shards. Each is fetched when its first chunk is written."""
-
-    is_copy = True
-
-    def __init__(self, shards: Mapping[int, Any]):
-        """Takes the copies that this process writes, by the index of their shard."""
-        self._shards = dict(shards)
-
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        index = _shard_of(chunk)
-        self._shards[index] = on_host(self._shards[index])
-        return self._shards[index][chunk.box_in_shard.slices]
-
-    def release(self) -> None:
-        self._shards.clear()
-
-
-class CallerLeaf(StagedLeaf):
-    """The caller's jax.Array, while the caller waits: viewed on the CPU backend, otherwise fetched chunk by chunk."""
-
-    def __init__(self, array: Any):
-        """Takes the array."""
-        self._array: Any = array
-
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        shard, slices = self._array.addressable_shards[_shard_of(chunk)].data, chunk.box_in_shard.slices
-        with explicit_transfers():
-            return np.asarray(shard)[slices] if is_on_cpu(shard) else np.asarray(shard[slices])
-
-    def release(self) -> None:
-        self._array = None
-
-
-class HostLeaf(StagedLeaf):
-    """A numpy array, or a LazyArray, which is read when it is written: chunk by chunk if it can be sliced."""
-
-    def __init__(self, name: str, leaf: Any, *, is_copy: bool = False):
-        """Takes the leaf, and its name for errors."""
-        self.is_copy = is_copy
-        self._name = name
-        self._leaf = leaf
-        self._whole: np.ndarray | None = None
-
-    def values(self, chunk: ChunkWrite) -> np.ndarray:
-        box = chunk.box_in_shard
-        if isinstance(self._leaf, LazyArray) and self._leaf.is_sliceable:
-            values = np.asarray(self._leaf[box.slices])
+    def _values(self, chunk: ChunkWrite) -> np.ndarray:
+        """The values of a chunk; may wait for a transfer or a read."""
+        source, box = self.sources[chunk.shard], chunk.box_in_shard
+        if isinstance(source, LazyArray) and source.is_sliceable:
+            values = np.asarray(source[box.slices])
             if values.shape != box.shape:
                 raise UnsupportedLeafError(
-                    f'{self._name}: a LazyArray returned values of shape {values.shape} for the slice {box}.'
+                    f'{self.write.name}: a LazyArray returned values of shape {values.shape} for the slice {box}.'
                 )
             return values
-        if self._whole is None:
-            self._whole = values_of(self._leaf, self._name)
-        return self._whole[box.slices]
-
-    def release(self) -> None:
-        self._leaf = self._whole = None
+        if is_jax_array(source) and not (self.is_copy or is_on_cpu(source)):
+            return on_host(source, box.slices)
+        # Read or fetched once.
+        whole = on_host(source) if is_jax_array(source) else values_of(source, self.write.name)
+        self.sources[chunk.shard] = whole
+        return whole[box.slices]
 
 
 def values_of(leaf: Any, name: str) -> np.ndarray:
@@ -120,10 +91,10 @@ def is_on_cpu(leaf: Any) -> bool:
     return next(iter(leaf.sharding.device_set)).platform == 'cpu'
 
 
-def on_host(array: Any) -> np.ndarray:
-    """The values of a jax.Array; on the CPU, a view of its memory for most dtypes."""
+def on_host(array: Any, index: Any = None) -> np.ndarray:
+    """The values of a jax.Array, or of a slice of it; on the CPU, a view of its memory for most dtypes."""
     with explicit_transfers():
-        return np.asarray(array)
+        return np.asarray(array if index is None else array[index])
 
 
 def whole_value(leaf: Any) -> np.ndarray:
@@ -143,9 +114,3 @@ def whole_value(leaf: Any) -> np.ndarray:
     for shard in leaf.addressable_shards:
         values[shard.index] = on_host(shard.data)
     return values
-
-
-def _shard_of(chunk: ChunkWrite) -> int:
-    if chunk.shard is None:
-        raise TypeError('the chunk of a host array is in no shard')
-    return chunk.shard

@@ -15,11 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t5ckpt.storage.error_mapping import foreign_errors
-
 if TYPE_CHECKING:
     # Listing steps and reading manifests do not need TensorStore, whose import takes most of the time of `t5ckpt ls`.
-    import numpy as np
     import tensorstore as ts
 
 
@@ -90,20 +87,24 @@ class Storage(ABC):
     def write(self, key: str, data: bytes) -> None:
         """Writes a complete key durably."""
 
-    def direct_bytes(self, *, in_background: bool) -> int | None:
-        """The smallest size of a chunk file that a save writes with ``write_direct``; None for no file."""
-
-    def write_direct(self, key: str, data: np.ndarray) -> None:
-        """Writes a file of an unfinished checkpoint without the page cache; creates its directory if necessary.
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+        """Writes a file of an unfinished checkpoint, durably except for its directory entry; creates its directory.
 
         Args:
           key: the file.
-          data: uint8 (n,), contiguous.
+          data: a contiguous buffer of bytes.
+          in_background: whether the program computes meanwhile, and the file is not read again soon.
+
+        Returns:
+          The version of the file: its ``stamp``, or that for ``copy_unchanged``; None if the storage has neither.
 
         Raises:
-          OSError: the file could not be written.
+          OSError, ValueError: of the system or of TensorStore. The caller maps it, and names the leaf.
         """
-        raise NotImplementedError
+        del in_background
+        self.make_dir(key.rpartition('/')[0])
+        self.write(key, bytes(data))
+        return self.stamp(key)
 
     @abstractmethod
     def kind(self, key: str) -> str | None:
@@ -245,13 +246,6 @@ class Storage(ABC):
     @abstractmethod
     def context(self) -> ts.Context:
         """The TensorStore context for that spec; an error in a process that was forked after the first use."""
-
-    def start_write(self, key: str, data: bytes) -> Any:
-        """Starts to write a chunk of an unfinished checkpoint; returns a future for :meth:`wait`."""
-        import tensorstore as ts
-
-        with foreign_errors(self.url(key)):
-            return ts.KvStore.open(self.array_kvstore(''), context=self.context()).result().write(key, data)
 
     def wait(self, future: Any) -> Any:
         """The result of a TensorStore future; on an object store, the wait for a silent server is bounded.

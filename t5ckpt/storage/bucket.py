@@ -186,15 +186,16 @@ class BucketStorage(Storage):
     def write(self, key: str, data: bytes) -> None:
         try:
             with bucket_errors(self.url(key), 'writing'):
-                self.wait(self.start_write(key, data))
+                self.write_chunk(key, data)
         except AccessDeniedError:
             raise
         except StorageError:
             if not self._has_data(key, data):
                 raise
 
-    def start_write(self, key: str, data: bytes) -> Any:
-        return self._kvstore().write(self._key(key), data)
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+        del in_background
+        return self.wait(self._kvstore().write(self._key(key), bytes(data))).generation
 
     def _has_data(self, key: str, data: bytes) -> bool:
         try:

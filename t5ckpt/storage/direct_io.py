@@ -1,12 +1,11 @@
-"""Writes a file with ``O_DIRECT`` (open(2)), bypassing the page cache.
+"""Writes the files of chunks; large ones with ``O_DIRECT`` (open(2)), bypassing the page cache.
 
 A chunk that is written in the background is not read again soon. Caching its pages takes more processor time than the write
 itself (``benchmarks/page_cache.py``) and evicts data that the training reads. The file system requires addresses, offsets and
 sizes that are multiples of the disk's block size, so the bytes are copied through a small aligned buffer. The remainder at the
 end of the file is written through the cache, as is every file if the file system refuses ``O_DIRECT``.
 
-A file gets its name when it is complete and durable. Unfinished files have the name that TensorStore uses, so either can resume
-a killed conversion.
+The checkpoint is not visible yet, so a file has its name before it is complete.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import fcntl
 import mmap
 import os
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -39,41 +39,40 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def write_direct(path: str, data: np.ndarray) -> None:
-    """Writes a file durably, except for its directory entry; an existing file of this name keeps its other hard links.
+def write_new(path: str, data: Any, *, is_direct: bool) -> None:
+    """Writes a new file durably, except for its directory entry, and creates its directory.
 
     Args:
-      path: of the file; creates its directory if necessary.
-      data: uint8 (n,), contiguous.
+      path: of the file. An existing file of this name keeps its other hard links.
+      data: a contiguous buffer of bytes.
+      is_direct: whether to bypass the page cache.
 
     Raises:
-      OSError: the file could not be written; the directory has no file of this name, or the previous one.
+      OSError: the file could not be written; a part of it may be there.
     """
-    partial = f'{path}.__lock'
-    fd, is_direct = _create(partial)
+    fd, is_direct = _create(path, _DIRECT if is_direct else 0)
     try:
-        try:
-            _write(fd, data, is_direct=is_direct)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+        _write(fd, np.frombuffer(data, np.uint8), is_direct=is_direct)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-def _create(path: str) -> tuple[int, bool]:
+def _create(path: str, flag: int) -> tuple[int, bool]:
     """A new file, and whether it is written without the page cache."""
-    flag = _DIRECT
+    is_made = False
     while True:
         try:
             return os.open(path, _NEW | flag, 0o666), bool(flag)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if is_made:
+                raise
+            is_made = True
+            # Another thread may create it. ``exist_ok`` would look at it, and hide why it cannot be looked at.
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(os.path.dirname(path))
         except FileExistsError:
-            # A killed writer left this file.
+            # A link whose reply was lost.
             os.unlink(path)
         except OSError as error:
             if not flag or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):

@@ -1,9 +1,7 @@
 """POSIX file systems.
 
-Small files are written with ``os.write`` and ``fsync``. Chunk files are written without the page cache
-(``storage/direct_io.py``), or by TensorStore's file driver, which writes to ``<name>_<hex>.__lock``, fsyncs and renames. Neither
-makes directory entries durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent
-after the rename.
+Files are written with ``fsync``, large chunks without the page cache (``storage/direct_io.py``). The directory entries of chunks
+are not durable, so ``sync_tree`` fsyncs every directory from the leaves up, and ``publish`` fsyncs the parent after the rename.
 
 The umask determines the permissions of files.
 """
@@ -37,7 +35,6 @@ from t5ckpt.storage.memory_limit import check_whole_read
 from t5ckpt.storage.options import FileOptions
 
 if TYPE_CHECKING:
-    import numpy as np
     import tensorstore as ts
 
 
@@ -124,16 +121,19 @@ class FileStorage(Storage):
                     os.unlink(partial)
                 raise
 
-    def direct_bytes(self, *, in_background: bool) -> int | None:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+        # Imports numpy, which listings do not need.
+        from t5ckpt.storage.direct_io import write_new
+
         options = self._options
         is_direct = options.direct_io == 'always' or (options.direct_io == 'auto' and in_background)
-        return options.direct_bytes if is_direct else None
-
-    def write_direct(self, key: str, data: np.ndarray) -> None:
-        # Imports numpy, which listings do not need.
-        from t5ckpt.storage.direct_io import write_direct
-
-        write_direct(self._path(key), data)
+        write_new(self._path(key), data, is_direct=is_direct and len(data) >= options.direct_bytes)
+        version = self.stamp(key)
+        if version is None and self.size(key) is None:
+            raise StorageError(
+                errno.EIO, f'{self.url(key)}: was written without an error, but does not exist. Save again.'
+            )
+        return version
 
     def _stat(self, key: str) -> os.stat_result | None:
         with foreign_errors(self.url(key)):

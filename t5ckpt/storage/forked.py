@@ -2,7 +2,7 @@
 
 TensorStore's threads do not exist in a forked process, and its first use there ends the process (SIGABRT). So the code that
 opens or decodes arrays calls this module before. Operations without TensorStore work in a forked process: listing steps, mapped
-views, and arrays without a codec on a local disk.
+views, saves to a local disk, and reads of arrays without a codec there.
 """
 
 from __future__ import annotations

@@ -174,11 +174,14 @@ class StorageConformance:
         else:
             raise AssertionError('publish of nothing did not fail')
 
-    def test_tensorstore_reads_and_writes_the_same_files(self, tmp_path: pathlib.Path) -> None:
-        """Files written by ``start_write`` can be read from the storage, and the other way round."""
+    def test_chunks(self, tmp_path: pathlib.Path) -> None:
+        """Files written by ``write_chunk`` can be read from the storage and by TensorStore, and have the version returned."""
         storage = self.make(tmp_path)
         storage.make_dir('arrays')
-        storage.wait(storage.start_write('arrays/w/0.0', b'chunk'))
+        version = storage.write_chunk('arrays/w/0.0', np.frombuffer(b'chunk', np.uint8))
+        _check(
+            version in (storage.stamp('arrays/w/0.0'), storage.version('arrays/w/0.0')), 'the version is another one'
+        )
         _check(storage.read('arrays/w/0.0') == b'chunk' == self.raw(storage, 'arrays/w/0.0'), 'places differ')
         _check({name for name, _ in storage.walk('arrays')} == {'arrays/w/0.0'}, 'a listing has something else')
         metadata = {'zarr_format': 2, 'shape': [4], 'chunks': [4], 'dtype': '<i4', 'order': 'C'}

@@ -1,16 +1,15 @@
 """A storage whose n-th operation fails.
 
-It wraps a real storage and forwards all other operations, so that it leaves the files of a real failure. TensorStore writes some
-array chunks directly; for these, the operation that can fail is the request for the kvstore.
+It wraps a real storage and forwards all other operations, so that it leaves the files of a real failure.
 """
 
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
 from t5ckpt.errors import NoSpaceError, StorageError
@@ -43,6 +42,7 @@ class FaultyStorage(Storage):
         self.copies = inner.copies
         self.driver = inner.driver
         self.operations: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
         self._inner = inner
         self._fail_at = fail_at
         self._sticky = sticky
@@ -50,8 +50,10 @@ class FaultyStorage(Storage):
 
     def before_operation(self, name: str, key: str) -> None:
         """Called before each operation; raises the error of the one that fails. A subclass may override it to act at one."""
-        index = len(self.operations)
-        self.operations.append((name, key))
+        # Threads write chunks at the same time.
+        with self._lock:
+            index = len(self.operations)
+            self.operations.append((name, key))
         if self._fail_at is not None and (index == self._fail_at or (self._sticky and index > self._fail_at)):
             raise self._error
 
@@ -85,12 +87,9 @@ class FaultyStorage(Storage):
         self.before_operation('copy_unchanged', target)
         return self._inner.copy_unchanged(source, target, version)
 
-    def direct_bytes(self, *, in_background: bool) -> int | None:
-        return self._inner.direct_bytes(in_background=in_background)
-
-    def write_direct(self, key: str, data: np.ndarray) -> None:
-        self.before_operation('write_direct', key)
-        self._inner.write_direct(key, data)
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+        self.before_operation('write_chunk', key)
+        return self._inner.write_chunk(key, data, in_background=in_background)
 
     def kind(self, key: str) -> str | None:
         self.before_operation('kind', key)
@@ -176,10 +175,6 @@ class FaultyStorage(Storage):
     def delete_tree(self, key: str) -> None:
         self.before_operation('delete_tree', key)
         self._inner.delete_tree(key)
-
-    def start_write(self, key: str, data: bytes) -> Any:
-        self.before_operation('start_write', key)
-        return self._inner.start_write(key, data)
 
     def array_kvstore(self, key: str) -> dict[str, Any]:
         self.before_operation('array_kvstore', key)

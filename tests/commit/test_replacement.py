@@ -326,18 +326,20 @@ def test_a_step_that_another_program_deletes_while_it_is_overwritten(url):
 def test_readers_at_each_operation(url, tmp_path):
     """A restore, a verification and a copy between any two requests of an overwrite find the one or the other, whole."""
     save(url, 1)
-    found = []
+    found, turns = [], threading.Lock()
 
     class Watched(FaultyStorage):
         def before_operation(self, name, key):
             super().before_operation(name, key)
-            copy = tmp_path / str(len(found))
-            t5ckpt.copy_checkpoint(url, copy)
-            found.append(value_of(url))
-            assert t5ckpt.verify(url, full=True).ok
-            assert t5ckpt.verify(copy, full=True).ok
-            assert value_of(copy) == found[-1]
-            assert not list(copy.glob('checkpoint_1/t5ckpt.*.json'))
+            # Chunks are written by several threads.
+            with turns:
+                copy = tmp_path / str(len(found))
+                t5ckpt.copy_checkpoint(url, copy)
+                found.append(value_of(url))
+                assert t5ckpt.verify(url, full=True).ok
+                assert t5ckpt.verify(copy, full=True).ok
+                assert value_of(copy) == found[-1]
+                assert not list(copy.glob('checkpoint_1/t5ckpt.*.json'))
 
     with checkpointer(Watched(open_storage(url))) as ck:
         ck.save(state(2), step=1, overwrite=True)

@@ -20,7 +20,7 @@ def leftovers(directory: pathlib.Path) -> list[str]:
     ('process', 'operation', 'key'),
     [
         (2, 'write', 'integrity.2.json'),
-        (3, 'array_kvstore', 'checkpoint_1'),
+        (3, 'write_chunk', 'checkpoint_1'),
         (0, 'make_dir', 'checkpoint_1'),
         (0, 'write', 'integrity.0.json'),
         (0, 'write', '/checkpoint'),

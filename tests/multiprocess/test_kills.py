@@ -22,8 +22,8 @@ TIMEOUT = 3.0
 # Where: (process, operation of its storage, text in the key), and whether step 2 is there afterwards.
 POINTS = [
     (0, 'make_dir', 'checkpoint_2', False),
-    (0, 'array_kvstore', 'checkpoint_2', False),
-    (1, 'array_kvstore', 'checkpoint_2', False),
+    (0, 'write_chunk', 'checkpoint_2', False),
+    (1, 'write_chunk', 'checkpoint_2', False),
     (1, 'write', 'integrity.1.json', False),
     (0, 'write', '/checkpoint', False),
     (0, 'publish', 'checkpoint_2', False),

@@ -616,7 +616,7 @@ def test_another_run_in_the_same_directory_is_refused_by_all(four, place, tmp_pa
 # An operation of the local directory of process 2, and the error: for chunks, the list of files, the note that the step waits for
 # its upload, and before and in the commit.
 FAULTS = [
-    ('array_kvstore', 'checkpoint_', 'full'),
+    ('write_chunk', 'checkpoint_', 'full'),
     ('write', 'integrity.2.json', 'eio'),
     ('write', 'copies.json', 'full'),
     ('write', 'to_persist/', 'full'),

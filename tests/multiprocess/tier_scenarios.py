@@ -73,7 +73,7 @@ class Troubled(FaultyStorage):
         trouble = self._flag.read_text() if self._flag.exists() else ''
         if trouble == 'away':
             raise StorageError(5, 'injected: the bucket is away')
-        if trouble == 'full' and name in ('write', 'replace', 'start_write'):
+        if trouble == 'full' and name in ('write', 'replace', 'write_chunk'):
             raise NoSpaceError(28, 'injected: the bucket is full')
         if trouble == 'slow':
             time.sleep(0.2)
@@ -96,7 +96,7 @@ class ReadOnly(scenarios.HookedStorage):
 
     def before_operation(self, name, key):
         super().before_operation(name, key)
-        if self._is_broken and name in ('write', 'delete_file', 'make_dir', 'publish'):
+        if self._is_broken and name in ('write', 'write_chunk', 'delete_file', 'make_dir', 'publish'):
             raise StorageError(30, 'injected: read-only file system')
 
 

@@ -156,7 +156,7 @@ def open_at(bucket: str, prefix: str, given: Any) -> SimulatedBucket:
 
 
 class SimulatedBucket(BucketStorage):
-    """``BucketStorage`` over a :class:`Bucket`. Chunks are written one request each."""
+    """``BucketStorage`` over a :class:`Bucket`."""
 
     driver = 'gcs'
 
@@ -173,14 +173,3 @@ class SimulatedBucket(BucketStorage):
 
     def url(self, key: str = '') -> str:
         return f'{_SCHEME}://{self._bucket}/{self._key(key)}'.rstrip('/')
-
-    def direct_bytes(self, *, in_background: bool) -> int | None:
-        del in_background
-        return 0
-
-    def write_direct(self, key: str, data: Any) -> None:
-        # One request without the second look of ``write``: so TensorStore writes chunks.
-        try:
-            self.wait(self.start_write(key, data.tobytes()))
-        except ValueError as error:
-            raise OSError(5, str(error)) from error

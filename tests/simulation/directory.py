@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from simulation import posix
 from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
@@ -22,7 +20,7 @@ class _WithPaths:
 
 
 class SimulatedDirectory(FileStorage):
-    """``FileStorage`` below ``/simulated``. Chunks are written and read through it, since TensorStore does not see the disk."""
+    """``FileStorage`` below ``/simulated``. Chunks are read through it, since TensorStore does not see the disk."""
 
     def __init__(self, name: str = 'run'):
         """Takes the name of the directory, which is created with the first save."""
@@ -35,18 +33,6 @@ class SimulatedDirectory(FileStorage):
     def link(self, source: str, target: str, of: Storage | None = None) -> bool:
         return super().link(source, target, _WithPaths(of or self))  # type: ignore[arg-type]
 
-    def direct_bytes(self, *, in_background: bool) -> int | None:
-        del in_background
-        return 0
-
-    def start_write(self, key: str, data: bytes) -> Any:
-        # As TensorStore writes small files, so does ``write_direct``.
-        try:
-            self.write_direct(key, np.frombuffer(data, np.uint8))
-        except OSError as error:
-            return _Failed(error)
-        return _Done()
-
 
 def open_at(bucket: str, path: str, given: Any) -> FileStorage:
     """Opens a path: a simulated directory below ``/simulated``."""
@@ -54,17 +40,3 @@ def open_at(bucket: str, path: str, given: Any) -> FileStorage:
     if path != posix.ROOT and not path.startswith(f'{posix.ROOT}/'):
         return FileStorage(path)
     return SimulatedDirectory(path.removeprefix(posix.ROOT).strip('/'))
-
-
-class _Done:
-    def result(self, timeout: float | None = None) -> None:
-        del timeout
-
-
-class _Failed:
-    def __init__(self, error: OSError):
-        self._error = error
-
-    def result(self, timeout: float | None = None) -> None:
-        del timeout
-        raise ValueError(f"INTERNAL: injected [os_error_code='{self._error.errno}']") from self._error

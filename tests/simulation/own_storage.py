@@ -148,30 +148,8 @@ class OwnStorage(FaultyStorage):
         lock = self._try_lock(key)
         return None if lock is None else _Lock(lock)
 
-    def direct_bytes(self, *, in_background: bool) -> int | None:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
         del in_background
-        return 0
-
-    def write_direct(self, key: str, data: Any) -> None:
         self.make_dir(key.rpartition('/')[0])
-        self.write(key, data.tobytes())
-
-    def start_write(self, key: str, data: bytes) -> Any:
-        return _Write(lambda: self.write(key, data))
-
-
-class _Write:
-    """A write, which is applied when its sender waits for it."""
-
-    def __init__(self, write: Callable[[], None]):
-        self._write = write
-
-    def done(self) -> bool:
-        return False
-
-    def result(self, timeout: float | None = None) -> None:
-        del timeout
-        try:
-            self._write()
-        except StorageError as error:
-            raise ValueError(f'UNAVAILABLE: {error}') from error
+        self.write(key, bytes(data))
+        return self.stamp(key)

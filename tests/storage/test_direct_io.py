@@ -26,7 +26,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.storage import open_storage
-from t5ckpt.storage.direct_io import write_direct
+from t5ckpt.storage.direct_io import write_new
 
 _MB = 2**20
 _SIZES = [0, 1, 511, 4095, 4096, 4097, 2 * _MB - 1, 2 * _MB, 2 * _MB + 1, 5 * _MB + 4097]
@@ -50,7 +50,7 @@ def resident_pages(path):
 def disk(tmp_path):
     """A directory of a file system with direct writes; one in memory has none, or keeps everything in the cache."""
     probe = tmp_path / 'probe'
-    write_direct(str(probe), np.ones(4 * _MB, np.uint8))
+    write_new(str(probe), np.ones(4 * _MB, np.uint8), is_direct=True)
     if resident_pages(probe) > 16:
         pytest.skip(f'the file system of {tmp_path} writes through the page cache: set TMPDIR to a disk')
     probe.unlink()
@@ -61,11 +61,11 @@ def disk(tmp_path):
 def test_every_size_is_written_whole(tmp_path, size):
     data = np.frombuffer(random.Random(size).randbytes(size + 1), np.uint8)[1:]
     path = tmp_path / 'a' / 'b'
-    write_direct(str(path), data)
+    write_new(str(path), data, is_direct=True)
     assert path.read_bytes() == data.tobytes()
     assert path.stat().st_mode & 0o777 == 0o644
     # A shorter one in its place leaves nothing of it.
-    write_direct(str(path), data[: size // 2])
+    write_new(str(path), data[: size // 2], is_direct=True)
     assert path.read_bytes() == data[: size // 2].tobytes()
 
 
@@ -77,17 +77,10 @@ def test_in_memory(tmp_path):
     path = memory / f't5ckpt-{os.getpid()}-{tmp_path.name}'
     try:
         data = np.frombuffer(random.Random(0).randbytes(3 * _MB + 5), np.uint8)
-        write_direct(str(path), data)
+        write_new(str(path), data, is_direct=True)
         assert path.read_bytes() == data.tobytes()
     finally:
         path.unlink(missing_ok=True)
-
-
-def test_what_a_killed_writer_left_is_replaced(tmp_path):
-    (tmp_path / 'x.__lock').write_bytes(b'half')
-    write_direct(str(tmp_path / 'x'), np.ones(5000, np.uint8))
-    assert [path.name for path in tmp_path.iterdir()] == ['x']
-    assert (tmp_path / 'x').read_bytes() == b'\1' * 5000
 
 
 def test_other_names_of_the_file_keep_their_bytes(tmp_path):
@@ -96,7 +89,7 @@ def test_other_names_of_the_file_keep_their_bytes(tmp_path):
     os.link(tmp_path / 'old', tmp_path / 'hard')
     os.symlink('old', tmp_path / 'soft')
     for name in ('hard', 'soft'):
-        write_direct(str(tmp_path / name), np.ones(5000, np.uint8))
+        write_new(str(tmp_path / name), np.ones(5000, np.uint8), is_direct=True)
         assert (tmp_path / name).read_bytes() == b'\1' * 5000
         assert not (tmp_path / name).is_symlink()
     assert (tmp_path / 'old').read_bytes() == b'old'
@@ -107,7 +100,7 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / 'dir').mkdir()
     for path, wrong in [('file/below', errno.ENOTDIR), ('dir', errno.EISDIR)]:
         with pytest.raises(OSError, match=path.split('/')[0]) as caught:
-            write_direct(str(tmp_path / path), np.ones(5000, np.uint8))
+            write_new(str(tmp_path / path), np.ones(5000, np.uint8), is_direct=True)
         assert caught.value.errno == wrong
     assert sorted(path.name for path in tmp_path.iterdir()) == ['dir', 'file']
 
@@ -218,7 +211,7 @@ def test_where_there_are_no_more_threads_the_caller_writes(tmp_path):
 
 def test_a_forked_process_has_memory_of_its_own(tmp_path):
     """Both write at once, after this thread's aligned buffer was made."""
-    write_direct(str(tmp_path / 'first'), np.zeros(2**21, np.uint8))
+    write_new(str(tmp_path / 'first'), np.zeros(2**21, np.uint8), is_direct=True)
     ready, go = os.pipe()
     with warnings.catch_warnings():
         # The child calls nothing of JAX's.
@@ -230,7 +223,7 @@ def test_a_forked_process_has_memory_of_its_own(tmp_path):
         os.write(go, b'.') if child else os.read(ready, 1)
         for number in range(20):
             path = tmp_path / f'{value}.{number}'
-            write_direct(str(path), data)
+            write_new(str(path), data, is_direct=True)
             wrong += (np.fromfile(path, np.uint8) != value).any()
         is_done = True
     finally:

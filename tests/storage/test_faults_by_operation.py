@@ -12,6 +12,7 @@ from support.proxy import ANSWERS, ON_THE_WAY
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 
@@ -199,8 +200,9 @@ def test_a_fault_at_each_kind_of_request(bucket, operation, faults, tmp_path):
 def test_a_listing_of_which_a_page_is_refused(bucket, refused):
     """TensorStore takes such a page of Google's for an empty last one."""
     storage = open_storage(bucket.url())
-    for future in [storage.start_write(f'many/{number:04}', b'') for number in range(1001)]:
-        storage.wait(future)
+    with Pool(32) as pool:
+        for number in range(1001):
+            pool.submit(storage.write_chunk, f'many/{number:04}', b'')
     for page in (0, 1):
         seen = itertools.count()
         bucket.proxy.choose = lambda kind, key, seen=seen, page=page: (

@@ -52,6 +52,8 @@ from t5ckpt.errors import (
     StepKeptError,
     T5CkptError,
 )
+from t5ckpt.format.facts import Facts
+from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.resizing import Patterns, Resize
@@ -62,27 +64,29 @@ from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
-    SaveCall,
     TierOptions,
     check_no_directory,
     check_policies,
     in_order,
+    metric_numbers,
+    ordered,
+    plain_json,
     warn_of_gda,
     warn_of_idle,
 )
 from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missing_metrics
-from t5ckpt.save.encoding import CodecSelection, compression_for
+from t5ckpt.save.encoding import compression_for
 from t5ckpt.save.pending import PendingSave
-from t5ckpt.save.prepare import prepare_save
-from t5ckpt.save.request import LaterSteps, Reuse, SaveContext, SaveRequest
-from t5ckpt.save.schedule import LocalSignals, SaveSchedule
-from t5ckpt.save.stream_writer import StreamRequest
+from t5ckpt.save.prepare import PreparedSave, prepare_save
+from t5ckpt.save.request import LaterSteps, SaveContext, SaveRequest
+from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
+from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
 
 __all__ = ['Checkpointer']
@@ -208,27 +212,27 @@ class Checkpointer:
         alike |= {'local_dir': None if local_dir is None else 'a directory', 'verify': verify}
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), alike)
         self._clock, self._is_read_only = clock, read_only
-        self._has_source = metric_source is not None
-        self._notices = Notices()
-        self._tiers = self._tiers_of(TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted))
-        save_options = SaveOptions(cast, compression_for(compression, self._tiers.local), chunk_bytes, inline_bytes)
+        self._has_source, self._notices = metric_source is not None, Notices()
+        tier_options = TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted)
+        self._tiers = tiers = self._tiers_of(tier_options)
+        save_options = SaveOptions(cast, compression_for(compression, tiers.local), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
-        self._keep = keep
+        self._keep, self._is_closed = keep, False
         # Makes a policy of ``keep``; None if the caller passed a policy.
         self._policy_of_keep = _latest if keep_policy is None else None
-        self._save_context = self._context_of(save_options, progress, reuses=reuse_unchanged)
+        self._save_context = SaveContext(
+            tiers.local, save_options, tiers.retention, progress, clock, self._notices, reuses=reuse_unchanged
+        )
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._monitored = monitored_metrics(policy, save_policy)
-        self._later_steps = LaterSteps(self._tiers.local)
+        self._later_steps = LaterSteps(tiers.local)
         # Nothing here may refer to this object: its template and data iterator are freed with it, not by a later collection.
         self._template_check = TemplateCheck(self._axes, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
-        signals = LocalSignals(clock, preempted)
-        self._schedule = SaveSchedule(save_policy, self._coordinator, self._tiers.facts, signals, self._notices)
-        self._is_closed = False
+        self._schedule = SaveSchedule(save_policy, self._coordinator, tiers.facts, clock, preempted, self._notices)
         self._restored_leaves: list[Callable[[], Any]] = []
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
@@ -270,20 +274,6 @@ class Checkpointer:
         require_directory(self._storage)
         return Tiers(
             options, self._storage, self._retention, self._clock, self._coordinator, read_only=self._is_read_only
-        )
-
-    def _context_of(self, options: SaveOptions, progress: Progress | None, *, reuses: bool) -> SaveContext:
-        storage = self._tiers.local
-        return SaveContext(
-            storage=storage,
-            options=options,
-            retention=self._tiers.retention,
-            reuse=Reuse() if reuses and (storage.links or storage.copies) else None,
-            codec_selection=CodecSelection(storage),
-            dataset=self._dataset,
-            progress=progress,
-            clock=self._clock,
-            notices=self._notices,
         )
 
     @property
@@ -375,15 +365,10 @@ class Checkpointer:
           A state that does not match the template is saved with a TemplateMismatchWarning. With transforms there is no
           such check, because a restore applies other transforms to their result.
         """
-        state, call = SaveCall.of(
-            train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
+        pending = self._started(
+            False, train_state, state_transformation_fns, step, concurrent_gb, metrics, overwrite, custom_metadata
         )
-        started = self._clock()
-        with finished_before_exit():
-            pending = self._prepared(state, call, in_background=False)
-            committed = pending.complete()
-        self._schedule.record(pending, started, call.metrics)
-        return committed
+        return pending.result()
 
     @explains_names(OF_SAVE)
     def save_async(
@@ -403,15 +388,9 @@ class Checkpointer:
         ``result()`` of the returned object, or by the next save, ``wait_until_finished``,
         ``check_for_errors`` or ``close``.
         """
-        state, call = SaveCall.of(
-            train_state, state_transformation_fns, concurrent_gb, step, metrics, overwrite, custom_metadata
+        return self._started(
+            True, train_state, state_transformation_fns, step, concurrent_gb, metrics, overwrite, custom_metadata
         )
-        started = self._clock()
-        with finished_before_exit():
-            pending = self._prepared(state, call, in_background=True)
-            pending.start()
-        self._schedule.record(pending, started, call.metrics)
-        return pending
 
     @explains_names(OF_SAVE)
     def maybe_save(
@@ -452,38 +431,76 @@ class Checkpointer:
         """Whether a process of the job is preempted; set in all processes at the same call of ``maybe_save``."""
         return self._schedule.should_stop
 
-    def _prepared(self, state: Any, call: SaveCall, *, in_background: bool) -> PendingSave:
+    def _started(
+        self,
+        in_background: bool,
+        train_state: Any,
+        state_transformation_fns: Any,
+        step: Any,
+        concurrent_gb: float,
+        metrics: Mapping[str, Any] | None,
+        overwrite: bool,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> PendingSave:
+        state, transforms, named = ordered(train_state, state_transformation_fns, step)
+        check_flags(overwrite=overwrite)
+        facts = Facts(
+            custom_metadata=plain_json('custom_metadata', custom_metadata),
+            metrics=metric_numbers(metrics),
+            keep=fields_of(self._retention.policy) or {},
+        )
+        budget, began = bytes_of_gb(concurrent_gb), self._clock()
         self._refuse_if_read_only('save')
         if self._is_closed:
             raise ClosedError(
                 f'the checkpointer of {self.checkpoints_dir} is closed: it does not wait for saves or report their errors. '
                 'Save inside the with block, or before close().'
             )
-        save_round = self._round('a save' if call.step is None else f'the save of step {call.step}')
+        with finished_before_exit():
+            # No frame refers to the prepared save, which has the staged arrays.
+            pending = PendingSave(self._prepared(state, transforms, named, budget, overwrite, facts, in_background))
+            self._tiers.note_save(pending.done)
+            self._pending = pending  # known before it is started
+            pending.start()
+            if not in_background:
+                pending.result()
+        self._schedule.record(pending, began, facts.metrics)
+        return pending
+
+    def _prepared(
+        self, state: Any, transforms: Any, named: Any, budget: int, overwrite: bool, facts: Facts, in_background: bool
+    ) -> PreparedSave:
+        """Plans a save, and stages its first arrays; ``named`` is the step that the caller has named, or None."""
+        save_round = self._round('a save' if named is None else f'the save of step {named}')
         with save_round.failing_together(Phase.PLAN):
             self.check_for_errors()
             table = flatten_state(state).table
             self._tiers.begin_save()
-            step, policy = step_to_save(state, table, call.step), self._retention.policy
+            step = step_to_save(state, table, named)
             request = SaveRequest(
-                self._save_context, step, call, in_background, round=save_round, keep=policy, site=CallSite.here(),
-                is_as_restored=self._is_as_restored(step, state),
+                self._save_context, step, budget, overwrite, facts, round=save_round, in_background=in_background,
+                names_step=named is not None, site=CallSite.here(), is_as_restored=self._is_as_restored(step, state),
+                # The iterator advances as soon as the caller continues.
+                files={} if self._dataset is None else self._dataset.snapshot(save_round.processes),
             )  # fmt: skip
             request = self._tiers.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
-                self._later_steps.note_save(request.step)
-                infos = self._retention.decided if self._has_source else [StepInfo(step, metrics=call.metrics)]
-                warn_of_missing_metrics(self._notices, policy, infos, has_source=self._has_source)
-            if not call.transforms:
-                options = RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
-                self._template_check.check(state, table, request.step, options, warns=save_round.is_leader)
-            if self._partitioner is None and save_round.is_leader:
-                self._template_check.check_shardings(table, request.step)
-            prepared = prepare_save(request, table, self._axes)
-        self._pending = pending = PendingSave(request.step, prepared)  # known before it is started
-        self._tiers.note_save(pending.done)
-        self._schedule.note_save(pending.done)
-        return pending
+                self._later_steps.note_save(step)
+            self._check_before_save(state, table, request, has_transforms=bool(transforms))
+            return prepare_save(request, table, self._axes, transforms)
+
+    def _check_before_save(self, state: Any, table: LeafTable, request: SaveRequest, *, has_transforms: bool) -> None:
+        """Warns of metrics that do not come, and of what a restore could not restore."""
+        step, is_leader = request.step, request.round.is_leader
+        if is_leader:
+            given = [StepInfo(step, metrics=request.facts.metrics)]
+            infos = self._retention.decided if self._has_source else given
+            warn_of_missing_metrics(self._notices, self._retention.policy, infos, has_source=self._has_source)
+        if not has_transforms:
+            options = RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
+            self._template_check.check(state, table, step, options, warns=is_leader)
+        if self._partitioner is None and is_leader:
+            self._template_check.check_shardings(table, step)
 
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.
@@ -711,8 +728,9 @@ class Checkpointer:
         from t5ckpt.convert.tf.model import convert_tf_to_model
 
         require_directory(self._storage)
-        save, budget = self._save_context, bytes_of_gb(concurrent_gb)
-        request = StreamRequest(self._storage, 0, save.options, budget, progress=save.progress, clock=save.clock)
+        saves, budget = self._save_context, bytes_of_gb(concurrent_gb)
+        context = SaveContext(self._storage, saves.options, progress=saves.progress, clock=self._clock)
+        request = SaveRequest(context, 0, budget)
         committed: CommittedCheckpoint | None = None
 
         def convert(_: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import step_dir
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import STREAM_BYTES, StreamRequest, rehearse, write_stream
+from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, rehearse, write_stream
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP
@@ -167,23 +167,20 @@ def finish(found: Found, directory: str | os.PathLike[str] | Storage, options: C
     if step is None:
         raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
     storage = open_target(directory)
-    request = StreamRequest(
-        storage,
+    request = SaveRequest(
+        SaveContext(storage, SaveOptions(options.cast, options.compression), progress=options.progress),
         step,
-        SaveOptions(options.cast, options.compression),
         bytes_of_gb(options.concurrent_gb),
         options.overwrite,
-        {**found.source, **options.recorded},
-        options.progress,
-        files=found.files,
-        facts=found.facts,
-        t5x_inlines=dict.fromkeys(found.inline, True),
+        dataclasses.replace(found.facts, source={**found.source, **options.recorded}),
+        found.files,
     )
+    t5x_inlines = dict.fromkeys(found.inline, True)
     names = (dict(found.mapped), found.added, found.dropped, found.without_effect, found.left_out)
     if options.dry_run:
-        rehearse(found.table, request)
+        rehearse(found.table, request, t5x_inlines)
         return Conversion(step, storage.url(step_dir(step)), 0, 0.0, *names)
-    done = write_stream(found.table, request)
+    done = write_stream(found.table, request, t5x_inlines)
     return Conversion(step, done.path, done.nbytes, done.seconds, *names)
 
 
@@ -204,8 +201,7 @@ def write_import(
       CheckpointNotFoundError: the directory is the directory of a step.
     """
     storage = open_target(directory)
-    request = StreamRequest(
-        storage, step, SaveOptions(options.cast), overwrite=options.force, source=source, progress=options.progress
-    )
+    context = SaveContext(storage, SaveOptions(options.cast), progress=options.progress)
+    request = SaveRequest(context, step, STREAM_BYTES, options.force, Facts(source=source))
     rehearse(table, request)
     return storage.url(step_dir(step)) if options.dry_run else write_stream(table, request).path

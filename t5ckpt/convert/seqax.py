@@ -43,13 +43,15 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import TYPESTRS
+from t5ckpt.format.facts import Facts
 from t5ckpt.inspection.view import open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.chunk_shape import choose_chunks
+from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.orbax import array_leaves
-from t5ckpt.save.stream_writer import StreamRequest, write_stream
+from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, write_stream
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_jax_array
@@ -195,9 +197,8 @@ def import_seqax(
     """
     table, source_step = read_seqax(path, step)
     source = {'format': 'seqax', 'path': os.fspath(path), 'step': source_step}
-    return write_stream(
-        table, StreamRequest(open_target(checkpoints_dir), source_step, overwrite=overwrite, source=source)
-    )
+    context = SaveContext(open_target(checkpoints_dir), SaveOptions())
+    return write_stream(table, SaveRequest(context, source_step, STREAM_BYTES, overwrite, Facts(source=source)))
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

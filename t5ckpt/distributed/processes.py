@@ -131,6 +131,11 @@ class _One(Processes):
         raise NotImplementedError
 
 
+def lone_process() -> Processes:
+    """Returns this process alone, also if it is one of several of a job."""
+    return _One()
+
+
 class _Coordinated(Processes):
     """The processes of ``jax.distributed``."""
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_flags, check_kind, check_transforms, integer, number
-from t5ckpt.core.byte_budget import bytes_of_gb
+from t5ckpt.core.arguments import check_kind, check_transforms, integer, number
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
@@ -30,55 +29,25 @@ LOCAL_KEEP = 2
 _CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveCall:
-    """The arguments of one call of ``save`` or ``save_async``, without the state.
+def ordered(first: Any, second: Any, step: Any) -> tuple[Any, Sequence[Any], Any]:
+    """Orders the arguments of ``Checkpointer.save``, (state, transforms) or (step, state); returns state, transforms and step.
 
-    The state is left out because its arrays must not be kept alive after staging. See ``Checkpointer.save`` for each field.
+    Raises:
+      ValueError: the order is ambiguous, or the transforms are not functions.
     """
-
-    transforms: Sequence[Any]
-    step: Any
-    metrics: Mapping[str, float]
-    budget_bytes: int
-    overwrite: bool
-    custom_metadata: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        first: Any,
-        second: Any,
-        concurrent_gb: float,
-        step: Any,
-        metrics: Mapping[str, Any] | None,
-        overwrite: bool,
-        custom_metadata: Mapping[str, Any] | None,
-    ) -> tuple[Any, SaveCall]:
-        """Orders the arguments of ``Checkpointer.save``, (state, transforms) or (step, state), and checks them.
-
-        Returns:
-          The state, and the other arguments.
-
-        Raises:
-          ValueError: the order is ambiguous, or an argument is invalid.
-        """
-        if _is_step(second) or (_is_step(first) and not _are_transforms(second)):
-            named, state = in_order(first, second, 'save')
-            if step is not None:
-                raise ValueError(
-                    f'the step is given twice: {shown(named)} and step={shown(step)}. Write save(state, step=...).'
-                )
-            first, second, step = state, (), named
-        elif type(first) is int and step is None:
-            raise ValueError(f'save received the step {first} in place of the state. Write save(state, step={first}).')
-        if isinstance(first, str):
-            raise ValueError(f'the step must be an integer, got {shown(first)}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
-        check_transforms(second)
-        check_flags(overwrite=overwrite)
-        metadata = plain_json('custom_metadata', custom_metadata)
-        numbers = metric_numbers({} if metrics is None else metrics)
-        return first, cls(second, step, numbers, bytes_of_gb(concurrent_gb), overwrite, metadata)
+    if _is_step(second) or (_is_step(first) and not _are_transforms(second)):
+        named, state = in_order(first, second, 'save')
+        if step is not None:
+            raise ValueError(
+                f'the step is given twice: {shown(named)} and step={shown(step)}. Write save(state, step=...).'
+            )
+        return state, (), named
+    if type(first) is int and step is None:
+        raise ValueError(f'save received the step {first} in place of the state. Write save(state, step={first}).')
+    if isinstance(first, str):
+        raise ValueError(f'the step must be an integer, got {shown(first)}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
+    check_transforms(second)
+    return first, second, step
 
 
 def in_order(first: Any, second: Any, method: str) -> tuple[Any, Any]:
@@ -143,7 +112,7 @@ def _plain(value: Any, before: str, path: str) -> Any:
         ) from error
 
 
-def metric_numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+def metric_numbers(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Converts metrics to Python numbers. Arrays of one element are accepted; reading one waits for its device.
 
     Raises:
@@ -151,7 +120,7 @@ def metric_numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     """
     check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
     numbers: dict[str, float] = {}
-    for name, value in metrics.items():
+    for name, value in (metrics or {}).items():
         if not isinstance(name, str):
             raise ValueError(f"the name of a metric must be a str such as 'loss', got {shown(name)}.")  # noqa: TRY004 - as for options
         try:

@@ -34,27 +34,12 @@ def best_step_of(
       metric: the caller's, or None.
       mode: the caller's, or None.
       awaited: metrics that no step needs to have yet.
-    """
-    name, best = _monitored(monitored, metric, mode, facts)
-    return best_of(_infos_with(facts, name, awaited), name, best)
-
-
-def _monitored(
-    monitored: Sequence[tuple[str, str]], metric: str | None, mode: str | None, facts: RunFacts
-) -> tuple[str, str]:
-    """The metric to rank by, and its mode; an argument that is None is taken from the policies.
-
-    Args:
-      monitored: (metric, mode) of the policies.
-      metric: the caller's, or None.
-      mode: the caller's, or None.
-      facts: of the run. An unknown metric is reported before a missing mode.
 
     Raises:
       ValueError: the policies name no metric, or more than one; or no step has this one.
     """
     check_kind('metric', metric, str, "'eval/accuracy'")
-    if metric in ('max', 'min') and mode not in ('max', 'min', None):
+    if metric in MODES and mode not in (*MODES, None):
         raise ValueError(
             f'best_step({metric!r}, {mode!r}): the metric comes first. Pass best_step({mode!r}, {metric!r}).'
         )
@@ -63,6 +48,7 @@ def _monitored(
     pairs = candidates(monitored, metric, mode)
     if len(pairs) != 1:
         if metric is not None:
+            # An unknown metric is reported before a missing mode.
             _infos_with(facts, metric)
         example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
         missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
@@ -70,7 +56,8 @@ def _monitored(
         raise ValueError(
             f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
         )
-    return pairs[0]
+    name, best = pairs[0]
+    return best_of(_infos_with(facts, name, awaited), name, best)
 
 
 def _infos_with(facts: RunFacts, metric: str, awaited: Collection[str] = ()) -> list[StepInfo]:

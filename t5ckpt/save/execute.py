@@ -1,4 +1,9 @@
-"""Writes and commits a prepared save."""
+"""Writes and commits a prepared save: of one process, of several into one directory, of several each to a storage of its own.
+
+All processes vote at the end of each phase. ``PLAN``: all have the same plan, and process 0 decides whether the step is saved,
+with which codecs, and where. ``WRITE``: each has written its files; process 0 makes the facts and commits. ``COMMIT``, only in a
+save in parts (``save/parts.py``): each has committed its own directory.
+"""
 
 from __future__ import annotations
 
@@ -8,250 +13,266 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.commit.deletion import rename_damaged
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import Marker, seconds_for
+from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import DisagreementError, SaveFailedError, T5CkptError
+from t5ckpt.errors import CheckpointExistsError, DisagreementError, SaveFailedError, T5CkptError
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.facts import encode_facts
-from t5ckpt.format.file_checksums import FileEntry, entry_of
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.facts import Facts, decode_facts, encode_facts
+from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.names import is_position, step_dir
 from t5ckpt.planning.save_plan import difference
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.manifest_and_facts import facts_of_save, manifest_bytes
+from t5ckpt.save.parts import commit_part, send_positions, share_facts, write_copies, write_files
 from t5ckpt.save.prepare import PreparedSave
-from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.write import WriteReport, write_arrays
+from t5ckpt.save.write import WriteReport
+from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
 
 
-def run_save(prepared: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
+def run_save(save: PreparedSave, check_not_interrupted: Callable[[], None]) -> CommittedCheckpoint | None:
     """Writes and commits.
 
     Args:
-      prepared: from :func:`prepare_save`.
+      save: from :func:`prepare_save`.
       check_not_interrupted: called once, after all values have been read from the caller's arrays; raises if the caller may have
         changed them before.
 
     Returns:
       The checkpoint; None if the step exists already.
     """
-    request, context = prepared.request, prepared.request.context
     try:
         with contextlib.ExitStack() as stack:
-            leader = _Leader(prepared, stack)
-            vote = {'plan': digest(prepared.text.encode())}
-            started = request.round.reduce_on_leader(Phase.PLAN, vote, leader.begin)
-            check_agreement(prepared, started.get('different', ()))
-            if started.get('skip'):
-                return None
-            if not request.round.is_leader:
-                stack.enter_context(_marking_files_of_failure(request, started))
-            with request.round.failing_together(Phase.WRITE):
-                written, report, entry = _write(prepared, started)
-                manifest = manifest_bytes(prepared, report) if request.round.is_leader else b''
-                check_not_interrupted()
-            vote = {
-                'checksums': list(entry),
-                'bytes': report.file_bytes,
-                'files': len(report.checksums),
-                'positions': sorted(prepared.dataset),
-            }
-            done = request.round.reduce_on_leader(
-                Phase.WRITE, vote, lambda votes: leader.commit(votes, report, manifest)
-            )
+            run = _Run(save, stack)
+            done = run.save_step(check_not_interrupted)
     except BaseException:
-        if context.reuse is not None and not request.round.is_single_process:
+        if not save.request.round.is_single_process:
             # The next save must not fail for the same reason.
-            context.reuse.previous = None
+            save.request.context.previous = None
         raise
-    if done.get('skip'):
-        return None
-    arrays = join(step_dir(request.step), started['generation'])
-    return after_commit(prepared, written, arrays, done['facts_checksum'], done['bytes'])
+    return None if done is None else run.after_commit(*done)
 
 
-class _Leader:
-    """The work of process 0 for all processes: it makes the directory and commits it. Without a commit, ``stack`` rolls back."""
+class _Run:
+    """One save in one process. Without a commit, ``stack`` removes what it has written."""
 
-    def __init__(self, prepared: PreparedSave, stack: contextlib.ExitStack):
-        self._prepared = prepared
-        self._stack = stack
+    def __init__(self, save: PreparedSave, stack: contextlib.ExitStack):
+        self._save, self._request, self._stack = save, save.request, stack
+        self._context, self._round = save.request.context, save.request.round
+        # Process 0 commits the directory of a job, and each process its own in a save in parts.
+        self._commits = self._round.is_leader or self._request.in_parts
         self._work: Transaction | None = None
+        self._previous: PreviousCheckpoint | None = None
+        self._generation = ''
+        self._positions: list[str] = []
 
-    def begin(self, votes: Sequence[Any]) -> dict[str, Any]:
-        """Decides whether to save, and where. Nothing is written before all plans agree."""
-        prepared, request, context = self._prepared, self._prepared.request, self._prepared.request.context
-        different = [index for index, vote in enumerate(votes) if vote != votes[0]]
+    def save_step(self, check_not_interrupted: Callable[[], None]) -> tuple[dict[str, Any], WriteReport] | None:
+        """Saves; returns what process 0 has decided, and what this process has written; None if the step exists already."""
+        save, request, save_round = self._save, self._request, self._round
+        with save_round.failing_together(Phase.PLAN):
+            kept = request.find_kept() if self._commits else None
+            if self._commits and kept is None:
+                self._previous = self._context.find_previous(searches=save_round.is_single_process)
+            is_kept = kept is not None or not self._commits
+            vote = {'plan': digest(save.text.encode()), 'is_kept': is_kept, 'has_positions': bool(request.files)}
+        started = save_round.reduce_on_leader(Phase.PLAN, vote, self._begin)
+        _check_agreement(save, started.get('different', ()))
+        if started.get('skip'):
+            if kept is not None:
+                request.log_skipped(kept)
+            return None
+        with save_round.failing_together(Phase.WRITE), self._marking_files_of_failure(started):
+            vote, written = self._write(started)
+            report = written.below(started['generation'])
+            manifest = manifest_bytes(save, report) if self._commits else b''
+            check_not_interrupted()
+        directories = [array.location for array in report.arrays.values()]
+        vote['manifest'] = digest(manifest)
+        done = save_round.reduce_on_leader(
+            Phase.WRITE, vote, lambda votes: self._seal(votes, report, manifest, directories)
+        )
+        if request.in_parts and self._work is not None:
+            directories += parents_of(self._positions)
+            facts = commit_part(request, self._work, done, manifest, directories)
+            self._note_saved(decode_facts(facts, self._context.storage.url(step_dir(request.step))))
+        return None if done.get('skip') else (done, written)
+
+    def _begin(self, votes: Sequence[Any]) -> dict[str, Any]:
+        """In process 0: decides whether to save, and where. Nothing is written before all plans agree."""
+        different = [index for index, vote in enumerate(votes) if vote['plan'] != votes[0]['plan']]
         if different:
             return {'different': different}
-        is_single = request.round.is_single_process
-        if not is_single and not request.decide_to_save():
+        if all(vote['is_kept'] for vote in votes):
             return {'skip': True}
-        reuse = prepared.previous is not None and (is_single or prepared.previous.is_there(context.storage))
-        codecs = agreed_codecs(prepared, prepared.previous if reuse else None)
+        previous, storage = self._previous, self._context.storage
+        codecs = self._context.codec_selection.choose_from_samples(
+            self._save.samples, lambda location: None if previous is None else previous.codec(storage, location)
+        )
+        having = [index for index, vote in enumerate(votes) if vote['has_positions']]
+        started = {'codecs': codecs, 'having': having, 'reuse': previous is not None}
         try:
-            context.retention.listed = listed = collect(context.storage, context.clock)
-            seconds = seconds_for(prepared.staging.total_bytes)
-            work = Transaction(
-                context.storage,
-                request.step,
-                context.clock,
-                overwrite=request.call.overwrite,
-                seconds=seconds,
-                listed=listed,
-                is_shared=not is_single,
-            )
+            return started if self._request.in_parts else started | self._open()
         except StepTakenError as error:
-            return _skip_taken_step(request.step, error)
-        self._work = self._stack.enter_context(work)
-        location = {'directory': work.directory, 'generation': work.generation, 'seconds': seconds}
-        return {**location, 'reuse': reuse, 'codecs': codecs}
+            return self._drop(error)
 
-    def commit(self, votes: Sequence[Any], report: WriteReport, manifest: bytes) -> dict[str, Any]:
-        """Commits, after all processes have written their chunks."""
-        request, work = self._prepared.request, self._work
+    def _open(self) -> dict[str, Any]:
+        """Makes the directory, where the other processes write, too, unless they have their own."""
+        request, context = self._request, self._context
+        storage, in_parts = context.storage, request.in_parts
+        listed = collect(storage, context.clock)
+        if context.retention is not None:
+            context.retention.listed = listed
+        if in_parts and not request.overwrite and occupant_of(storage, request.step) is not None:
+            # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
+            aside = rename_damaged(storage, request.step, context.clock)
+            _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
+        seconds = seconds_for(self._save.total_bytes)
+        work = Transaction(
+            storage,
+            request.step,
+            context.clock,
+            overwrite=request.overwrite,
+            seconds=seconds,
+            listed=listed,
+            is_shared=not (self._round.is_single_process or in_parts),
+        )
+        self._work = self._stack.enter_context(work)
+        return {'directory': work.directory, 'generation': work.generation, 'seconds': seconds}
+
+    def _write(self, started: dict[str, Any]) -> tuple[dict[str, Any], WriteReport]:
+        """Writes the files of this process; returns its vote on them, and the report."""
+        save, request, storage = self._save, self._request, self._context.storage
+        if request.in_parts:
+            # Before the disk may fail: another process waits for it.
+            send_positions(request)
+            started |= self._open()
+        if not self._round.is_single_process:
+            self._context.codec_selection.agree(started['codecs'])
+        if not self._commits and started['reuse']:
+            self._previous = self._context.previous
+        self._generation = generation = started['generation']
+        directory = join(started['directory'], generation)
+        written = save.write(directory, self._previous)
+        files = write_files(storage, directory, request.files)
+        own = {name: entry for name, entry in written.checksums.items() if name not in save.files_of_others}
+        self._positions = list(files)
+        if request.in_parts:
+            self._positions += write_copies(save, directory, written, started['having'])
+        listed = {join(generation, name): entry for name, entry in (own | files).items()}
+        entry = write_checksums(storage, directory, self._round.processes.index, listed)
+        vote = {
+            'checksums': list(entry),
+            'bytes': sum(size for size, _ in own.values()),
+            'files': len(own),
+            'others': {name: size for name, (size, _) in files.items()},
+        }
+        return vote, written
+
+    def _seal(
+        self, votes: Sequence[Any], report: WriteReport, manifest: bytes, directories: Sequence[str]
+    ) -> dict[str, Any]:
+        """In process 0, when all files are durable: makes the facts, and commits unless each process does."""
+        request, work = self._request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        work.positions = [name for vote in votes for name in vote['positions']]
-        facts, nbytes = facts_of_save(self._prepared, work, votes, report, entry_of(manifest))
+        facts, nbytes = facts_of_save(self._save, work, votes, report, entry_of(manifest))
         encoded = encode_facts(facts)
-        directories = [array.location for array in report.arrays.values()] + parents_of(work.positions)
+        done: dict[str, Any] = {'bytes': nbytes, 'reason': request.upload_reason(), 'facts_checksum': digest(encoded)}
+        if request.in_parts:
+            return done | share_facts(request, votes, encoded, manifest)
+        others = [name for vote in votes for name in vote['others']]
+        work.positions = [name for name in others if is_position(name)]
         try:
-            with request.around_commit(request.upload_reason()):
-                work.commit(manifest, encoded, directories)
+            with request.around_commit(done['reason']):
+                work.commit(manifest, encoded, [*directories, *parents_of(others)])
         except StepTakenError as error:
-            return _skip_taken_step(request.step, error)
-        request.context.retention.note_saved(request.step, facts)
-        return {'bytes': nbytes, 'facts_checksum': digest(encoded)}
+            return self._drop(error)
+        self._note_saved(facts)
+        return done
+
+    def _note_saved(self, facts: Facts) -> None:
+        if self._context.retention is not None:
+            self._context.retention.note_saved(self._request.step, facts)
+
+    def _drop(self, error: StepTakenError) -> dict[str, Any]:
+        """Another writer has the step: a save is dropped, and a conversion fails."""
+        if self._context.retention is None:
+            cure = 'Write to another directory, or replace it (overwrite=True).'
+            raise CheckpointExistsError(f'{error}. {cure}') from error
+        _log.warning('t5ckpt: this save of step %d is dropped: %s', self._request.step, error)
+        return {'skip': True}
+
+    @contextlib.contextmanager
+    def _marking_files_of_failure(self, started: Mapping[str, Any]) -> Generator[None]:
+        """After an error, writes a marker of the files of this process, in a bucket that process 0 has a marker for.
+
+        If it was stopped for hours, the files that the marker of process 0 names were collected before it wrote its last one.
+        """
+        step, storage, clock = self._request.step, self._context.storage, self._context.clock
+        try:
+            yield
+        except BaseException:
+            try:
+                if not self._commits and started['generation']:
+                    Marker(storage, step, clock, directories=[started['generation']], seconds=started['seconds'])
+            except T5CkptError as error:
+                where = storage.url(step_dir(step))
+                _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
+            raise
+
+    def after_commit(self, done: Mapping[str, Any], written: WriteReport) -> CommittedCheckpoint:
+        """After the commit: logs it and runs retention, once for each storage, and keeps the checkpoint for the next save."""
+        request, context, step = self._request, self._context, self._request.step
+        storage, retention = context.storage, context.retention
+        seconds = time.monotonic() - request.started
+        committed = CommittedCheckpoint(step, storage.url(step_dir(step)), done['bytes'], seconds)
+        if retention is None:
+            return committed
+        record_duration(WRITE_EVENT, seconds)
+        if self._commits:
+            how = 'linked' if storage.links else 'copied in the store'
+            linked = f', {written.linked_bytes} bytes of arrays {how}' if written.linked_bytes else ''
+            text = 'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s'
+            _log.info(text, step, committed.path, committed.nbytes, seconds, linked)
+            try:
+                retention.carry_out(step)
+            except T5CkptError as error:
+                text = 't5ckpt: retention after the save of step %d failed; the save is complete: %s'
+                _log.warning(text, step, error)
+            except Exception:  # noqa: BLE001 - logged with its traceback
+                # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
+                _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)
+        directory = join(step_dir(step), self._generation)
+        context.take_previous(_previous_of(storage, directory, written, done['facts_checksum']))
+        return committed
 
 
-def agreed_codecs(prepared: PreparedSave, previous: PreviousCheckpoint | None) -> dict[str, Any]:
-    """In process 0, the codecs by array directory that all processes use."""
-    context = prepared.request.context
-
-    def last_codec(location: str) -> Any:
-        return None if previous is None else previous.codec(context.storage, location)
-
-    return context.codec_selection.choose_from_samples(prepared.samples, last_codec)
-
-
-def _previous_of(
-    prepared: PreparedSave, directory: str, written: WriteReport, facts_checksum: str
-) -> PreviousCheckpoint:
+def _previous_of(storage: Storage, directory: str, written: WriteReport, facts_checksum: str) -> PreviousCheckpoint:
     """The committed checkpoint as the source of unchanged chunks for the next save; ``directory`` has its arrays."""
-    storage, versions = prepared.request.context.storage, written.file_versions
+    versions = written.file_versions
     if storage.links:
         versions = {key: storage.stamp(join(directory, key), version) for key, version in versions.items()}
     codecs = {array.location: array.metadata['compressor'] for array in written.arrays.values()}
     return PreviousCheckpoint(directory, dict(written.checksums), facts_checksum, versions, written.values, codecs)
 
 
-def check_agreement(prepared: PreparedSave, different: Sequence[int]) -> None:
+def _check_agreement(save: PreparedSave, different: Sequence[int]) -> None:
     """Raises an error with the difference between the plan of process 0 and the first other plan; the same on all processes."""
     if not different:
         return
-    save_round, process = prepared.request.round, different[0]
+    save_round, process = save.request.round, different[0]
     if save_round.is_leader:
-        save_round.put_for_peer('plan', prepared.text.encode())
+        save_round.put_for_peer('plan', save.text.encode())
     if save_round.processes.index != process:
         raise DisagreementError(save_round.get_from_peer('difference', process).decode())
-    error = difference(save_round.get_from_peer('plan', 0).decode(), prepared.text, process)
+    error = difference(save_round.get_from_peer('plan', 0).decode(), save.text, process)
     save_round.put_for_peer('difference', str(error).encode())
     raise error
-
-
-def _write(prepared: PreparedSave, started: Mapping[str, Any]) -> tuple[WriteReport, WriteReport, FileEntry]:
-    """Writes the chunks of this process.
-
-    Returns:
-      The report, relative to the directory of the arrays and to that of the step, and the size and checksum of the file with the
-      chunks' checksums.
-    """
-    request, context, generation = prepared.request, prepared.request.context, started['generation']
-    directory = join(started['directory'], generation)
-    if not request.round.is_single_process:
-        context.codec_selection.agree(started['codecs'])
-    previous = prepared.previous if started['reuse'] else None
-    written = write_arrays(
-        context.storage, directory, prepared.staging, previous, context.progress, context.codec_selection
-    )
-    report = written.below(generation)
-    positions = write_positions(prepared, directory, prepared.dataset)
-    files = report.checksums | {join(generation, name): entry for name, entry in positions.items()}
-    return written, report, write_checksums(context.storage, directory, request.round.processes.index, files)
-
-
-def write_positions(prepared: PreparedSave, directory: str, positions: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """Writes positions of data iterators into a directory."""
-    storage = prepared.request.context.storage
-    for name, data in positions.items():
-        key = join(directory, name)
-        if '/' in name:
-            storage.make_dir(key.rpartition('/')[0])
-        storage.write(key, data)
-    return {name: entry_of(data) for name, data in positions.items()}
-
-
-@contextlib.contextmanager
-def _marking_files_of_failure(request: SaveRequest, started: Mapping[str, Any]) -> Generator[None]:
-    """After an error, writes a marker of the files of this process, on an object store.
-
-    If it was stopped for hours, the files that the marker of process 0 names were collected before it wrote its last one.
-    """
-    context, generation = request.context, started['generation']
-    try:
-        yield
-    except BaseException:
-        try:
-            if generation:
-                Marker(
-                    context.storage, request.step, context.clock, directories=[generation], seconds=started['seconds']
-                )
-        except T5CkptError as error:
-            where = context.storage.url(step_dir(request.step))
-            _log.warning('t5ckpt: files of a failed save may stay in %s: %s', where, error)
-        raise
-
-
-def _skip_taken_step(step: int, error: StepTakenError) -> dict[str, Any]:
-    _log.warning('t5ckpt: this save of step %d is dropped: %s', step, error)
-    return {'skip': True}
-
-
-def after_commit(
-    prepared: PreparedSave,
-    written: WriteReport,
-    directory: str,
-    facts_checksum: str,
-    nbytes: int,
-) -> CommittedCheckpoint:
-    """After the commit: logs it and runs retention, once for each storage, and keeps the checkpoint for the next save.
-
-    ``written`` is relative to ``directory``, that of the arrays.
-    """
-    request, context, step = prepared.request, prepared.request.context, prepared.request.step
-    storage = context.storage
-    done = CommittedCheckpoint(step, storage.url(step_dir(step)), nbytes, time.monotonic() - request.started)
-    record_duration(WRITE_EVENT, done.seconds)
-    if request.round.is_leader or request.in_parts:
-        how = 'linked' if storage.links else 'copied in the store'
-        linked = f', {written.linked_bytes} bytes of arrays {how}' if written.linked_bytes else ''
-        _log.info(
-            'Saved checkpoint for step %d to %s: %d bytes in %.2f s%s', step, done.path, nbytes, done.seconds, linked
-        )
-        try:
-            context.retention.carry_out(step)
-        except T5CkptError as error:
-            _log.warning('t5ckpt: retention after the save of step %d failed; the save is complete: %s', step, error)
-        except Exception:  # noqa: BLE001 - logged with its traceback
-            # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
-            _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)
-    if context.reuse is not None:
-        context.reuse.take(_previous_of(prepared, directory, written, facts_checksum))
-    return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import cast
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileEntry
-from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.format.manifest import encode_manifest
 from t5ckpt.format.names import MANIFEST, file_checksums_name
 from t5ckpt.lazy import LazyArray
@@ -29,10 +29,10 @@ from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.train_state import OWN_STEPS
 
 
-def manifest_bytes(prepared: PreparedSave, report: WriteReport) -> bytes:
+def manifest_bytes(save: PreparedSave, report: WriteReport) -> bytes:
     """The manifest, with the leaves that it holds."""
-    table = manifest_leaves(prepared.staging.inline, report.arrays, prepared.request.context.storage.driver)
-    _warn_of_other_step(prepared.request, table)
+    table = manifest_leaves(save.staging.inline, report.arrays, save.request.context.storage.driver)
+    _warn_of_other_step(save.request, table)
     with paused():
         return encode_manifest(unflatten(table))
 
@@ -42,10 +42,9 @@ def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
 
     Checked here because the step has been transferred; in the caller's thread the check would wait for the device.
     """
-    if not request.round.is_leader:
+    if not request.round.is_leader or not request.names_step:
         return
-    own_step = None if request.call.step is None else next((table[path] for path in OWN_STEPS if path in table), None)
-    value = np.asarray(own_step)
+    value = np.asarray(next((table[path] for path in OWN_STEPS if path in table), None))
     if value.shape == () and value.dtype.kind in 'iu' and int(value) != request.step:
         text = (
             f'the state is saved as step {request.step}, but holds step {value}, from which a restored run continues. '
@@ -82,7 +81,7 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
 
 
 def facts_of_save(
-    prepared: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
+    save: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
 ) -> tuple[Facts, int]:
     """The facts of what all processes wrote, and the bytes of all files.
 
@@ -91,19 +90,11 @@ def facts_of_save(
     """
     files = {MANIFEST: manifest}
     files |= {file_checksums_name(index): tuple(vote['checksums']) for index, vote in enumerate(votes)}
-    arrays = {key: sum(vote[key] for vote in votes) for key in ('bytes', 'files')}
+    nbytes, count = (sum(vote[key] for vote in votes) for key in ('bytes', 'files'))
     expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
-    if arrays['files'] != expected:
+    if count != expected:
         raise SaveFailedError(
-            f'all processes together wrote {arrays["files"]} files, but the arrays have {expected}; nothing is committed.'
+            f'all processes together wrote {count} files, but the arrays have {expected}; nothing is committed.'
         )
-    facts = Facts(
-        prepared.tree_facts,
-        bytes=arrays['bytes'],
-        files=arrays['files'],
-        devices=prepared.devices if prepared.devices > 1 else None,
-        custom_metadata=prepared.request.call.custom_metadata,
-        metrics=prepared.request.call.metrics,
-        keep=fields_of(prepared.request.keep) or {},
-    )
-    return work.facts(facts, files), arrays['bytes'] + sum(size for size, _ in files.values())
+    facts = work.facts(dataclasses.replace(save.facts, bytes=nbytes, files=count), files)
+    return facts, nbytes + sum(size for size, _ in files.values())

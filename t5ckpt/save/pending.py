@@ -1,5 +1,10 @@
 """The handle of a save, which runs in a thread: a blocking save is one whose caller waits for it.
 
+The thread alone writes, and alone owns the state of the save. A caller starts it, waits, and sets flags, each as often as it
+likes, so an interrupt between any two operations leaves nothing half done. A save is refused its commit until its call has seen
+that all values are read: a call that was interrupted before, in whatever way, does not say so, and its owner may change the
+arrays. Its cancellation only saves time.
+
 Notes: the thread is not a daemon, so the interpreter waits for a save that is under way before it exits. If no thread can be
 started, the save runs in the caller's thread.
 """
@@ -10,10 +15,12 @@ import collections
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from t5ckpt.commit.transaction import CommittedCheckpoint
@@ -23,119 +30,90 @@ from t5ckpt.core.text import lines, printable
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import SaveFailedError
 from t5ckpt.save.execute import run_save
-from t5ckpt.save.parts import save_parts
 from t5ckpt.save.prepare import PreparedSave
 
 _log = logging.getLogger('t5ckpt')
 _WAIT_SECONDS = 0.5
-_START_SECONDS = 10.0
+_LAST_SECONDS = 10.0
 
 
 class PendingSave:
     """A running save, as returned by ``save_async``."""
 
-    def __init__(self, step: int, save: PreparedSave | None):
-        """Wraps a prepared save, which :meth:`start` begins; None stands for a skipped save."""
-        self.step = step
+    def __init__(self, save: PreparedSave):
+        """Wraps a prepared save, which :meth:`start` begins."""
+        self.step = save.request.step
         self._outcome: CommittedCheckpoint | None = None
         self._error: BaseException | None = None
         self._is_reported = False
-        self._is_blocking = False
-        self._work = save
-        # Thread.join is not used: an interrupt during join marks a running thread as ended (CPython issue 90010).
+        self._is_blocking = not save.request.in_background
+        # Of the thread, which clears it.
+        self._work: PreparedSave | None = save
+        # Taken by the thread that does the work, and never released.
+        self._begun = threading.Lock()
+        self._is_cancelled = False
+        # All values are read from the caller's arrays; the call has seen it; the save has ended. Thread.join is not used: an
+        # interrupt during join marks a running thread as ended (CPython issue 90010).
+        self._is_read = InterruptSafeEvent() if self._is_blocking else save.staging.is_staged
+        self._is_released = InterruptSafeEvent()
         self._ended = InterruptSafeEvent()
-        self._is_started = False
-        # The runner of the work: the thread of the save, or the call that cancelled it before a thread had begun. Set with
-        # dict.setdefault, which is atomic and idempotent, because an interrupt may come between any two operations.
-        self._runner: dict[str, object] = {}
-        self._begun = InterruptSafeEvent()
-        self._thread = -1
-        # Held while the save reads the caller's arrays. Leaving ``with lock`` is one operation in C, so it releases the lock even
-        # when two interrupts come, while a ``finally`` block may itself be interrupted.
-        self._arrays_in_use = threading.Lock()
-        self._is_staged = False
+        self._thread, self._caller = -1, threading.get_ident()
         self._process = os.getpid()
         self._callbacks: collections.deque[Callable[[PendingSave], object]] = collections.deque()
 
     def start(self) -> None:
-        """Starts the save in a thread; returns when the caller's arrays are staged.
-
-        An interrupt at any moment, even between the start of the thread and the next line, cancels the save.
-        """
-        work = self._work
+        """Starts the save; returns when the caller's arrays may change."""
         try:
-            if work is not None:
-                self._run_until(work.staging.is_staged)
-        except BaseException:
-            # Interrupted.
-            self.cancel()
-            raise
-
-    def complete(self) -> CommittedCheckpoint | None:
-        """Starts a save that reads the caller's arrays in place, and waits for its commit. An interrupt cancels it.
-
-        Raises:
-          T5CkptError: as for ``result``.
-        """
-        self._is_blocking = True
-        try:
-            if self._work is not None:
-                self._run_until(self._ended)
-            return self.result()
+            self._release()
         except BaseException:
             self.cancel()
             raise
 
-    def _run_until(self, until: InterruptSafeEvent) -> None:
-        """Starts the save, which reads the caller's arrays, and blocks the caller until a flag is set or the save has ended."""
-        with self._arrays_in_use:
-            # Set here, because nothing waits for a save that was interrupted before its start.
-            self._is_started = True
-            self._launch()
-            while not (self.done() or until.wait(_WAIT_SECONDS)):
-                pass
-            self._is_staged = True
-
-    def _launch(self) -> None:
-        if start_thread(self._run, f't5ckpt-save-{self.step}', daemon=False) is None:
+    def _release(self) -> None:
+        """Starts the save, and lets it commit when all values are read; in its call, or in a signal handler above it."""
+        if not self._begun.locked() and start_thread(self._run, f't5ckpt-save-{self.step}', daemon=False) is None:
+            # An interrupt goes through the save itself.
+            self._is_released.set()
             self._run()
+        while not (self._ended.is_set() or self._is_read.wait(_WAIT_SECONDS)):
+            pass
+        self._is_released.set()
 
-    def _ensure_begun(self) -> bool:
-        """Whether a thread runs the work; starts one if a signal handler came first. Of two threads, one does the work."""
-        if not self._runner:
-            self._launch()
-            # Bounded: while a thread starts, a lock inside ``threading`` blocks the start of others.
-            self._begun.wait(_START_SECONDS)
-        return bool(self._runner)
-
-    def _has_caller(self) -> bool:
-        """Whether the caller still waits while its arrays are read, or they are staged.
-
-        The lock is read first, since the call sets ``_is_staged`` before it releases the lock.
-        """
-        return self._arrays_in_use.locked() or self._is_staged
+    def _is_called_here(self) -> bool:
+        """Whether the call that started the save is on the stack of this thread: a signal handler has interrupted it."""
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        while frame is not None and not (
+            frame.f_code is PendingSave.start.__code__ and frame.f_locals.get('self') is self
+        ):
+            frame = frame.f_back
+        return frame is not None
 
     def _check_not_interrupted(self) -> None:
-        """Raises if the caller was interrupted and may have changed its arrays before all values were read."""
-        if not self._has_caller():
+        """Raises if the save is cancelled, or its call was interrupted before all values were read."""
+        self._is_read.set()
+        while not (self._is_cancelled or self._is_released.wait(_WAIT_SECONDS)):
+            # No call follows while the interpreter exits.
+            if not threading.main_thread().is_alive() and not self._is_released.wait(_LAST_SECONDS):
+                self.cancel()
+        self._check_not_cancelled()
+
+    def _check_not_cancelled(self) -> None:
+        if self._is_cancelled:
             raise SaveFailedError(f'the save of step {self.step} was interrupted; nothing is committed.')
 
     def _run(self) -> None:
-        # Not the thread's identifier, which Python may reuse.
-        token = object()
-        if self._runner.setdefault('is', token) is not token:
+        if not self._begun.acquire(blocking=False):
             return
-        self._begun.set()
         self._thread = threading.get_ident()
         try:
+            self._check_not_cancelled()
             if self._work is not None:
-                run = save_parts if self._work.request.in_parts else run_save
-                self._outcome = run(self._work, self._check_not_interrupted)
+                self._outcome = run_save(self._work, self._check_not_interrupted)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)
             # The caller may never ask for the result, for instance in a script that ends.
-            if not self._is_blocking:
+            if not (self._is_blocking or self._is_reported):
                 _log.error('t5ckpt: the save of step %d failed and is lost: %s', self.step, error)
         finally:
             self._work = None
@@ -143,29 +121,11 @@ class PendingSave:
             self._call_back()
 
     def cancel(self) -> None:
-        """Cancels the save unless it is committed, and waits until its thread has ended.
-
-        An interrupt of this wait leaves a thread that will not commit.
-        """
-        try:
-            self._cancel_once()
-        except BaseException:
-            # Another interrupt does not stop the cancellation.
-            self._cancel_once()
-            raise
-        self.wait()
-
-    def _cancel_once(self) -> None:
-        self._is_reported = True
+        """Cancels the save unless it is committed. Returns at once; its thread ends after the chunks that it is writing."""
+        self._is_reported = self._is_cancelled = True
         work = self._work
         if work is not None:
             work.staging.stop()
-        if self._runner.setdefault('is', self) is self:
-            if work is not None:
-                self._error = SaveFailedError(f'the save of step {self.step} was interrupted before it began.')
-                self._work = None
-            self._ended.set()
-            self._call_back()
 
     def __repr__(self) -> str:
         state = f'failed: {self._error}' if self.failed() else 'done' if self.done() else 'under way'
@@ -178,11 +138,12 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
-        return not self._is_started or self._ended.is_set()
+        # One whose call was interrupted before a thread began writes nothing.
+        return self._ended.is_set() or (self._is_cancelled and not self._begun.locked())
 
     def failed(self) -> bool:
         """Whether the save has ended with an error."""
-        return self.done() and self._error is not None
+        return self._ended.is_set() and self._error is not None
 
     def add_done_callback(self, callback: Callable[[PendingSave], object]) -> None:
         """Calls ``callback(pending)`` once the commit is durable, or the save has failed (``pending.failed()``).
@@ -228,10 +189,17 @@ class PendingSave:
                 f'the save of step {self.step} was asked to wait for itself, by a callback that it called. Call save, wait '
                 'and close in the thread that trains.'
             )
+        if threading.get_ident() == self._caller and not self._is_released.is_set():
+            if self._is_called_here():
+                self._release()
+            else:
+                self.cancel()
         end = time.monotonic() + (math.inf if timeout is None else timeout)
-        if not (self._has_caller() and self._ensure_begun()):
-            self._cancel_once()
-        return _wait_until(self._ended, end)
+        # The waits are short because Python runs signal handlers between them, and a signal just before a wait does not end it.
+        while not (self.done() or self._ended.wait(min(_WAIT_SECONDS, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return self.done()
+        return True
 
     def result(self, timeout: float | None = None) -> CommittedCheckpoint | None:
         """Waits for the save.
@@ -260,17 +228,6 @@ class PendingSave:
             raise SaveFailedError(
                 lines(f'the save of step {self.step} in the background failed: ', f'{self._error}', between='')
             ) from self._error
-
-
-def _wait_until(event: InterruptSafeEvent, end: float) -> bool:
-    """Waits for an event until a time of ``time.monotonic``; returns whether it is set.
-
-    A signal just before a wait does not end it. The waits are short because Python runs signal handlers between them.
-    """
-    while not event.wait(min(_WAIT_SECONDS, end - time.monotonic())):
-        if time.monotonic() >= end:
-            return event.is_set()
-    return True
 
 
 def _clear_frames(error: BaseException | None) -> None:

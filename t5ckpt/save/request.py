@@ -1,12 +1,13 @@
-"""The request of one save, whether its step may be written, and the previous checkpoint that it links to."""
+"""The request of one save, what all saves of a checkpointer share, and whether the step of a save may be written."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.catalog.layouts import ListedStep, other_layout
@@ -17,16 +18,13 @@ from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.commit.removal import check_not_kept, check_removable
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.call_site import CallSite, Notices
-from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import some_of
-from t5ckpt.datasets import DatasetState
+from t5ckpt.distributed.processes import lone_process
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import StorageError
-from t5ckpt.format.names import MANIFEST, step_dir
+from t5ckpt.format.facts import Facts
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.policies import KeepPolicy
-from t5ckpt.save.arguments import SaveCall
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
 from t5ckpt.save.encoding import CodecSelection
 from t5ckpt.storage import Storage
@@ -34,45 +32,85 @@ from t5ckpt.storage import Storage
 _log = logging.getLogger('t5ckpt')
 
 
-@dataclasses.dataclass(frozen=True)
 class SaveContext:
-    """The objects of a checkpointer that all of its saves use.
+    """The objects that all saves of a checkpointer share, or the one of a converter.
 
     Attributes:
       storage: the run, or the local directory of a checkpointer with ``local_dir``.
       options: of the plans, such as the codec and the size of chunks.
-      retention: of ``storage``, carried out after a commit.
-      reuse: the checkpoint from which chunks are linked; None links none.
-      codec_selection: chooses the codecs that depend on the data.
-      dataset: the data iterator whose position is saved.
+      retention: of ``storage``, carried out after a commit; None for a converter.
       progress: called with (bytes done, bytes in all).
       clock: unix seconds.
       notices: the warnings that the checkpointer gives once.
+      codec_selection: chooses the codecs that depend on the data.
+      previous: the checkpoint that was committed last, from which the next save links chunks; None links none.
     """
 
-    storage: Storage
-    options: SaveOptions
-    retention: Retention
-    reuse: Reuse | None
-    codec_selection: CodecSelection
-    dataset: DatasetState | None
-    progress: Progress | None
-    clock: Clock
-    notices: Notices
+    def __init__(
+        self,
+        storage: Storage,
+        options: SaveOptions,
+        retention: Retention | None = None,
+        progress: Progress | None = None,
+        clock: Clock = time.time,
+        notices: Notices | None = None,
+        *,
+        reuses: bool = False,
+    ):
+        """Reads nothing; ``reuses`` links the chunks that equal those of the previous checkpoint."""
+        self.storage, self.options, self.retention = storage, options, retention
+        self.progress, self.clock = progress, clock
+        self.notices = Notices() if notices is None else notices
+        self.codec_selection = CodecSelection(storage)
+        self.previous: PreviousCheckpoint | None = None
+        self._reuses = reuses and (storage.links or storage.copies)
+        self._has_searched = self._is_discarded = False
+
+    def find_previous(self, *, searches: bool) -> PreviousCheckpoint | None:
+        """The checkpoint to link chunks from, at the beginning of a save.
+
+        ``searches``: on storage in the first save, and if the last one was deleted. In a job of several processes it is the last
+        one that the job committed, which all of them know without reading storage.
+        """
+        self._is_discarded = False
+        if self.previous is not None and self.previous.is_there(self.storage):
+            return self.previous
+        if not searches or not self._reuses or (self._has_searched and self.previous is None):
+            return None
+        self._has_searched = True
+        self.previous = find_previous(self.storage)
+        return self.previous
+
+    def take_previous(self, previous: PreviousCheckpoint) -> None:
+        """Takes the checkpoint that a save has committed, unless it may have chunks of a discarded one."""
+        if self._reuses and not self._is_discarded:
+            self.previous = previous
+
+    def discard_previous(self) -> None:
+        """Links nothing in the next save, since a chunk on the disk is damaged; called from any thread."""
+        self._has_searched = self._is_discarded = True
+        self.previous = None
+
+
+def _lone_round() -> CoordinationRound:
+    return CoordinationRound(lone_process(), '', 'a conversion', math.inf, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """A save without its state; every stage of the save has it.
+    """One save, without its state, whose arrays must not be kept alive after staging.
 
     Attributes:
       context: of all saves of the checkpointer.
       step: as which the state is saved.
-      call: the arguments of the call.
-      in_background: whether the caller continues during the save, and may write to its host arrays.
+      budget_bytes: of values in flight; a larger chunk is written alone.
+      overwrite: whether it replaces a complete checkpoint of the step, after the new one is complete.
+      facts: those that the caller gives, such as the metrics.
+      files: further files of the step, by name in its directory, such as the positions of data iterators.
       round: of all processes of the job.
+      in_background: whether the caller continues during the save, and may write to its host arrays.
+      names_step: whether the caller has named the step, which may differ from that of the state.
       site: the line of the caller, for warnings from the thread of the save.
-      keep: the keep policy that the facts record.
       is_as_restored: whether the arrays are those that were restored from this step; a loop that saves it first is not warned.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
       frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
@@ -84,11 +122,14 @@ class SaveRequest:
 
     context: SaveContext
     step: int
-    call: SaveCall
-    in_background: bool
-    round: CoordinationRound
-    site: CallSite
-    keep: KeepPolicy
+    budget_bytes: int
+    overwrite: bool = False
+    facts: Facts = dataclasses.field(default_factory=Facts)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    round: CoordinationRound = dataclasses.field(default_factory=_lone_round)
+    in_background: bool = False
+    names_step: bool = False
+    site: CallSite | None = None
     is_as_restored: bool = False
     in_parts: bool = False
     frees_step: Callable[[], bool] = lambda: False
@@ -96,41 +137,30 @@ class SaveRequest:
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
 
-    def decide_to_save(self) -> bool:
-        """Returns whether to save: no complete step exists, or the save replaces it. Logs a save that is skipped."""
-        occupant = self.find_kept()
-        if occupant is not None:
-            self.log_skipped(occupant)
-        return occupant is None
-
     def find_kept(self) -> ListedStep | None:
         """The complete step that exists, unless the save replaces it; None if the save may write the step.
 
         Raises:
-          UnsupportedFormatError, AccessDeniedError, StepKeptError, CheckpointExistsError: the save cannot replace the step.
-        """
-        if self.context.retention.is_surely_new(self.step):
-            return None
-        occupant = occupant_of(self.context.storage, self.step)
-        return None if occupant is None or self.frees_step() or self._is_replaced(occupant) else occupant
-
-    def _is_replaced(self, occupant: ListedStep) -> bool:
-        """Returns whether the save replaces a complete step.
-
-        Raises:
           UnsupportedFormatError: the step is to be replaced, and is in another layout.
           AccessDeniedError: the step is to be replaced, and belongs to another user.
-          StepKeptError, CheckpointExistsError: as :meth:`may_replace`.
+          StepKeptError: the step is to be replaced, and is pinned or held by a reader.
         """
-        # If another process has deleted a step that is to be replaced, the save writes it.
-        if occupant.is_t5x and (self.may_replace() or self.call.overwrite):
-            check_removable(self.context.storage, occupant.name)
-            return True
-        if self.call.overwrite and not occupant.is_t5x:
+        storage, retention = self.context.storage, self.context.retention
+        # A converter has looked before it read its source.
+        if retention is None or retention.is_surely_new(self.step):
+            return None
+        occupant = occupant_of(storage, self.step)
+        if occupant is None or self.frees_step():
+            return None
+        if not self.overwrite:
+            return occupant
+        if not occupant.is_t5x:
             cure = 'Remove it with the program that wrote it, or save as another step.'
-            where = self.context.storage.url(occupant.name)
+            where = storage.url(occupant.name)
             raise other_layout(where, occupant.layout, 'which t5ckpt does not replace', cure)
-        return False
+        check_not_kept(storage, occupant, held_steps(storage, self.context.clock), 'replaced', even_waiting=True)
+        check_removable(storage, occupant.name)
+        return None
 
     def log_skipped(self, occupant: ListedStep) -> None:
         """Logs that the save is skipped, since a complete step exists."""
@@ -141,18 +171,6 @@ class SaveRequest:
         text = 'Skipping save checkpoint for step %d (directory %s already exists%s)%s'
         _log.log(level, text, self.step, where, written, cure)
 
-    def may_replace(self) -> bool:
-        """Whether the save may replace the complete checkpoint in T5X's format that is there; the commit asks again.
-
-        Raises:
-          StepKeptError: it is pinned, or held by a reader.
-        """
-        storage, old = self.context.storage, ListedStep(self.step, step_dir(self.step))
-        if not self.call.overwrite or not storage.is_file(join(old.name, MANIFEST)):
-            return False
-        check_not_kept(storage, old, held_steps(storage, self.context.clock), 'replaced', even_waiting=True)
-        return True
-
 
 class LaterSteps:
     """The latest step of a run, to say once that saves are below it: the next start would take another branch of the training."""
@@ -161,26 +179,23 @@ class LaterSteps:
         """Takes the storage that saves write to."""
         self._storage = storage
         self._latest: int | None = None
-        self._is_known = self._is_told = False
-
-    def _begin_run(self) -> None:
-        """Refuses the path of a step, and logs checkpoints and models there: the trainer itself may have saved its best steps."""
-        if contents := contents_of_new_run(self._storage):
-            _log.warning('t5ckpt: a new run begins in %s, which contains %s', self._storage.url(), some_of(contents, 5))
+        self._is_told = False
 
     def note_save(self, step: int) -> None:
         """Called before each save, in process 0; logs the later steps once. Only the first call lists the steps."""
-        if not self._is_known:
+        if self._latest is None:
             try:
                 found = newest(self._storage)
             except StorageError:
                 return  # The save says what is wrong with the storage, if it needs it.
-            if found is None:
-                self._begin_run()
-            self._latest, self._is_known = None if found is None else found.step, True
-        if self._latest is None or step > self._latest:
+            self._latest = step if found is None else found.step
+            # Refuses the path of a step. The trainer itself may have saved its best steps as models.
+            if found is None and (contents := contents_of_new_run(self._storage)):
+                where = self._storage.url()
+                _log.warning('t5ckpt: a new run begins in %s, which contains %s', where, some_of(contents, 5))
+        if step >= self._latest:
             self._latest = step
-        elif step < self._latest and not self._is_told:
+        elif not self._is_told:
             later = [str(each) for each in steps_in(self._storage) if each > step]
             if not later:
                 # They were deleted since.
@@ -193,30 +208,3 @@ class LaterSteps:
                 'another directory.',
                 step, self._storage.url(), some_of(later, 10), later[-1], step,
             )  # fmt: skip
-
-
-class Reuse:
-    """The last checkpoint that a checkpointer committed, from which its next save links chunks."""
-
-    def __init__(self) -> None:
-        self.previous: PreviousCheckpoint | None = None
-        self._has_searched = False
-        self._is_discarded = False
-
-    def find(self, storage: Storage) -> PreviousCheckpoint | None:
-        """The checkpoint to link chunks from; searched on storage in the first save, and if the last one was deleted."""
-        self._is_discarded = False
-        if not self._has_searched or (self.previous is not None and not self.previous.is_there(storage)):
-            self.previous = find_previous(storage)
-            self._has_searched = True
-        return self.previous
-
-    def take(self, previous: PreviousCheckpoint) -> None:
-        """Takes the checkpoint that a save has committed, unless it may have chunks of a discarded one."""
-        if not self._is_discarded:
-            self.previous = previous
-
-    def discard(self) -> None:
-        """Links nothing in the next save, since a chunk on the disk is damaged; called from any thread."""
-        self._has_searched = self._is_discarded = True
-        self.previous = None

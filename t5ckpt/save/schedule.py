@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5ckpt.commit.retention import RunFacts
-from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import lines_of_error
@@ -30,7 +29,7 @@ from t5ckpt.distributed.rounds import Channel
 from t5ckpt.errors import DisagreementError, NoEffectWarning, RemoteError, StorageError
 from t5ckpt.save.arguments import check_preemption, metric_numbers
 from t5ckpt.save.pending import PendingSave
-from t5ckpt.save.watched_metrics import OF_SAVE_POLICY, WatchedMetrics
+from t5ckpt.save.watched_metrics import WatchedMetrics
 from t5ckpt.save_policies import Moment, SavePolicy
 
 _CHECK_SECONDS = 1.0
@@ -57,8 +56,27 @@ class _SharedState:
     saving: bool = False
     next_check: int = 0
 
+    def reason(self, policy: SavePolicy, step: int, previous: int | None) -> str | None:
+        """The reason to save a step, or None; ``previous`` is the step of the previous call."""
+        if step == self.last_step:
+            return None
+        return policy.reason(
+            Moment(
+                step=step,
+                previous_step=previous,
+                last_saved_step=self.last_step,
+                seconds_since_save=self.now - self.last_unix,
+                preempted=self.preempted and not self.handled,
+                metrics=self.metrics,
+                best=self.best,
+                blocked_seconds=self.blocked,
+                write_seconds=self.write,
+                saving=self.saving,
+            )
+        )
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass
 class _StartedSave:
     """A save that was started, and the state to return to if it fails."""
 
@@ -69,66 +87,65 @@ class _StartedSave:
     last_unix: float
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalSignals:
-    """The local signals of each process: its clock in unix seconds, and its preemption flag."""
-
-    clock: Clock
-    preempted: Callable[[], bool] | None
-
-
 class SaveSchedule:
-    """Asks the save policy at every call. There is one per checkpointer; call it from the thread that trains."""
+    """Asks the save policy at every call. There is one per checkpointer; call it from the thread that trains.
+
+    Attributes:
+      should_stop: whether a process of the job is preempted.
+      is_used: whether the policy or the preemption flag was used.
+    """
 
     def __init__(
         self,
         policy: SavePolicy | None,
         coordinator: Coordinator,
         facts: RunFacts,
-        signals: LocalSignals,
+        clock: Clock,
+        preempted: Callable[[], bool] | None,
         notices: Notices,
     ):
-        """``policy`` is the policy of ``maybe_save``, or None.
+        """``policy`` is the policy of ``maybe_save``, or None; ``clock`` and ``preempted`` are those of this process.
 
         Raises:
           ValueError: the policy waits for a preemption, and there is no ``preempted``.
         """
-        preempted = signals.preempted
         check_preemption(policy, preempted, 'saves')
         self._policy = policy
-        self._notices = notices
         self._coordinator = coordinator
         self._facts = facts
-        self._clock = signals.clock
-        self._has_ended: Callable[[], bool] | None = None
-        self._has_notice = preempted is not None
-        self._preempted = preempted if preempted is not None else _never
-        self._watched = WatchedMetrics(policy, OF_SAVE_POLICY)
+        self._clock = clock
+        self._preempted = preempted
+        self._notices = notices
+        self._watched = WatchedMetrics(policy, 'save_policy', 1000)
         self._channel: Channel | None = None
         self._is_leader = True
         self._view: _SharedState | None = None
         self._previous: int | None = None
+        self._last: PendingSave | None = None
+        # In process 0, until the outcome of the save is known.
         self._begun: _StartedSave | None = None
         self._best: Best = {}
         self._blocked: float | None = None
         self._has_signalled = False
         self._epoch = self._check = 0
         self._gap = 1
-        self.should_stop = False
-        self.is_used = False
-        """Whether the policy or the preemption flag was used."""
+        self.should_stop = self.is_used = False
 
     def save_if_due(
         self, step: int, metrics: Mapping[str, Any] | None, save: Callable[[Mapping[str, float]], PendingSave]
     ) -> PendingSave | None:
         """Starts a save if the policy gives a reason; ``save`` takes the metrics as floats."""
-        previous = self._previous
-        reason = self._reason(step, metrics)
+        policy, previous = self._given_policy('maybe_save'), self._previous
+        view = self._updated(step, self._watched.of(metrics), previous is not None and step <= previous)
+        if self._is_leader:
+            self._watched.warn_if_missing(step, metrics, self._notices)
+        self._previous = step
+        reason = view.reason(policy, step, previous)
         if reason is None:
             return None
         _log.info('t5ckpt: saving step %d: %s', step, reason)
         try:
-            return save(metric_numbers(metrics or {}))
+            return save(metric_numbers(metrics))
         except BaseException:
             # A save that fails, or reports that an earlier one has failed, is due again at the next step.
             self._previous = previous
@@ -137,57 +154,49 @@ class SaveSchedule:
     def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Whether ``save_if_due`` would start a save, without side effects.
 
-        A single process evaluates its current state on a copy of this object, since observing updates it. Several
-        processes use the state of the latest check-in and do not communicate.
+        Several processes use the state of the latest check-in, and do not communicate.
         """
-        policy = self._given_policy('should_save')
-        check_kind('metrics', metrics, Mapping, "{'loss': 0.5}")
-        if self._view is None and self._coordinator.processes_of_job().count == 1:
+        policy, numbers = self._given_policy('should_save'), metric_numbers(metrics)
+        is_single = self._coordinator.processes_of_job().count == 1
+        if self._view is None and is_single:
             # A loop may call only ``should_save`` and ``save``; the interval begins now.
             self._view = self._first_view(self._clock())
-        view = self._view
-        if self._channel is None or view is None:
-            view = copy.copy(self)._looked(step)  # noqa: SLF001 - of this class
-        view = dataclasses.replace(view, metrics=metric_numbers(self._watched.of(metrics)))
-        return step != view.last_step and policy.reason(_moment(view, step, self._previous)) is not None
-
-    def _looked(self, step: int) -> _SharedState:
-        """The state that this process observes now; called on a copy, since it updates this object."""
-        self._view = None if self._view is None else dataclasses.replace(self._view)
-        self._channel = None
-        if self._coordinator.processes_of_job().count > 1:
+        # Observing updates this object, and the state.
+        trial, trial._view = copy.copy(self), copy.copy(self._view)  # noqa: SLF001 - of this class
+        if not is_single:
             # Before the first check-in each process knows only its own flag.
-            self._preempted = _never
-        return self._observe(step, {})
-
-    def note_save(self, has_ended: Callable[[], bool]) -> None:
-        """Called at each save, also one that no policy has asked for."""
-        self._has_ended = has_ended
+            trial._channel = trial._preempted = None  # noqa: SLF001
+        is_known = self._view is not None and not is_single
+        view = trial._view if is_known else trial._observe(step, {})  # noqa: SLF001
+        return (
+            view is not None
+            and dataclasses.replace(view, metrics=self._watched.of(numbers)).reason(policy, step, self._previous)
+            is not None
+        )
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""
-        if not self._has_notice:
+        if self._preempted is None:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         self.is_used = True
         return self._updated(step, {}, self._previous is not None and step < self._previous).preempted
 
     def forget(self, step: int, latest: int | None) -> None:
         """Forgets a deleted step, so that it may be saved again; ``latest`` is the largest step left."""
-        if self._view is not None and self._view.last_step == step:
-            self._view.last_step = latest
-        if self._begun is not None and self._begun.last_step == step:
-            self._begun = dataclasses.replace(self._begun, last_step=latest)
+        for state in (self._view, self._begun):
+            if state is not None and state.last_step == step:
+                state.last_step = latest
 
     def warn_if_unused(self) -> None:
         """Warns if a save policy or ``preempted=`` was passed and never used; called at the end, if steps were saved."""
-        given = {'save_policy': self._policy is not None, 'preempted': self._has_notice}
-        names = [name for name, is_given in given.items() if is_given]
+        given = {'save_policy': self._policy, 'preempted': self._preempted}
+        names = ' and '.join(name for name, value in given.items() if value is not None)
         if not names or self.is_used or self._coordinator.processes_of_job().index != 0:
             return
         methods = 'maybe_save' if self._policy is not None else 'maybe_save or reached_preemption'
         text = (
-            f'{" and ".join(names)} had no effect: steps were saved, and {methods} was never called. Call it at every step, or '
-            f'leave {" and ".join(names)} out.'
+            f'{names} had no effect: steps were saved, and {methods} was never called. Call it at every step, or leave {names} '
+            'out.'
         )
         self._notices.warn('unused', NoEffectWarning(text))
 
@@ -197,30 +206,17 @@ class SaveSchedule:
             raise ValueError(f'{method}: pass save_policy= to the constructor, such as SaveEvery(1000).')
         return self._policy
 
-    def _reason(self, step: int, metrics: Mapping[str, Any] | None) -> str | None:
-        """The reason to save this step, or None."""
-        policy = self._given_policy('maybe_save')
-        is_back = self._previous is not None and step <= self._previous
-        view = self._updated(step, self._watched.of(metrics), is_back)
-        if self._is_leader:
-            self._watched.warn_if_missing(step, metrics, self._notices)
-        previous, self._previous = self._previous, step
-        if step == view.last_step:
-            return None
-        return policy.reason(_moment(view, step, previous))
-
     def record(self, pending: PendingSave, started: float, metrics: Mapping[str, float]) -> None:
         """Records a save of the loop, whether the policy gave a reason or not; all processes call it.
 
         ``started`` is the time when the call began, which ends now.
         """
-        view = self._view
+        self._last, view = pending, self._view
         if view is None:
             return
         if self._is_leader:
-            if self._begun is not None:
-                # One save runs at a time, so the previous one has ended.
-                self._record_result(view, self._begun)
+            # One save runs at a time, so the previous one has ended.
+            self._record_result(view)
             self._begun = _StartedSave(pending, self._epoch, metrics, view.last_step, view.last_unix)
             self._blocked = self._clock() - started
         self._epoch, self._check = self._epoch + 1, 0
@@ -236,27 +232,23 @@ class SaveSchedule:
             if processes.count > 1 and self._channel is None:
                 self._channel = self._coordinator.new_channel()
         channel = self._channel
-        self._view = view = (
-            self._observe(step, watched) if channel is None else self._receive(channel, step, watched, is_back)
-        )
-        self.should_stop = view.preempted
+        view = self._observe(step, watched) if channel is None else self._receive(channel, step, watched, is_back)
+        self._view, self.should_stop = view, view.preempted
         return view
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
     def _observe(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
         """The state that process 0 observes now."""
-        metrics = metric_numbers(watched)
-        now, view = self._clock(), self._view
-        if view is None:
-            view = self._first_view(now)
+        metrics, now = metric_numbers(watched), self._clock()
+        view = self._first_view(now) if self._view is None else self._view
         if self._begun is not None and self._begun.pending.done():
-            self._record_result(view, self._begun)
+            self._record_result(view)
         # If the clock was set back, saves continue without waiting until it has caught up.
         view.now, view.last_unix = now, min(view.last_unix, now)
-        view.preempted = view.preempted or self._preempted()
+        view.preempted = view.preempted or (self._preempted is not None and self._preempted())
         view.metrics = metrics
-        view.saving = self._has_ended is not None and not self._has_ended()
+        view.saving = self._last is not None and not self._last.done()
         view.best = self._best if self._begun is None else with_best(self._best, self._begun.metrics)
         view.blocked = self._blocked
         view.next_check = step + self._gap
@@ -266,9 +258,8 @@ class SaveSchedule:
         steps: list[int] = []
         try:
             steps = self._facts.steps()
-            if self._watched.names:
-                for info in self._facts.infos():
-                    self._best = with_best(self._best, info.metrics)
+            for info in self._facts.infos() if self._watched.names else ():
+                self._best = with_best(self._best, info.metrics)
         except StorageError as error:
             if not self._facts.may_be_away:
                 raise
@@ -278,9 +269,11 @@ class SaveSchedule:
             self._notices.add('first view')
         return _SharedState(now, steps[-1] if steps else None, now)
 
-    def _record_result(self, view: _SharedState, begun: _StartedSave) -> None:
-        """Records the outcome of a save. After a failed one, the reason for it is due again."""
-        self._begun = None
+    def _record_result(self, view: _SharedState) -> None:
+        """Records the outcome of the save that has ended, if there is one. After a failed one, the reason for it is due again."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
         if begun.pending.failed():
             view.last_step, view.last_unix, view.handled = begun.last_step, begun.last_unix, False
             return
@@ -295,7 +288,7 @@ class SaveSchedule:
 
     def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
         """The shared state, updated by process 0 at a check-in. A loop that goes back to an earlier step checks in, too."""
-        if not self._has_signalled and not self._is_leader and self._preempted():
+        if not (self._has_signalled or self._is_leader or self._preempted is None) and self._preempted():
             self._has_signalled = True
             channel.signal_leader('preempted')
         view = self._view
@@ -334,25 +327,6 @@ class SaveSchedule:
             self._gap = max(1, int(self._gap * _CHECK_SECONDS / seconds))
         elif step >= self._view.next_check:
             self._gap = min(_MAX_GAP, self._gap + 1)
-
-
-def _moment(view: _SharedState, step: int, previous: int | None) -> Moment:
-    return Moment(
-        step=step,
-        previous_step=previous,
-        last_saved_step=view.last_step,
-        seconds_since_save=view.now - view.last_unix,
-        preempted=view.preempted and not view.handled,
-        metrics=view.metrics,
-        best=view.best,
-        blocked_seconds=view.blocked,
-        write_seconds=view.write,
-        saving=view.saving,
-    )
-
-
-def _never() -> bool:
-    return False
 
 
 def with_best(best: Mapping[str, tuple[float, float]], metrics: Mapping[str, float]) -> Best:

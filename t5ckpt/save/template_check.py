@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import counted, lines, listed, some_of
@@ -17,15 +15,7 @@ from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
 from t5ckpt.tree.template import leaf_templates, unsharded_warning
-from t5ckpt.tree.train_state import StateView, flatten_state
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedLeaf:
-    """An array as a restore of the checkpoint will find it."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
+from t5ckpt.tree.train_state import flatten_state
 
 
 class TemplateCheck:
@@ -90,21 +80,17 @@ class TemplateCheck:
     def _differences(self, table: LeafTable, seen: list[Any], options: RestoreOptions) -> Sequence[LeafProblem]:
         try:
             template = flatten_state(self._template)
-            if seen == _fingerprint(template.table):
-                return ()
-            self._plan_restore(table, template, options)
+            if seen != _fingerprint(template.table):
+                leaves, keys = _as_saved(table)
+                templates = leaf_templates(template, self._template, self._partitioner)
+                options = dataclasses.replace(options, keys=keys, knows_keys=True)
+                plan_restore(leaves, templates, options, 'the state')
         except TreeMismatchError as error:
             return error.problems
         except T5CkptError:
             # A leaf that cannot be saved at all; the plan of the save reports it.
             return ()
         return ()
-
-    def _plan_restore(self, table: LeafTable, template: StateView, options: RestoreOptions) -> None:
-        leaves, keys = _as_saved(table)
-        templates = leaf_templates(template, self._template, self._partitioner)
-        options = dataclasses.replace(options, keys=keys, knows_keys=True)
-        plan_restore(leaves, templates, options, 'the state')
 
     def _warn(self, step: int) -> None:
         problems = [problem for problem in self._problems if self._is_strict or self._notices.is_new(_cause(problem))]
@@ -155,7 +141,7 @@ def _as_saved(table: LeafTable) -> tuple[LeafTable, dict[Path, str]]:
     keys: dict[Path, str] = {}
     for path, leaf in table.items():
         template = leaf_template(path, leaf)
-        leaves[path] = leaf if template.dtype is None else SavedLeaf(tuple(template.shape), template.dtype)
+        leaves[path] = leaf if template.dtype is None else template
         if template.kind == 'key':
             keys[path] = str(template.impl)
     return leaves, keys

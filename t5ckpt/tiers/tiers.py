@@ -120,14 +120,13 @@ class Tiers(StepTiers):
             self._dir.open(create=True)
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
-        step, call = request.step, request.call
         self._uploads.note_request(request)
         return dataclasses.replace(
             request,
             in_parts=not self._is_single,
-            frees_step=functools.partial(self._put_part_aside, step) if self._is_single else request.frees_step,
-            upload_reason=functools.partial(self._uploads.reason, step, call, preempted),
-            around_commit=functools.partial(self._uploads.around_commit, step, call),
+            frees_step=functools.partial(self._put_part_aside, request.step) if self._is_single else request.frees_step,
+            upload_reason=functools.partial(self._uploads.reason, request, preempted),
+            around_commit=functools.partial(self._uploads.around_commit, request),
         )
 
     def note_save(self, has_ended: Callable[[], bool]) -> None:

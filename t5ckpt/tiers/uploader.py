@@ -14,7 +14,7 @@ from t5ckpt.distributed.processes import ServiceError
 from t5ckpt.errors import LocalDirError
 from t5ckpt.policies import KeepLatest
 from t5ckpt.save.arguments import TierOptions
-from t5ckpt.save.request import Reuse
+from t5ckpt.save.request import SaveContext
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.intents import Intents, PersistSchedule
 from t5ckpt.tiers.local_dir import LocalDir
@@ -37,7 +37,7 @@ class Uploader:
       leader: of a job of several processes, in process 0; else None.
       last_saved: the step that was saved last; None before the first save.
       retention: of the local directory, for the thread of the uploads: a Retention belongs to one thread.
-      reuse: the checkpoint that the next save links chunks from.
+      saves: has the checkpoint that the next save links chunks from; None before the first save.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Uploader:
         self.retention = Retention(self._local, KeepLatest(options.keep), self._clock)
         self.leader: Leader | None = None
         self.last_saved: int | None = None
-        self.reuse: Reuse | None = None
+        self.saves: SaveContext | None = None
         # The step whose local files the latest attempts could not read, and the time of the first of them.
         self._unreadable = (-1, 0.0)
 
@@ -150,8 +150,8 @@ class Uploader:
 
     def _discard_chunks(self) -> None:
         """Has the next save write all chunks, since those of an unchanged array may be links to a damaged file."""
-        if self.reuse is not None:
-            self.reuse.discard()
+        if self.saves is not None:
+            self.saves.discard_previous()
 
     def _tell(self, order: Order) -> None:
         """Sends an order to the other processes, if there are any."""

@@ -11,9 +11,9 @@ from typing import Any
 from t5ckpt.catalog.listing import has_step, steps_in
 from t5ckpt.core.text import numbered_are
 from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
-from t5ckpt.save.arguments import SaveCall, TierOptions
+from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.watched_metrics import OF_PERSIST_POLICY, WatchedMetrics
+from t5ckpt.save.watched_metrics import WatchedMetrics
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import NOWHERE, DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule
@@ -41,7 +41,8 @@ class Uploads:
         self._intents = Intents(self.local)
         self._schedule = PersistSchedule(options.policy, self.local, self.clock)
         self._overwrites = Overwrites(self.run, self._intents)
-        self._watched = WatchedMetrics(options.policy, OF_PERSIST_POLICY)
+        # Many steps lie between two saves.
+        self._watched = WatchedMetrics(options.policy, 'persist_policy', 10)
         self._uploader = Uploader(options, directory, catalog, self._intents, self._schedule)
         self.note_save = self._uploader.note_save
         upload = self._uploader.upload
@@ -57,9 +58,9 @@ class Uploads:
 
         The checkpoint that the save links chunks from is not linked again if an upload finds it damaged.
         """
-        self._uploader.reuse = request.context.reuse
+        self._uploader.saves = request.context
         if request.round.is_leader:
-            self._watched.warn_if_missing(request.step, request.call.metrics, request.context.notices)
+            self._watched.warn_if_missing(request.step, request.facts.metrics, request.context.notices)
 
     def check_not_refused(self) -> None:
         """Raises the LocalDirError for which nothing is uploaded, if there is one."""
@@ -162,14 +163,16 @@ class Uploads:
         steps = sorted(steps)
         self._queue.add(steps, [step for step in steps if self._intents.overwrites(step)])
 
-    def reason(self, step: int, call: SaveCall, preempted: bool) -> str | None:
+    def reason(self, request: SaveRequest, preempted: bool) -> str | None:
         """The reason to upload a step that is being saved, or None."""
-        reason = self._schedule.reason(step, call.metrics, preempted=preempted, is_uploading=self._queue.is_uploading())
-        return _OVERWRITES if call.overwrite and self._overwrites.may_replace(step, self._queue) else reason
+        step, metrics, is_uploading = request.step, request.facts.metrics, self._queue.is_uploading()
+        reason = self._schedule.reason(step, metrics, preempted=preempted, is_uploading=is_uploading)
+        return _OVERWRITES if request.overwrite and self._overwrites.may_replace(step, self._queue) else reason
 
     @contextlib.contextmanager
-    def around_commit(self, step: int, call: SaveCall, reason: str | None) -> Generator[None]:
+    def around_commit(self, request: SaveRequest, reason: str | None) -> Generator[None]:
         """Surrounds the local commit of a step: records before it that the step is to be uploaded, and begins that after it."""
+        step = request.step
         self._dir.ensure_record()
         self._uploader.last_saved = step
         self._parts.discard(step)
@@ -189,7 +192,7 @@ class Uploads:
                 if is_new:
                     self._intents.drop(step)
                 raise
-        self._schedule.note_taken(step, call.metrics)
+        self._schedule.note_taken(step, request.facts.metrics)
         _log.info('t5ckpt: will upload step %d to %s: %s', step, self.run.url(), reason)
         self._queue.add([step], [step] if overwrites else ())
         if failure is not None:

@@ -843,6 +843,9 @@ def test_callbacks(slow, tmp_path, caplog):
         assert called[2] == (2, True, True, [1])
         skipped = ck.save_async(state(), step=1)
         skipped.add_done_callback(note)
+        assert skipped.result() is None
+        while len(called) < 4:
+            pass
         assert called[3][:2] == (1, False)
         with pytest.raises(ValueError, match='callback must be a function'):
             pending.add_done_callback(3)

@@ -25,7 +25,7 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import StreamRequest, write_stream
+from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, write_stream
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 
@@ -197,8 +197,8 @@ def _convert(trainer: Trainer, *, overwrite: bool) -> None:
     leaves = {('params', 'w'): state(2)['params']['w'], ('frozen', 'w'): state(2)['frozen']['w']}
     table = leaves | {(name,): state(2)[name] for name in ('small', 'step')}
     options = SaveOptions(inline_bytes=64, chunk_bytes=2**13)
-    request = StreamRequest(open_storage(trainer.root), 2, options, overwrite=overwrite, clock=FakeClock())
-    write_stream(table, request)
+    context = SaveContext(open_storage(trainer.root), options, clock=FakeClock())
+    write_stream(table, SaveRequest(context, 2, STREAM_BYTES, overwrite))
 
 
 def _prune(trainer: Trainer) -> None:

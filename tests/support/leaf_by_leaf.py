@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from support.bits import random_bits
+from t5ckpt.format.facts import Facts
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import StreamRequest
+from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest
 from t5ckpt.storage import open_storage
 
 SMALL_CHUNKS = SaveOptions(chunk_bytes=2**16, inline_bytes=256)
@@ -56,6 +57,8 @@ class Source:
         return copy
 
 
-def request_for(place, **options):
-    options = {'options': SMALL_CHUNKS, 'step': 12} | options
-    return StreamRequest(open_storage(place), **options)
+def request_for(
+    place, *, step=12, options=SMALL_CHUNKS, budget_bytes=STREAM_BYTES, overwrite=False, source=None, **shared
+):
+    context = SaveContext(open_storage(place), options, **shared)
+    return SaveRequest(context, step, budget_bytes, overwrite, Facts(source=source or {}))

@@ -11,11 +11,12 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.convert.conversion import Found
 from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
+from t5ckpt.format.facts import Facts
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.restore.make_leaf import make_inline_leaf
 from t5ckpt.restore.report import warn_if_narrowed
-from t5ckpt.save.stream_writer import StreamRequest, write_stream
+from t5ckpt.save.stream_writer import SaveRequest, write_stream
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.template import leaf_templates
@@ -40,7 +41,7 @@ def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partiti
 
 
 def convert_tf_to_model(
-    found: Found, request: StreamRequest, axes: LeafAxes, fns: Sequence[SaveStateTransformationFn]
+    found: Found, request: SaveRequest, axes: LeafAxes, fns: Sequence[SaveStateTransformationFn]
 ) -> CommittedCheckpoint | None:
     """Writes the leaves that the template of ``axes`` has; None if the step exists already."""
     if found.step is None:
@@ -49,8 +50,8 @@ def convert_tf_to_model(
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     given = transformed(table, axes, fns)
     try:
-        step = dataclasses.replace(request, step=found.step, source=found.source, t5x_inlines=given.t5x_inlines)
-        return write_stream(given.leaves, step)
+        step = dataclasses.replace(request, step=found.step, facts=Facts(source=found.source))
+        return write_stream(given.leaves, step, given.t5x_inlines)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)
         return None

@@ -208,9 +208,14 @@ def shape_of(value: Any, name: str) -> tuple[int, ...]:
 
     Raises:
       CorruptCheckpointError: it is not a list of sizes.
+      UnsupportedFormatError: the array has too many dimensions for TensorStore.
     """
-    if not is_list_of_sizes(value) or len(value) > MAX_RANK:
+    if not is_list_of_sizes(value):
         raise CorruptCheckpointError(f'{name}: metadata has shape {value!r:.120}, expected a list of sizes.')
+    if len(value) > MAX_RANK:
+        raise UnsupportedFormatError(
+            f'{name}: the array has {len(value)} dimensions, and t5ckpt reads at most {MAX_RANK}. zarr-python reads up to 64.'
+        )
     return tuple(value)
 
 

@@ -124,6 +124,12 @@ UNSUPPORTED: dict[str, tuple[np.ndarray, str, dict[str, Any], str]] = {
     'objects': (W, 'float32', {'dtype': '|O'}, "'|O'"),
     'fields': (W, 'float32', {'dtype': [['a', '<f4'], ['b', '<i4']]}, "'a', '<f4'"),
     'text': (W, 'float32', {'dtype': '<U2'}, "'<U2'"),
+    'dimensions': (
+        W.reshape((1,) * 31 + W.shape),
+        'float32',
+        {'chunks': (1,) * 31 + W.shape},
+        '33 dimensions.*32.*zarr-python',
+    ),
     'another dtype': (W.astype(np.float16), 'bfloat16', {}, "'<f2', and the manifest bfloat16"),
     'an unknown dtype in the manifest': (W, 'float128', {}, "'float128'"),
 }

@@ -1,7 +1,5 @@
 """jax.Arrays whose memory somebody else may write to: what is saved is what was there when save was called."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,48 +87,3 @@ def test_an_alias_that_did_not_change_is_linked(tmp_path, compression):
         for step in range(3):
             ck.save({'w': leaf}, step=step)
     assert len({(tmp_path / f'checkpoint_{step}/w/0').stat().st_ino for step in range(3)}) == 1
-
-
-def lazy(values):
-    """A LazyArray over a buffer that changes; it can be sliced."""
-    return t5ckpt.LazyThreadPoolArray(values.shape, values.dtype, lambda: values, lambda index: values[index])
-
-
-def lazy_whole(values):
-    return t5ckpt.LazyThreadPoolArray(values.shape, values.dtype, lambda: values)
-
-
-WRITTEN = {name: MADE[name] for name in ('device_put', 'sharded', 'composed', 'numpy')} | {
-    'lazy': lazy,
-    'lazy_whole': lazy_whole,
-    'another order': lambda values: values.reshape(-1, 4).T,
-}
-
-
-@pytest.mark.parametrize('compression', [None, 'lz4'])
-@pytest.mark.parametrize('made', WRITTEN)
-def test_what_another_thread_writes_to_is_saved_as_it_was_at_one_time(tmp_path, made, compression):
-    """Each step that a save returned restores and verifies, also those with chunks of the step before."""
-    values = values_of(2**20)
-    is_over = threading.Event()
-
-    def write():
-        while not is_over.is_set():
-            for start in range(0, values.size, 2**17):
-                values[start : start + 2**17] += 1
-
-    leaf = WRITTEN[made](values)
-    state, template = {'w': leaf}, {'w': np.zeros(leaf.shape, np.float32)}
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        with t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path, compression=compression, chunk_bytes=2**21) as ck:
-            for step in range(0, 8, 2):
-                assert ck.save(state, step=step) is not None
-                assert ck.save_async(state, step=step + 1).result() is not None
-    finally:
-        is_over.set()
-        thread.join()
-    for step in range(8):
-        assert t5ckpt.verify(tmp_path, step=step, full=True).ok
-        t5ckpt.load_t5x_checkpoint(tmp_path, step=step)

@@ -129,8 +129,8 @@ class Checkpointer:
       share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
       processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
       process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions).
-      verify: the check of a ``restore``: 'auto', checksums of chunks that are read whole; 'full', also of those that are mapped or
-        read in part; 'quick', sizes.
+      verify: the check of a ``restore``: 'auto', checksums of chunks that are read whole; 'full', also of those that are
+        mapped or read in part; 'quick', sizes.
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.

@@ -39,8 +39,7 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 
 # The header of a blosc chunk (README_CHUNK_FORMAT.rst of c-blosc): four bytes, the sizes of the values, a block and the chunk.
 _BLOSC_HEADER = struct.Struct('<4B3I')
-# c-blosc may be built with snappy, too; numcodecs' is not.
-_BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'zlib', 'zstd')
+_BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'snappy', 'zlib', 'zstd')
 # BLOSC_MAX_BUFFERSIZE of c-blosc.
 _BLOSC_BYTES = 2**31 - 17
 _NUMCODECS = {
@@ -151,5 +150,20 @@ def _zstd_size(data: Any) -> int | None:
 _SIZES: Mapping[str, Callable[[Any], int | None]] = {'blosc': _blosc_size, 'zstd': _zstd_size}
 
 
+class _Snappy:
+    """Decodes blosc chunks of snappy, which c-blosc is built with in TensorStore and not in numcodecs."""
+
+    @staticmethod
+    def decode(data: Any, _: memoryview | None = None) -> memoryview:
+        size = [_blosc_size(data)]
+        metadata = {'shape': size, 'chunks': size, 'dtype': '|u1', 'compressor': {'id': 'blosc'}}
+        tensorstore = importlib.import_module('tensorstore')
+        store = tensorstore.open(
+            {'driver': 'zarr', 'kvstore': {'driver': 'memory'}, 'metadata': metadata}, create=True
+        ).result()
+        store.kvstore['0'] = bytes(data)
+        return store.read().result().data
+
+
 def _codec(fields: Mapping[str, Any]) -> Any:
-    return importlib.import_module('numcodecs').get_codec(dict(fields))
+    return _Snappy if fields.get('cname') == 'snappy' else importlib.import_module('numcodecs').get_codec(dict(fields))

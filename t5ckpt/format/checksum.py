@@ -1,6 +1,6 @@
 """Computes the checksum of files: xxh3-64 from the xxhash package, which hashes 28 GB/s on one core.
 
-``save/write.py`` computes the checksums of the files that it writes. ``reading/checkpoint_files.py`` compares those of the files
+``storage/`` computes the checksums of the chunks that it writes. ``reading/checkpoint_files.py`` compares those of the files
 that are read, and ``format/file_checksums.py`` describes the files that record them.
 """
 

@@ -41,13 +41,18 @@ class StagedLeaf:
         """The bytes of the sources."""
         return sum(int(getattr(source, 'nbytes', 0)) for source in self.sources.values())
 
-    def as_stored(self, chunk: ChunkWrite) -> np.ndarray:
-        """The values of one chunk as stored on disk, which never change: complete, in C order and the stored dtype."""
+    def as_stored(self, chunk: ChunkWrite, *, is_fixed: bool) -> np.ndarray:
+        """The values of one chunk as stored on disk: complete, in C order and the stored dtype.
+
+        With ``is_fixed``, no other code can change them.
+        """
         write = self.write
         with self._reading:
             values = self._values(chunk)
         result = cast(values, write.dtype, write.name)
-        result = to_stored(result.astype(write.dtype, order='C', copy=result is values and not self.is_copy))
+        result = to_stored(
+            result.astype(write.dtype, order='C', copy=is_fixed and result is values and not self.is_copy)
+        )
         shape = tuple(write.array.metadata['chunks'])
         if result.shape == shape:
             return result

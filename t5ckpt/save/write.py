@@ -2,7 +2,7 @@
 
 A task takes the values of a chunk as they are stored, encodes them if the array has a codec, and computes the checksum of the
 bytes. It links or copies the file of the previous checkpoint if that is equal (``save/chunk_reuse.py``), and otherwise writes
-these bytes (``Storage.write_chunk``). Another task writes the ``.zarray`` file of the array. Chunks equal to the fill value are
+them (``Storage.write_chunk``). Another task writes the ``.zarray`` file of the array. Chunks equal to the fill value are
 written, too: a missing chunk is an error when it is read, never zeros.
 
 Notes: blocks until everything is durable; raises the first error after all started writes have ended.
@@ -151,14 +151,14 @@ class _Writer:
             if self._selection.agreed is not None:
                 codec = self._selection.agreed.get(array.location)
             elif files:
-                values = leaf.as_stored(files[0][0])
+                values = leaf.as_stored(files[0][0], is_fixed=True)
                 codec = self._selection.choose(values, self._previous.codec(self._storage, array.location))
             codec = codec if takes(codec, write.chunk_bytes) else None
             array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
         self.report.arrays[write.path] = array
         if self._staging.writes_metadata:
             data = zarray_bytes(array)
-            self._start(0, self._write_file, write.zarray, data, entry_of(data), write.name)
+            self._start(0, self._write_file, write.zarray, data, write.name)
         for chunk, key in files:
             self._start(write.chunk_bytes, self._write_chunk, leaf, chunk, key, array.metadata['compressor'], values)
             values = None
@@ -182,23 +182,24 @@ class _Writer:
 
         ``values`` are those of the chunk if they are known already.
         """
-        values = leaf.as_stored(chunk) if values is None else values
+        # An encoder reads them twice.
+        values = leaf.as_stored(chunk, is_fixed=codec is not None) if values is None else values
         if codec is not None:
             self.report.values[key] = known = (digest(values), codec)
             # Without encoding it.
             if self._previous.values.get(key) == known and self._link(key, self._previous.checksums.get(key)):
                 return 0
         data = encode(values, codec)
-        entry = entry_of(data)
-        if self._previous.checksums.get(key) == entry and self._link(key, entry):
+        recorded = self._previous.checksums.get(key)
+        if recorded is not None and recorded == entry_of(data) and self._link(key, recorded):
             return 0
-        return self._write_file(key, data, entry, leaf.write.name)
+        return self._write_file(key, data, leaf.write.name)
 
-    def _write_file(self, key: str, data: Any, entry: FileEntry, name: str) -> int:
+    def _write_file(self, key: str, data: Any, name: str) -> int:
         """Writes one file; returns its bytes."""
         with foreign_errors(f'{name} in {self._storage.url(self._directory)}', writing=True):
             target, in_background = join(self._directory, key), self._staging.in_background
-            version = self._storage.write_chunk(target, data, in_background=in_background)
+            entry, version = self._storage.write_chunk(target, data, in_background=in_background)
         self._report(key, entry, version)
         return len(data)
 

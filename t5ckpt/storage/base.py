@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from t5ckpt.format.file_checksums import FileEntry, entry_of
+
 if TYPE_CHECKING:
     # Listing steps and reading manifests do not need TensorStore, whose import takes most of the time of `t5ckpt ls`.
     import tensorstore as ts
@@ -87,8 +89,10 @@ class Storage(ABC):
     def write(self, key: str, data: bytes) -> None:
         """Writes a complete key durably."""
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
         """Writes a file of an unfinished checkpoint, durably except for its directory entry; creates its directory.
+
+        Each byte of ``data`` is read once, since another thread may change it: the bytes that are hashed are those written.
 
         Args:
           key: the file.
@@ -96,15 +100,17 @@ class Storage(ABC):
           in_background: whether the program computes meanwhile, and the file is not read again soon.
 
         Returns:
-          The version of the file: its ``stamp``, or that for ``copy_unchanged``; None if the storage has neither.
+          The length and the checksum of the file, and its version: its ``stamp``, or that for ``copy_unchanged``; None if the
+          storage has neither.
 
         Raises:
           OSError, ValueError: of the system or of TensorStore. The caller maps it, and names the leaf.
         """
         del in_background
         self.make_dir(key.rpartition('/')[0])
-        self.write(key, bytes(data))
-        return self.stamp(key)
+        copied = bytes(data)
+        self.write(key, copied)
+        return entry_of(copied), self.stamp(key)
 
     @abstractmethod
     def kind(self, key: str) -> str | None:

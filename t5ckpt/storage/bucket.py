@@ -29,6 +29,7 @@ import tensorstore as ts
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, T5CkptError
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.error_mapping import (
     TENSORSTORE_ERRORS,
@@ -193,9 +194,10 @@ class BucketStorage(Storage):
             if not self._has_data(key, data):
                 raise
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
         del in_background
-        return self.wait(self._kvstore().write(self._key(key), bytes(data))).generation
+        copied = bytes(data)
+        return entry_of(copied), self.wait(self._kvstore().write(self._key(key), copied)).generation
 
     def _has_data(self, key: str, data: bytes) -> bool:
         try:

@@ -1,9 +1,11 @@
-"""Writes the files of chunks; large ones with ``O_DIRECT`` (open(2)), bypassing the page cache.
+"""Writes the files of chunks, with the checksum of their bytes; large ones with ``O_DIRECT`` (open(2)), past the page cache.
+
+Another thread may change the bytes meanwhile. Each piece is copied, and the copy is hashed and written.
 
 A chunk that is written in the background is not read again soon. Caching its pages takes more processor time than the write
 itself (``benchmarks/page_cache.py``) and evicts data that the training reads. The file system requires addresses, offsets and
-sizes that are multiples of the disk's block size, so the bytes are copied through a small aligned buffer. The remainder at the
-end of the file is written through the cache, as is every file if the file system refuses ``O_DIRECT``.
+sizes that are multiples of the disk's block size, which those of the copies are. The remainder at the end of the file is
+written through the cache, as is every file if the file system refuses ``O_DIRECT``.
 
 The checkpoint is not visible yet, so a file has its name before it is complete.
 """
@@ -19,6 +21,9 @@ import threading
 from typing import Any
 
 import numpy as np
+import xxhash
+
+from t5ckpt.format.file_checksums import FileEntry
 
 # A multiple of the block size of all disks (statx's dio_offset_align is 512 or 4096), and the size of a page.
 _ALIGN = 4096
@@ -39,7 +44,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def write_new(path: str, data: Any, *, is_direct: bool) -> None:
+def write_new(path: str, data: Any, *, is_direct: bool) -> FileEntry:
     """Writes a new file durably, except for its directory entry, and creates its directory.
 
     Args:
@@ -47,13 +52,17 @@ def write_new(path: str, data: Any, *, is_direct: bool) -> None:
       data: a contiguous buffer of bytes.
       is_direct: whether to bypass the page cache.
 
+    Returns:
+      The length and the checksum of what was written.
+
     Raises:
       OSError: the file could not be written; a part of it may be there.
     """
     fd, is_direct = _create(path, _DIRECT if is_direct else 0)
     try:
-        _write(fd, np.frombuffer(data, np.uint8), is_direct=is_direct)
+        entry = _write(fd, np.frombuffer(data, np.uint8), is_direct=is_direct)
         os.fsync(fd)
+        return entry
     finally:
         os.close(fd)
 
@@ -81,28 +90,31 @@ def _create(path: str, flag: int) -> tuple[int, bool]:
             flag = 0
 
 
-def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> None:
-    offset = 0
-    while offset < data.size:
-        size = min(_PIECE, data.size - offset)
-        if is_direct and (offset % _ALIGN or size < _ALIGN):
-            is_direct = _use_cache(fd)
-        source = data[offset : offset + size]
-        if is_direct:
-            size -= size % _ALIGN
-            source = _scratch.bytes[:size]
-            source[:] = data[offset : offset + size]
-        try:
-            written = os.pwrite(fd, source.data, offset)
-        except OSError as error:
-            if not is_direct or error.errno != errno.EINVAL:
-                raise
-            # This file system accepts the flag but refuses the write.
-            is_direct = _use_cache(fd)
-            continue
-        if written == 0:
-            raise OSError(errno.EIO, 'nothing more can be written')
-        offset += written
+def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> FileEntry:
+    state = xxhash.xxh3_64()
+    for start in range(0, data.size, _PIECE):
+        piece = _scratch.bytes[: min(_PIECE, data.size - start)]
+        piece[:] = data[start : start + piece.size]
+        state.update(piece.data)
+        offset = 0
+        while offset < piece.size:
+            size = piece.size - offset
+            if is_direct and (offset % _ALIGN or size < _ALIGN):
+                is_direct = _use_cache(fd)
+            if is_direct:
+                size -= size % _ALIGN
+            try:
+                written = os.pwrite(fd, piece[offset : offset + size].data, start + offset)
+            except OSError as error:
+                if not is_direct or error.errno != errno.EINVAL:
+                    raise
+                # This file system accepts the flag but refuses the write.
+                is_direct = _use_cache(fd)
+                continue
+            if written == 0:
+                raise OSError(errno.EIO, 'nothing more can be written')
+            offset += written
+    return data.size, state.hexdigest()
 
 
 def _use_cache(fd: int) -> bool:

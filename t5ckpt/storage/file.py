@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from t5ckpt.core.keys import join
 from t5ckpt.core.standard_descriptors import open_standard_descriptors
 from t5ckpt.errors import StorageError
+from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.checked_rename import check_renamed
 from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
@@ -121,19 +122,19 @@ class FileStorage(Storage):
                     os.unlink(partial)
                 raise
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
         # Imports numpy, which listings do not need.
         from t5ckpt.storage.direct_io import write_new
 
         options = self._options
         is_direct = options.direct_io == 'always' or (options.direct_io == 'auto' and in_background)
-        write_new(self._path(key), data, is_direct=is_direct and len(data) >= options.direct_bytes)
+        entry = write_new(self._path(key), data, is_direct=is_direct and len(data) >= options.direct_bytes)
         version = self.stamp(key)
         if version is None and self.size(key) is None:
             raise StorageError(
                 errno.EIO, f'{self.url(key)}: was written without an error, but does not exist. Save again.'
             )
-        return version
+        return entry, version
 
     def _stat(self, key: str) -> os.stat_result | None:
         with foreign_errors(self.url(key)):

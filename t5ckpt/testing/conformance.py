@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5ckpt.errors import CheckpointNotFoundError, T5CkptError
+from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.storage import Storage
 
 
@@ -175,10 +176,11 @@ class StorageConformance:
             raise AssertionError('publish of nothing did not fail')
 
     def test_chunks(self, tmp_path: pathlib.Path) -> None:
-        """Files written by ``write_chunk`` can be read from the storage and by TensorStore, and have the version returned."""
+        """Files written by ``write_chunk`` can be read, also by TensorStore; their entry and version are returned."""
         storage = self.make(tmp_path)
         storage.make_dir('arrays')
-        version = storage.write_chunk('arrays/w/0.0', np.frombuffer(b'chunk', np.uint8))
+        entry, version = storage.write_chunk('arrays/w/0.0', np.frombuffer(b'chunk', np.uint8))
+        _check(entry == entry_of(b'chunk'), 'the checksum is another one')
         _check(
             version in (storage.stamp('arrays/w/0.0'), storage.version('arrays/w/0.0')), 'the version is another one'
         )

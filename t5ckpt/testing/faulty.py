@@ -13,6 +13,7 @@ from typing import Any
 import tensorstore as ts
 
 from t5ckpt.errors import NoSpaceError, StorageError
+from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.storage import Entry, Storage
 from t5ckpt.storage.base import Lock
 
@@ -87,7 +88,7 @@ class FaultyStorage(Storage):
         self.before_operation('copy_unchanged', target)
         return self._inner.copy_unchanged(source, target, version)
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
         self.before_operation('write_chunk', key)
         return self._inner.write_chunk(key, data, in_background=in_background)
 

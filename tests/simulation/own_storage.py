@@ -12,6 +12,7 @@ from typing import Any
 
 from simulation.scheduler import active, current_task
 from t5ckpt.errors import StorageError
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.storage import Storage
 from t5ckpt.storage.base import Lock
 from t5ckpt.testing.faulty import FaultyStorage
@@ -148,8 +149,8 @@ class OwnStorage(FaultyStorage):
         lock = self._try_lock(key)
         return None if lock is None else _Lock(lock)
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> Any:
+    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
         del in_background
         self.make_dir(key.rpartition('/')[0])
         self.write(key, bytes(data))
-        return self.stamp(key)
+        return entry_of(data), self.stamp(key)

@@ -206,8 +206,9 @@ class Transaction:
         storage, marker, is_committed = self.storage, self._marker, self._is_committed
         if is_committed and self.keeps_files:
             return
-        # After other errors, a request of this write may arrive later.
-        has_ended = is_committed or isinstance(error, (StepTakenError, StepKeptError, AccessDeniedError))
+        # After other errors, a request of this write may arrive later; of a save that was given up, one of another process.
+        certain = (StepTakenError, StepKeptError, AccessDeniedError, *(() if self._is_shared else (SaveFailedError,)))
+        has_ended = is_committed or isinstance(error, certain)
         try:
             try:
                 if is_committed and self._old and not self._overwrites:

@@ -24,7 +24,7 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Future, Pool
-from t5ckpt.errors import SaveFailedError
+from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO, encode, takes
@@ -105,11 +105,15 @@ def write_arrays(
     started = time.monotonic()
     with Pool(_WRITERS) as pool, contextlib.closing(staging.waves()) as waves:
         writer = _Writer(storage, directory, staging, previous, progress, selection, pool)
-        for wave in waves:
-            while wave:
-                writer.write_leaf(wave.popleft())
-            # The next wave is staged into the memory of this one.
-            writer.drain()
+        try:
+            for wave in waves:
+                while wave:
+                    writer.write_leaf(wave.popleft())
+                # The next wave is staged into the memory of this one.
+                writer.drain()
+        except SaveFailedError:
+            writer.raise_of_storage()
+            raise
     writer.check_interrupt()
     report = writer.report
     selection.measured(writer.written_bytes, time.monotonic() - started)
@@ -229,6 +233,13 @@ class _Writer:
         """Raises if the save was cancelled."""
         if self._staging.is_interrupted:
             raise SaveFailedError('the save was interrupted; no checkpoint was written.')
+
+    def raise_of_storage(self) -> None:
+        """Raises the error of a request, which may arrive later, if one has failed."""
+        for future, _ in self._started:
+            error = future.exception()
+            if isinstance(error, StorageError):
+                raise error
 
     def drain(self) -> None:
         """Waits for everything that was started."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -232,7 +233,7 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
     return ArrayReader(
         contents.located,
         reading.mmap,
-        checksums=contents.read_checksums if reading.verifies else None,
+        checksums=functools.partial(contents.read_checksums, even_of_part=is_full) if reading.verifies else None,
         verifies_all=is_full,
         identity=contents.identity,
     )

@@ -77,14 +77,17 @@ class Contents:
         """The identity of the checkpoint."""
         return Identity(self.located, self.raw.versions)
 
-    def read_checksums(self) -> FileChecksums | None:
+    def read_checksums(self, *, even_of_part: bool = True) -> FileChecksums | None:
         """The file checksums, read now if they were not read before; None if the checkpoint has none (T5X).
 
         Raises:
-          CorruptCheckpointError: one of the files that hold them is missing or damaged.
+          CorruptCheckpointError: one of the files that hold them is missing or damaged; of a part of a step, which has only those
+            of its files, without ``even_of_part`` None is returned.
         """
         if self.checksums is not None or self.raw.manifest is None or is_tensor_file(self.located.manifest):
             return self.checksums
+        if not even_of_part and _part(self.located, self.facts.digests) is not None:
+            return None
         return _file_checksums(self.located, with_lists(self.located, self.raw), self.facts.digests)
 
     def check_not_part(self) -> None:
@@ -215,14 +218,19 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
     return FileChecksums({name: entry for entries in loaded for name, entry in entries.items()})
 
 
-def _check_not_part(located: Located, recorded: FileChecksums) -> None:
+def _part(located: Located, recorded: FileChecksums) -> str | None:
+    """Whose part of a step a directory has, or None."""
     storage, directory = located.storage, located.directory
     if not storage.is_file_system or not storage.is_file(join(directory, COPIES)):
-        return
-    part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
+        return None
+    return part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
+
+
+def _check_not_part(located: Located, recorded: FileChecksums) -> None:
+    part = _part(located, recorded)
     if part is not None:
         raise CorruptCheckpointError(
-            f'{storage.url(directory)} is the part of {part}: the other files are on the disks of the other processes. '
+            f'{located.storage.url(located.directory)} is the part of {part}: the other files are on the disks of the other processes. '
             'Restore it in a job of several processes (or of one, if it has all chunks) with Checkpointer(local_dir=...), or '
             'read the copy in checkpoints_dir.'
         )

@@ -6,6 +6,7 @@ a file's bytes and a chunk's values for each chunk, which costs more than the co
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib
 import lzma
@@ -113,8 +114,17 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
     values: Any = data
     try:
         for position, codec in enumerate(codecs, 1):
+            is_last = position == len(codecs)
+            if codec['id'] in _STREAMS:
+                # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
+                most = len(out) if is_last else 16 * len(out) + 2**20
+                stream = _STREAMS[codec['id']](codec)
+                values = stream.decompress(values, most + 1)
+                if not stream.eof and len(values) <= most:
+                    raise ValueError('it is cut off')
+                continue
             # The others do not say how much of a buffer they have filled.
-            size = _SIZES.get(codec['id'], lambda _: None)(values) if position == len(codecs) else None
+            size = _SIZES.get(codec['id'], lambda _: None)(values) if is_last else None
             if size is not None and size != len(out):
                 raise ValueError(f'its header describes {size:,} bytes of values, expected {len(out):,}')
             values = _codec(codec).decode(values, *([] if size is None else [out]))
@@ -148,6 +158,15 @@ def _zstd_size(data: Any) -> int | None:
 
 
 _SIZES: Mapping[str, Callable[[Any], int | None]] = {'blosc': _blosc_size, 'zstd': _zstd_size}
+
+
+# Of the codecs whose chunks do not say how many values they have.
+_STREAMS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    'gzip': lambda _: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    'zlib': lambda _: zlib.decompressobj(),
+    'bz2': lambda _: bz2.BZ2Decompressor(),
+    'lzma': lambda codec: lzma.LZMADecompressor(codec.get('format', lzma.FORMAT_XZ), filters=codec.get('filters')),
+}
 
 
 class _Snappy:

@@ -277,10 +277,12 @@ class ChunkedArray(OpenArray):
         where = self._files.where(file, self._name)
         check_chunk(chunk_bytes, lambda: size, where)
         into, others = _straight(regions, 0, chunk_bytes)
-        with self._files.memory.taken(size + (chunk_bytes if into is None else 0)) as memory:
-            encoded = opened.read(0, size, memory[:size])
+        # Those of a bucket are in memory.
+        held = size if opened.descriptor >= 0 else 0
+        with self._files.memory.taken(held + (chunk_bytes if into is None else 0)) as memory:
+            encoded = opened.read(0, size, memory[:held] if held else None)
             self._files.compare(file, self._name, entry_of(encoded))
-            values = memory[size:] if into is None else into
+            values = memory[held:] if into is None else into
             try:
                 decode(encoded, self._layout.codecs, values)
             except ValueError as error:

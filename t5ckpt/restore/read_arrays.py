@@ -97,7 +97,9 @@ def read_arrays(
         more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
         check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
-        with Pool(reader.files.threads) as pool:
+        # A thread keeps memory of a chunk. A leaf has several, and a small budget admits few leaves at once.
+        at_once = 4 * budget.limit * len(rest) // max(1, sum(map(_bytes_in_flight, rest)))
+        with Pool(min(reader.files.threads, max(4, at_once))) as pool:
             values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
     return values
 

@@ -103,8 +103,11 @@ def write_arrays(
     selection = codec_selection or CodecSelection(storage)
     previous = previous or PreviousCheckpoint('', {}, codecs={})
     started = time.monotonic()
-    with Pool(_WRITERS) as pool, contextlib.closing(staging.waves()) as waves:
-        writer = _Writer(storage, directory, staging, previous, progress, selection, pool)
+    limit = min(staging.limit, _BYTES_TO_DISK if storage.is_file_system else _BYTES_TO_BUCKET)
+    # As many as have work at once: the allocator keeps memory of a chunk, and of its encoded bytes, for each.
+    threads = max(4, min(_WRITERS, limit * staging.file_count // max(1, 2 * staging.total_bytes)))
+    with Pool(threads) as pool, contextlib.closing(staging.waves()) as waves:
+        writer = _Writer(storage, directory, staging, previous, progress, selection, pool, limit)
         try:
             for wave in waves:
                 while wave:
@@ -136,12 +139,12 @@ class _Writer:
         progress: Progress | None,
         selection: CodecSelection,
         pool: Pool,
+        limit: int,
     ):
         self._storage, self._directory, self._staging, self._previous = storage, directory, staging, previous
         self._progress, self._selection, self._pool = progress, selection, pool
         # A larger chunk is written alone.
-        limit = _BYTES_TO_DISK if storage.is_file_system else _BYTES_TO_BUCKET
-        self._budget = ByteBudget(min(staging.limit, limit))
+        self._budget = ByteBudget(limit)
         self._started: collections.deque[tuple[Future[int], int]] = collections.deque()
         self._done_bytes = self.written_bytes = 0
         self.report = WriteReport(staging.total_bytes)
@@ -194,6 +197,7 @@ class _Writer:
             if self._previous.values.get(key) == known and self._link(key, self._previous.checksums.get(key)):
                 return 0
         data = encode(values, codec)
+        del values
         recorded = self._previous.checksums.get(key)
         if recorded is not None and recorded == entry_of(data) and self._link(key, recorded):
             return 0

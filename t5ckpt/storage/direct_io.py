@@ -17,7 +17,6 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 from typing import Any
 
 import numpy as np
@@ -31,17 +30,6 @@ _ALIGN = 4096
 _PIECE = 2 * 2**20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = getattr(os, 'O_DIRECT', 0)
-
-
-class _Scratch(threading.local):
-    """Aligned memory of each thread, which is freed when the thread ends."""
-
-    def __init__(self) -> None:
-        # Private, since a forked process would also write to memory that is mapped shared, the default.
-        self.bytes = np.frombuffer(mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-
-
-_scratch = _Scratch()
 
 
 def write_new(path: str, data: Any, *, is_direct: bool) -> FileEntry:
@@ -92,8 +80,11 @@ def _create(path: str, flag: int) -> tuple[int, bool]:
 
 def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> FileEntry:
     state = xxhash.xxh3_64()
+    # Aligned. Private, since a forked process would also write to memory that is mapped shared, the default.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    scratch = np.frombuffer(mmap.mmap(-1, max(1, min(_PIECE, data.size)), flags=flags), np.uint8)
     for start in range(0, data.size, _PIECE):
-        piece = _scratch.bytes[: min(_PIECE, data.size - start)]
+        piece = scratch[: min(_PIECE, data.size - start)]
         piece[:] = data[start : start + piece.size]
         state.update(piece.data)
         offset = 0

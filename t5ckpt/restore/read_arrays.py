@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Future, Pool
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
@@ -36,6 +38,8 @@ from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable
 
 _log = logging.getLogger('t5ckpt')
+# Of a tensor file, of which parts are read.
+_LARGE_CHUNK = 64 * 2**20
 _Buffers: TypeAlias = dict[Box, np.ndarray]
 
 
@@ -97,9 +101,9 @@ def read_arrays(
         more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
         check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
     if rest:
-        # A thread keeps memory of a chunk. A leaf has several, and a small budget admits few leaves at once.
-        at_once = 4 * budget.limit * len(rest) // max(1, sum(map(_bytes_in_flight, rest)))
-        with Pool(min(reader.files.threads, max(4, at_once))) as pool:
+        # A thread keeps memory of a chunk, and of its encoded bytes.
+        at_once = budget.limit * len(rest) // max(1, 2 * sum(_chunk_bytes(read.leaf) for read in rest))
+        with Pool(min(reader.files.threads, max(2, at_once))) as pool:
             values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
     return values
 
@@ -176,6 +180,11 @@ def _bytes_wanted(read: StoredRead) -> int:
 def _bytes_read(read: StoredRead) -> int:
     """The boxes of a leaf that this process reads."""
     return sum(box.size for box in read.source_boxes) * read.leaf.disk_dtype.itemsize
+
+
+def _chunk_bytes(leaf: StoredArray) -> int:
+    shape = leaf.metadata.get('chunks') or leaf.shape
+    return min(_LARGE_CHUNK, math.prod(shape) * leaf.disk_dtype.itemsize)
 
 
 def _bytes_in_flight(read: StoredRead) -> int:

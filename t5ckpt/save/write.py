@@ -105,7 +105,7 @@ def write_arrays(
     started = time.monotonic()
     limit = min(staging.limit, _BYTES_TO_DISK if storage.is_file_system else _BYTES_TO_BUCKET)
     # As many as have work at once: the allocator keeps memory of a chunk, and of its encoded bytes, for each.
-    threads = max(4, min(_WRITERS, limit * staging.file_count // max(1, 2 * staging.total_bytes)))
+    threads = max(2, min(_WRITERS, limit * staging.chunk_count // max(1, staging.total_bytes)))
     with Pool(threads) as pool, contextlib.closing(staging.waves()) as waves:
         writer = _Writer(storage, directory, staging, previous, progress, selection, pool, limit)
         try:

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import NotEnoughMemoryError
 
 _LONGEST_WAIT_SECONDS = 10.0
 ALIGNMENT = 64
@@ -18,12 +18,16 @@ ALIGNMENT = 64
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialized C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers."""
+    """An uninitialized C-order array whose data begins at a multiple of 64 bytes, as XLA wants its buffers.
+
+    Raises:
+      NotEnoughMemoryError: the process cannot get so much memory.
+    """
     size = math.prod(shape) * dtype.itemsize
     try:
         raw = np.empty(size + ALIGNMENT, np.uint8)
     except (MemoryError, ValueError) as error:
-        raise CorruptCheckpointError(
+        raise NotEnoughMemoryError(
             f'an array of shape {tuple(shape)} and dtype {dtype.name} needs {size} bytes, which cannot be allocated. Read a '
             'slice of it; if you saved no array of this size, the manifest is damaged.'
         ) from error

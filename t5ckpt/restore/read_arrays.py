@@ -173,8 +173,8 @@ class _RestoreScheduler:
 
 
 def _bytes_wanted(read: StoredRead) -> int:
-    """The boxes of a leaf that this process restores."""
-    return sum(box.size for box in read.boxes) * read.leaf.disk_dtype.itemsize
+    """The bytes of a leaf that this process restores."""
+    return sum(box.size for box in read.boxes) * read.dtype.itemsize
 
 
 def _bytes_read(read: StoredRead) -> int:

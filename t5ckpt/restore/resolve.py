@@ -7,6 +7,7 @@ import json
 import os
 
 from t5ckpt.catalog.locate import Located, locate, locate_step
+from t5ckpt.core.keys import join
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.errors import CheckpointNotFoundError, DisagreementError, RemoteError
 from t5ckpt.reading.contents import Contents, decode_contents
@@ -76,7 +77,8 @@ def _find_and_broadcast(request: RestoreRequest) -> tuple[Located, RawFiles]:
         files = {'manifest': raw.manifest, 'facts': raw.facts, **(raw.checksum_lists or {})}
         sizes = [[name, len(data)] for name, data in files.items() if data is not None]
         location = [located.directory, located.manifest, located.step]
-        head = {'url': located.url, 'location': location, 'sizes': sizes, 'requested': _requested(request)}
+        head = {'url': located.url, 'location': location, 'sizes': sizes, 'versions': list(raw.versions)}
+        head['requested'] = _requested(request)
     except Exception as error:
         request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
         raise
@@ -102,5 +104,7 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
         Located(request.storage, *head['location']) if request.call.path is None else _locate_path(request, head['url'])
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
-    raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None))
+    # A file system may number its files differently on each machine.
+    versions = {name: located.storage.version(join(located.directory, name)) for name in head['versions']}
+    raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None), versions=versions)
     return located, dataclasses.replace(raw, checksum_lists=shared if request.reading.verifies else None)

@@ -17,7 +17,7 @@ import numpy as np
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError, UnsafeSpecError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
@@ -178,10 +178,8 @@ def link_or_copy_chunks(
             where = f'{write.name}: {checkpoint.storage.url(source)}'
             try:
                 data = checkpoint.files.read(old)
-            except UnsafeSpecError:
-                raise
-            except T5CkptError as error:
-                raise CorruptCheckpointError(f'{where} cannot be read. {_CURE}') from error
+            except CheckpointNotFoundError as error:
+                raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
             entry = entry_of(data)
             checkpoint.checksums.check(old, entry, where, _CURE)
             if name in chunk_files and write.array.metadata['compressor'] is None and len(data) != chunk_bytes:

@@ -121,6 +121,7 @@ class SaveSchedule:
         self._is_leader = True
         self._view: _SharedState | None = None
         self._previous: int | None = None
+        self._updated_at = 0
         self._last: PendingSave | None = None
         # In process 0, until the outcome of the save is known.
         self._begun: _StartedSave | None = None
@@ -136,7 +137,7 @@ class SaveSchedule:
     ) -> PendingSave | None:
         """Starts a save if the policy gives a reason; ``save`` takes the metrics as floats."""
         policy, previous = self._given_policy('maybe_save'), self._previous
-        view = self._updated(step, self._watched.of(metrics), previous is not None and step <= previous)
+        view = self._updated(step, self._watched.of(metrics))
         if self._is_leader:
             self._watched.warn_if_missing(step, metrics, self._notices)
         self._previous = step
@@ -179,7 +180,7 @@ class SaveSchedule:
         if self._preempted is None:
             raise ValueError('reached_preemption: pass preempted=PreemptionNotice() to the constructor.')
         self.is_used = True
-        return self._updated(step, {}, self._previous is not None and step < self._previous).preempted
+        return self._updated(step, {}).preempted
 
     def forget(self, step: int, latest: int | None) -> None:
         """Forgets a deleted step, so that it may be saved again; ``latest`` is the largest step left."""
@@ -224,7 +225,7 @@ class SaveSchedule:
         view.last_step, view.last_unix, view.handled = pending.step, now, view.preempted
         view.saving = True
 
-    def _updated(self, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
+    def _updated(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
         """Updates the state; the first call finds the processes of the job and opens the channel to them."""
         if self._view is None:
             processes = self._coordinator.processes_of_job()
@@ -232,8 +233,8 @@ class SaveSchedule:
             if processes.count > 1 and self._channel is None:
                 self._channel = self._coordinator.new_channel()
         channel = self._channel
-        view = self._observe(step, watched) if channel is None else self._receive(channel, step, watched, is_back)
-        self._view, self.should_stop = view, view.preempted
+        view = self._observe(step, watched) if channel is None else self._receive(channel, step, watched)
+        self._view, self._updated_at, self.should_stop = view, step, view.preempted
         return view
 
     # --- process 0's view --------------------------------------------------------------------------------------------
@@ -286,13 +287,13 @@ class SaveSchedule:
 
     # --- several processes -------------------------------------------------------------------------------------------
 
-    def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any], is_back: bool) -> _SharedState:
+    def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any]) -> _SharedState:
         """The shared state, updated by process 0 at a check-in. A loop that goes back to an earlier step checks in, too."""
         if not (self._has_signalled or self._is_leader or self._preempted is None) and self._preempted():
             self._has_signalled = True
             channel.signal_leader('preempted')
         view = self._view
-        if view is not None and step < view.next_check and not is_back and not watched:
+        if view is not None and self._updated_at <= step < view.next_check and not watched:
             view.metrics = {}
             return view
         name, action = f'{self._epoch}/{self._check}', f'the check-in of maybe_save at step {step}'

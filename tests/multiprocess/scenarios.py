@@ -330,6 +330,29 @@ def restore_another_step(directory):
         ck.restore(step=1 + jax.process_index() // 3)
 
 
+def restore_replaced(directory, other):
+    """Another program puts another checkpoint in the place of the step, after all processes have opened it."""
+    step, gone = pathlib.Path(directory) / 'checkpoint_1', pathlib.Path(directory) / 'gone'
+
+    def replace(state_dict, template):
+        del template
+        multihost_utils.sync_global_devices('opened')
+        if jax.process_index() == 3:
+            step.rename(gone)
+            (pathlib.Path(other) / 'checkpoint_1').rename(step)
+        multihost_utils.sync_global_devices('replaced')
+        return state_dict
+
+    with checkpointer(directory, template()) as ck:
+        ck.restore(state_transformation_fns=[replace])
+
+
+def restore_lazily(path):
+    """The values of a leaf of a safetensors file, read when they are asked for."""
+    with checkpointer('', {'both': np.zeros((64, 4096), 'float32')}) as ck:
+        return float(ck.restore(path=path, lazy_parameters=True, strict='contains')['both'].get().sum())
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -585,6 +608,17 @@ def loop(directory, seconds_a_step):
                 return [saved, step, sorted(calls)[len(calls) // 2]]
             time.sleep(seconds_a_step)
     return None
+
+
+def preempted_in_a_loop_that_went_back(directory):
+    """The steps after which all processes see that one of them is preempted, in a loop that continues from step 0 again."""
+    flag: list[int] = []
+    with checkpointer(directory, template(), preempted=lambda: bool(flag) and jax.process_index() == 1) as ck:
+        for step in range(1500):
+            assert not ck.reached_preemption(step)
+        multihost_utils.sync_global_devices('back')
+        flag.append(1)
+        return next((step for step in range(1500) if ck.reached_preemption(step)), None)
 
 
 def loops_apart(directory):

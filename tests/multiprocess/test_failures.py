@@ -107,6 +107,14 @@ def test_a_damaged_chunk_fails_the_restore_of_all(four, tmp_path):
     assert all('has 100 bytes' in text for _, text in errors)
 
 
+def test_a_step_that_is_replaced_while_all_read_it_is_not_damaged(four, tmp_path):
+    for seed, name in enumerate(('run', 'other')):
+        four.run('save', tmp_path / name, 1, seed)
+    errors = four.errors('restore_replaced', tmp_path / 'run', tmp_path / 'other')
+    assert all('was replaced while it was being read' in text for _, text in errors), errors
+    assert not any('Corrupt' in kind + text for kind, text in errors), errors
+
+
 def test_a_restore_does_not_disturb_the_save_before_it(four, tmp_path):
     """Nothing is committed that one process failed to write."""
     kinds = four.run('restore_between', tmp_path)

@@ -35,6 +35,12 @@ def test_all_save_the_same_steps_and_a_signal_to_one_stops_all_at_one_step(four,
     assert t5ckpt.all_steps(tmp_path) == saved
 
 
+def test_a_loop_that_goes_back_sees_a_preemption_at_once(four, tmp_path):
+    (seen,) = set(four.run('preempted_in_a_loop_that_went_back', tmp_path))
+    assert seen is not None
+    assert seen < 500
+
+
 def test_processes_at_other_steps_get_an_error(four, tmp_path):
     four.start('loops_apart', tmp_path)
     answers = four.answers()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.bits import assert_same
 
 import t5ckpt
-from t5ckpt.errors import CorruptCheckpointError
+from t5ckpt.errors import AccessDeniedError, CorruptCheckpointError
 from t5ckpt.storage import open_storage
 
 W = np.random.default_rng(0).standard_normal((1024, 64)).astype(np.float32)
@@ -171,3 +171,10 @@ def test_quick_compares_nothing(bucket, url, compression):
         return
     assert (found.view(np.uint32) != W.view(np.uint32)).any()
     assert not [request for request in bucket.proxy.clear() if 'integrity.' in request.key]
+
+
+def test_a_copy_that_may_not_read_a_chunk_does_not_call_it_damaged(bucket, url, tmp_path):
+    bucket.proxy.choose = lambda kind, key: '403' if kind == 'read' and '.w/0' in key else None
+    with pytest.raises(AccessDeniedError, match=r'w/0'):
+        t5ckpt.rewrite_checkpoint(url, tmp_path / 'copy')
+    assert t5ckpt.all_steps(tmp_path / 'copy') == []

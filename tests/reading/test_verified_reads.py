@@ -1,10 +1,13 @@
 """What is read is what was written, or an error: checksums during restores, loads and slices."""
 
 import asyncio
+import json
 import os
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ from support.facts import put_facts
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.storage.memory_limit import memory_limit
 
 
 def restore(run_dir, template, **options):
@@ -357,3 +361,41 @@ def test_a_file_that_is_read_whole_and_is_larger_than_the_memory(tmp_path, name)
             ck.restore(2)
         np.testing.assert_array_equal(ck.restore(1)['w'], state['w'])
     assert 1 in t5ckpt.open_run(tmp_path).steps
+
+
+def sparse_halves(file, count):
+    """A file of safetensors with so many zeros in float16, which take no room."""
+    header = json.dumps({'w': {'dtype': 'F16', 'shape': [count], 'data_offsets': [0, 2 * count]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, 'little') + header)
+    os.truncate(file, 8 + len(header) + 2 * count)
+
+
+def test_a_leaf_that_is_larger_than_the_memory_after_its_cast(tmp_path):
+    """The dtype of the template counts, which is allocated."""
+    count = memory_limit() * 3 // 8 // 128 * 128
+    sparse_halves(tmp_path / 'w.safetensors', count)
+    state = {'w': jax.ShapeDtypeStruct((count,), np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir='', restore_dtype='float32', cast_leaves='w') as ck:
+        with pytest.raises(errors.NotEnoughMemoryError, match=f'{4 * count:,} bytes are needed'):
+            ck.restore(path=tmp_path / 'w.safetensors')
+
+
+_WITH_A_LIMIT = """
+import pathlib, resource, sys
+import t5ckpt
+leaf = t5ckpt.open_checkpoint(sys.argv[1])['w']
+pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, resource.RLIM_INFINITY))
+try:
+    leaf[...]
+except t5ckpt.errors.NotEnoughMemoryError as error:
+    print(error)
+"""
+
+
+def test_memory_that_a_process_does_not_get_is_not_damage(tmp_path):
+    """As in a job whose memory is limited by ulimit: the step is intact, and no start may rename it."""
+    sparse_halves(tmp_path / 'w.safetensors', 2**29)
+    words = [sys.executable, '-c', _WITH_A_LIMIT, tmp_path / 'w.safetensors']
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert 'which cannot be allocated' in done.stdout

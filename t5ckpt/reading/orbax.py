@@ -54,7 +54,6 @@ from t5ckpt.format.orbax import (
     orbax_object,
 )
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, check_size
-from t5ckpt.reading.tensorstore_array import database_errors
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.tree.leaf_table import MAX_DEPTH, Empty, LeafTable, unique
 from t5ckpt.tree.train_state import BARE_ARRAY
@@ -296,10 +295,10 @@ def array_leaves(
         if storage.is_file_system and not ocdbt:
             key = join(files.directory, name)
             check_size(storage.size(key) or 0, _METADATA_BYTES, storage.url(key))
-    with database_errors(files, item, where) if ocdbt else foreign_errors(where):
-        store = ts.KvStore.open(kvstore, context=storage.context()).result()
+    with foreign_errors(where):
+        store = storage.wait(ts.KvStore.open(kvstore, context=storage.context()))
         futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
-        contents = {path: future.result() for path, future in futures.items()}
+        contents = {path: storage.wait(future) for path, future in futures.items()}
     leaves: dict[Path, StoredArray] = {}
     for path, result in contents.items():
         name = by_path[path]

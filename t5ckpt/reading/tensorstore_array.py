@@ -6,35 +6,26 @@ absent chunk is the fill value of its array, unless its writer stores every chun
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
-import re
-import urllib.parse
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from t5ckpt.core.text import CURE_OF_DAMAGE, some_of
-from t5ckpt.errors import CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid
 from t5ckpt.format.dtypes import cast, from_stored
-from t5ckpt.format.orbax import OCDBT_MANIFEST
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.chunks import OpenArray, Task
 from t5ckpt.reading.size_limits import check_chunk, check_count, check_memory
-from t5ckpt.storage import TENSORSTORE_ERRORS, foreign_errors
+from t5ckpt.storage import foreign_errors
 
 # The most chunks per byte of a database's compressed index; far above any real one.
 _CHUNKS_PER_BYTE = 64
 # The size of a file if its storage does not report sizes; no check uses it.
 _UNKNOWN = 2**62
-# A file in the dump of a node of a database, with a range of its bytes: kind:base path:relative path:offset:length.
-_PLACE = re.compile(r'"((btreenode|versionnode|value):([^":]*):([^":]*):[0-9]+:[0-9]+)"')
 
 
 class TensorStoreArray(OpenArray):
@@ -76,13 +67,8 @@ class TensorStoreArray(OpenArray):
             'recheck_cached_data': False,
             'recheck_cached_metadata': False,
         }
-        with self._errors():
+        with foreign_errors(self._where()):
             return storage.wait(ts.open(spec, open=True, context=storage.context()))
-
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        if not self.leaf.is_in_database:
-            return foreign_errors(self._where())
-        return database_errors(self._files, self.leaf.root, self._where())
 
     def _check_sizes(self) -> None:
         """Checks sizes, before TensorStore allocates memory for a chunk or a list of all chunks."""
@@ -103,8 +89,8 @@ class TensorStoreArray(OpenArray):
 
     def keys(self) -> list[str]:
         """The keys of the chunks and the metadata of an array in a database."""
-        with self._errors():
-            return [key.decode() for key in self._store.kvstore.list().result()]
+        with foreign_errors(self._where()):
+            return [key.decode() for key in self._files.storage.wait(self._store.kvstore.list())]
 
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """The tasks: one for each box, whose chunks TensorStore reads in threads of its own."""
@@ -114,40 +100,7 @@ class TensorStoreArray(OpenArray):
         view, leaf = self._store[box.slices], self.leaf
         is_same = buffer.dtype == leaf.dtype == leaf.disk_dtype
         out = buffer if is_same else np.empty(box.shape, leaf.disk_dtype)
-        with self._errors():
+        with foreign_errors(self._where()):
             self._files.storage.wait(ts.array(out).write(view[ts.d[:].translate_to[0]] if view.rank else view))
         if not is_same:
             buffer[...] = cast(from_stored(out, leaf.dtype), buffer.dtype, self._name)
-
-
-@contextlib.contextmanager
-def database_errors(files: CheckpointFiles, root: str, where: str) -> Generator[None]:
-    """Maps errors as ``foreign_errors``; that of a damaged OCDBT database in a directory names the files that are missing."""
-    try:
-        with foreign_errors(where):
-            yield
-    except CorruptCheckpointError as error:
-        lost = some_of([files.url(f'{root}/{file}') for file in _lost_files(files, root)], 3)
-        if not lost:
-            raise
-        raise CorruptCheckpointError(f'{where}: {lost} is missing. {CURE_OF_DAMAGE}') from error
-
-
-def _lost_files(files: CheckpointFiles, root: str) -> list[str]:
-    """The files that a database refers to and lacks; [] also if its structure is not understood."""
-    storage, directory = files.storage, files.key(root)
-    there = {key.removeprefix(f'{directory}/') for key, _ in storage.walk(directory)}
-    if OCDBT_MANIFEST not in there:
-        return [OCDBT_MANIFEST]
-    lost: set[str] = set()
-    with contextlib.suppress(*TENSORSTORE_ERRORS, T5CkptError, LookupError):
-        base = ts.KvStore.open(storage.array_kvstore(directory), context=storage.context()).result()
-        nodes = [ts.ocdbt.dump(base).result()['versions'][-1]]
-        while nodes:
-            for place in set(_PLACE.findall(json.dumps(nodes.pop(), default=str))):
-                file = urllib.parse.unquote(f'{place[2]}{place[3]}')
-                if file not in there:
-                    lost.add(file)
-                elif place[1] != 'value':
-                    nodes.append(ts.ocdbt.dump(base, place[0]).result())
-    return sorted(lost)

@@ -92,8 +92,8 @@ def _keys(files: CheckpointFiles, where: str) -> list[str]:
     files.check('', where)
     with foreign_errors(where):
         spec = {'driver': 'ocdbt', 'base': storage.array_kvstore(directory)}
-        store = ts.KvStore.open(spec, context=storage.context()).result()
-        return [key.decode() for key in store.list().result()]
+        store = storage.wait(ts.KvStore.open(spec, context=storage.context()))
+        return [key.decode() for key in storage.wait(store.list())]
 
 
 def _facts(files: CheckpointFiles) -> Facts:

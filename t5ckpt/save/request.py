@@ -73,8 +73,10 @@ class SaveContext:
         one that the job committed, which all of them know without reading storage.
         """
         self._is_discarded = False
-        if self.previous is not None and self.previous.is_there(self.storage):
-            return self.previous
+        # Another thread may discard it.
+        previous = self.previous
+        if previous is not None and previous.is_there(self.storage):
+            return previous
         if not searches or not self._reuses or (self._has_searched and self.previous is None):
             return None
         self._has_searched = True

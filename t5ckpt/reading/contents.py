@@ -236,16 +236,6 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
         )
 
 
-def file_checksums_of(located: Located) -> FileChecksums | None:
-    """A checkpoint's file checksums; None if it has none.
-
-    Raises:
-      CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
-    """
-    raw = read_raw(located, checksums=True)
-    return _file_checksums(located, raw, _facts(located, raw).digests)
-
-
 def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
     """All files that the facts and the file checksums name, of a checkpoint that was read with them.
 

@@ -66,9 +66,8 @@ class CodecSelection:
         use them until the checkpointer is closed. None in a single process, which chooses from each array.
     """
 
-    def __init__(self, storage: Storage, rate: float | None = None):
-        """Takes the run's storage; ``rate``, in bytes per second, is used instead of a measured one."""
-        self._given = rate
+    def __init__(self, storage: Storage):
+        """Takes the run's storage."""
         self._typical = _TYPICAL_DISK if storage.is_file_system else _TYPICAL_BUCKET
         self.agreed: dict[str, Any] | None = None
         self._guard = threading.Lock()
@@ -78,8 +77,6 @@ class CodecSelection:
     @property
     def rate(self) -> float:
         """Bytes per second that the storage takes."""
-        if self._given is not None:
-            return self._given
         return self._bytes / self._seconds if self._bytes >= _LEAST_BYTES else self._typical
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -112,7 +109,7 @@ class CodecSelection:
     def choose_from_samples(
         self, samples: Mapping[str, tuple[Any, np.dtype]], last_codec: Callable[[str], Any]
     ) -> dict[str, Any]:
-        """In process 0, the codecs by array directory for :meth:`agree`: those of before, and those of the sampled arrays.
+        """In process 0, the codecs by array directory, for ``agreed``: those of before, and those of the sampled arrays.
 
         Args:
           samples: from :meth:`samples`.
@@ -125,12 +122,8 @@ class CodecSelection:
             codecs[location] = self.choose(values, last_codec(location))
         if samples:
             # Also for the next save if this one fails: a leaf is sampled once.
-            self.agree(codecs)
+            self.agreed = codecs
         return codecs
-
-    def agree(self, codecs: dict[str, Any]) -> None:
-        """Sets ``agreed``; every process of a job calls it with the codecs of process 0."""
-        self.agreed = codecs
 
     def choose(self, values: np.ndarray, last: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """The codec for an array.

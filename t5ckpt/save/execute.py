@@ -8,6 +8,7 @@ save in parts (``save/parts.py``): each has committed its own directory.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,9 +21,11 @@ from t5ckpt.commit.occupancy import occupant_of
 from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_checksums
 from t5ckpt.core.keys import join, parents_of
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CheckpointExistsError, DisagreementError, SaveFailedError, T5CkptError
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import Facts, decode_facts, encode_facts
 from t5ckpt.format.file_checksums import entry_of
@@ -91,13 +94,16 @@ class _Run:
             return None
         with save_round.failing_together(Phase.WRITE), self._marking_files_of_failure(started):
             vote, written = self._write(started)
-            report = written.below(started['generation'])
-            manifest = manifest_bytes(save, report) if self._commits else b''
+            arrays = {
+                path: dataclasses.replace(array, location=join(self._generation, array.location))
+                for path, array in written.arrays.items()
+            }
+            manifest = manifest_bytes(save, arrays) if self._commits else b''
             check_not_interrupted()
-        directories = [array.location for array in report.arrays.values()]
+        directories = [array.location for array in arrays.values()]
         vote['manifest'] = digest(manifest)
         done = save_round.reduce_on_leader(
-            Phase.WRITE, vote, lambda votes: self._seal(votes, report, manifest, directories)
+            Phase.WRITE, vote, lambda votes: self._seal(votes, arrays, manifest, directories)
         )
         if request.in_parts and self._work is not None:
             directories += parents_of(self._positions)
@@ -155,7 +161,7 @@ class _Run:
             send_positions(request)
             started |= self._open()
         if not self._round.is_single_process:
-            self._context.codec_selection.agree(started['codecs'])
+            self._context.codec_selection.agreed = started['codecs']
         if not self._commits and started['reuse']:
             self._previous = self._context.previous
         self._generation = generation = started['generation']
@@ -177,13 +183,13 @@ class _Run:
         return vote, written
 
     def _seal(
-        self, votes: Sequence[Any], report: WriteReport, manifest: bytes, directories: Sequence[str]
+        self, votes: Sequence[Any], arrays: Mapping[Path, StoredArray], manifest: bytes, directories: Sequence[str]
     ) -> dict[str, Any]:
         """In process 0, when all files are durable: makes the facts, and commits unless each process does."""
         request, work = self._request, self._work
         if work is None:
             raise SaveFailedError(f'the save of step {request.step} has no directory; nothing is committed.')
-        facts, nbytes = facts_of_save(self._save, work, votes, report, entry_of(manifest))
+        facts, nbytes = facts_of_save(self._save, work, votes, arrays, entry_of(manifest))
         encoded = encode_facts(facts)
         done: dict[str, Any] = {'bytes': nbytes, 'reason': request.upload_reason(), 'facts_checksum': digest(encoded)}
         if request.in_parts:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import Contents, file_checksums_of
+from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
@@ -56,7 +55,7 @@ class SourceCheckpoint:
         """
         located, checksums = contents.located, contents.checksums
         if checksums is None and not trusts_files:
-            checksums = file_checksums_of(located)
+            checksums = contents.read_checksums()
         # Arrays that are read to be cast or averaged are verified, too.
         reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
         files = CheckpointFiles.at(located.storage, located.directory)
@@ -79,28 +78,15 @@ class LinkedArray(LazyThreadPoolArray):
         read.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: Any,
-        get_fn: Callable[[], Any],
-        slice_fn: Callable[[Any], np.ndarray] | None = None,
-        source: SourceArray | None = None,
-    ):
-        super().__init__(shape, dtype, get_fn, slice_fn)
-        self.source = source
+    source: SourceArray | None = None
 
     @classmethod
     def of(cls, checkpoint: SourceCheckpoint, leaf: StoredArray, name: str) -> LinkedArray:
         """The array of a leaf, which has this name in errors."""
         read = checkpoint.reader.read
-        return cls(
-            leaf.shape,
-            leaf.dtype,
-            lambda: read(leaf, name),
-            lambda index: read(leaf, name, index),
-            SourceArray(checkpoint, leaf),
-        )
+        array = cls(leaf.shape, leaf.dtype, lambda: read(leaf, name), lambda index: read(leaf, name, index))
+        array.source = SourceArray(checkpoint, leaf)
+        return array
 
 
 def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None) -> LeafTable:

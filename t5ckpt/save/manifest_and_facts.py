@@ -23,15 +23,16 @@ from t5ckpt.planning.save_plan import InlineWrite
 from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.staged_leaf import values_of, whole_value
-from t5ckpt.save.write import WriteReport
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.train_state import OWN_STEPS
 
 
-def manifest_bytes(save: PreparedSave, report: WriteReport) -> bytes:
-    """The manifest, with the leaves that it holds."""
-    table = manifest_leaves(save.staging.inline, report.arrays, save.request.context.storage.driver)
+def manifest_bytes(save: PreparedSave, arrays: Mapping[Path, StoredArray]) -> bytes:
+    """The manifest: the staged inline leaves as numpy, after their cast, and specs of the arrays."""
+    # Waits for the transfer of the inline leaves.
+    table = {write.path: _as_inline(write, value) for write, value in save.staging.inline}
+    table |= {path: spec_of(array, save.request.context.storage.driver) for path, array in arrays.items()}
     _warn_of_other_step(save.request, table)
     with paused():
         return encode_manifest(unflatten(table))
@@ -53,15 +54,6 @@ def _warn_of_other_step(request: SaveRequest, table: LeafTable) -> None:
         request.context.notices.warn('step', StepMismatchWarning(text), request.site)
 
 
-def manifest_leaves(
-    inline: Sequence[tuple[InlineWrite, Any]], arrays: Mapping[Path, StoredArray], driver: str
-) -> LeafTable:
-    """The leaves of the manifest: the staged inline ones as numpy, after their cast, and specs of the arrays."""
-    # Waits for the transfer of the inline leaves.
-    table = {write.path: _as_inline(write, value) for write, value in inline}
-    return table | {path: spec_of(array, driver) for path, array in arrays.items()}
-
-
 def _as_inline(write: InlineWrite, value: Any) -> Any:
     """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
     if value is None:
@@ -81,7 +73,7 @@ def _as_inline(write: InlineWrite, value: Any) -> Any:
 
 
 def facts_of_save(
-    save: PreparedSave, work: Transaction, votes: Sequence[Any], report: WriteReport, manifest: FileEntry
+    save: PreparedSave, work: Transaction, votes: Sequence[Any], arrays: Mapping[Path, StoredArray], manifest: FileEntry
 ) -> tuple[Facts, int]:
     """The facts of what all processes wrote, and the bytes of all files.
 
@@ -91,7 +83,7 @@ def facts_of_save(
     files = {MANIFEST: manifest}
     files |= {file_checksums_name(index): tuple(vote['checksums']) for index, vote in enumerate(votes)}
     nbytes, count = (sum(vote[key] for vote in votes) for key in ('bytes', 'files'))
-    expected = sum(1 + array.grid.num_chunks for array in report.arrays.values())
+    expected = sum(1 + array.grid.num_chunks for array in arrays.values())
     if count != expected:
         raise SaveFailedError(
             f'all processes together wrote {count} files, but the arrays have {expected}; nothing is committed.'

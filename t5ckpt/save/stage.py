@@ -39,7 +39,7 @@ class Staging:
     Attributes:
       inline: the inline leaves, staged, for ``save/manifest_and_facts.py``.
       writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
-      total_bytes, chunk_count, file_count: of all leaves to write.
+      total_bytes, chunk_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.
       limit: the bytes that staged copies may take, half of the save's budget; the other half is for the writer.
     """
@@ -55,7 +55,6 @@ class Staging:
         """Splits the plan into waves; nothing is copied yet."""
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
-        self.file_count = self.chunk_count + (len(plan.writes) if writes_metadata else 0)
         self.writes_metadata = writes_metadata
         self.is_staged = InterruptSafeEvent()
         self.in_background = in_background

@@ -11,7 +11,7 @@ from t5ckpt.errors import FormatError, StorageError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.integrity.verify import verify_located
-from t5ckpt.reading.contents import file_checksums_of
+from t5ckpt.reading.contents import read_contents
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.fetch import Fetch
 from t5ckpt.tiers.part import array_bytes, save_in, save_of
@@ -37,7 +37,7 @@ def complete_from(run: Storage, local: Storage, step: int) -> int | None:
         # That of the run's storage may name another directory.
         return None
     try:
-        fetch = Fetch(source, file_checksums_of(source) or FileChecksums(), local, located.directory)
+        fetch = Fetch(source, read_contents(source).read_checksums() or FileChecksums(), local, located.directory)
         has_written = _has_written(fetch, damaged, local.url(located.directory))
     except FormatError:
         # The copy in the run's storage is damaged, too, which its restore reports.

@@ -23,7 +23,7 @@ from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import CorruptCheckpointError
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import COPIES, TRAIN_DS_PREFIX, step_dir
-from t5ckpt.reading.contents import file_checksums_of
+from t5ckpt.reading.contents import read_contents
 from t5ckpt.storage import Storage
 from t5ckpt.tiers.coverage import ChunkNumbers, decode_bits, encode_bits, num_bits, plan_sends, union
 from t5ckpt.tiers.exchange import ExchangePlan, File, exchange
@@ -201,7 +201,7 @@ class Provider:
 
     def _fetch_from(self, run: Storage) -> Fetch:
         located = locate_step(run, self.part.step)
-        checksums = file_checksums_of(located) or FileChecksums()
+        checksums = read_contents(located).read_checksums() or FileChecksums()
         return Fetch(located, checksums, self.part.storage, step_dir(self.part.step), budget_bytes=self._budget_bytes)
 
     def _lacking_positions(self, prefix: str, sent: Collection[str], shards: Collection[int]) -> list[str]:

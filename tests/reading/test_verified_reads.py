@@ -375,9 +375,9 @@ def test_a_leaf_that_is_larger_than_the_memory_after_its_cast(tmp_path):
     count = memory_limit() * 3 // 8 // 128 * 128
     sparse_halves(tmp_path / 'w.safetensors', count)
     state = {'w': jax.ShapeDtypeStruct((count,), np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir='', restore_dtype='float32', cast_leaves='w') as ck:
-        with pytest.raises(errors.NotEnoughMemoryError, match=f'{4 * count:,} bytes are needed'):
-            ck.restore(path=tmp_path / 'w.safetensors')
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir='', restore_dtype='float32', cast_leaves='w')
+    with ck, pytest.raises(errors.NotEnoughMemoryError, match=f'{4 * count:,} bytes are needed'):
+        ck.restore(path=tmp_path / 'w.safetensors')
 
 
 _WITH_A_LIMIT = """

@@ -138,7 +138,9 @@ def test_a_sample_is_small_and_a_copy(shape, limit, library):
 
 
 def selection(tmp_path, rate):
-    return CodecSelection(open_storage(tmp_path), rate)
+    chosen = CodecSelection(open_storage(tmp_path))
+    chosen.measured(2**26, 2**26 / rate)
+    return chosen
 
 
 def test_the_sample_looks_past_the_beginning(tmp_path):

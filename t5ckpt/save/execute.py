@@ -92,7 +92,8 @@ class _Run:
             if kept is not None:
                 request.log_skipped(kept)
             return None
-        with save_round.failing_together(Phase.WRITE), self._marking_files_of_failure(started):
+        self._stack.enter_context(self._marking_files_of_failure(started))
+        with save_round.failing_together(Phase.WRITE):
             vote, written = self._write(started)
             arrays = {
                 path: dataclasses.replace(array, location=join(self._generation, array.location))

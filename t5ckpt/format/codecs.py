@@ -50,7 +50,6 @@ _NUMCODECS = {
     'blosc',
     'bz2',
     'crc32',
-    'crc32c',
     'delta',
     'fixedscaleoffset',
     'fletcher32',
@@ -65,7 +64,7 @@ _NUMCODECS = {
     'zstd',
 }
 _NUMCODECS_ERRORS = (
-    *(ValueError, TypeError, RuntimeError, OSError, EOFError, MemoryError, IndexError),
+    *(ValueError, TypeError, RuntimeError, OSError, EOFError, ArithmeticError, IndexError),
     *(lzma.LZMAError, zlib.error, struct.error),
 )
 WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
@@ -110,6 +109,7 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
+      MemoryError: the process cannot get the memory that the codecs need.
     """
     values: Any = data
     try:

@@ -29,7 +29,7 @@ import xxhash
 
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotEnoughMemoryError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex, strides_of
 from t5ckpt.format.codecs import WORDS, decode
@@ -279,18 +279,22 @@ class ChunkedArray(OpenArray):
         into, others = _straight(regions, 0, chunk_bytes)
         # Those of a bucket are in memory.
         held = size if opened.descriptor >= 0 else 0
-        with self._files.memory.taken(held + (chunk_bytes if into is None else 0)) as memory:
-            encoded = opened.read(0, size, memory[:held] if held else None)
-            self._files.compare(file, self._name, entry_of(encoded))
-            values = memory[held:] if into is None else into
-            try:
-                decode(encoded, self._layout.codecs, values)
-            except ValueError as error:
-                raise CorruptCheckpointError(
-                    f'{where} cannot be decoded: {error}. It is damaged. {CURE_OF_DAMAGE}'
-                ) from error
-            whole = Box.whole(self._shape)
-            self._copy(np.frombuffer(values, self._layout.dtype).reshape(self._shape), whole, others)
+        try:
+            with self._files.memory.taken(held + (chunk_bytes if into is None else 0)) as memory:
+                encoded = opened.read(0, size, memory[:held] if held else None)
+                self._files.compare(file, self._name, entry_of(encoded))
+                values = memory[held:] if into is None else into
+                try:
+                    decode(encoded, self._layout.codecs, values)
+                except ValueError as error:
+                    text = f'{where} cannot be decoded: {error}. It is damaged. {CURE_OF_DAMAGE}'
+                    raise CorruptCheckpointError(text) from error
+                whole = Box.whole(self._shape)
+                self._copy(np.frombuffer(values, self._layout.dtype).reshape(self._shape), whole, others)
+        except MemoryError as error:
+            raise NotEnoughMemoryError(
+                f'{where}: memory for {chunk_bytes:,} bytes of values cannot be allocated.'
+            ) from error
 
     def _copy(self, values: np.ndarray, box: Box, regions: Iterable[Region]) -> None:
         """Copies the values of a box of the chunk to the regions that overlap it."""

@@ -399,3 +399,30 @@ def test_memory_that_a_process_does_not_get_is_not_damage(tmp_path):
     words = [sys.executable, '-c', _WITH_A_LIMIT, tmp_path / 'w.safetensors']
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert 'which cannot be allocated' in done.stdout
+
+
+_WITH_GROWING_LIMITS = """
+import pathlib, resource, sys
+import t5ckpt
+leaf = t5ckpt.open_checkpoint(sys.argv[1])['w']
+leaf[:10]
+for megabytes in range(40, 300, 4):
+    pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
+    limit = pages * resource.getpagesize() + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        leaf[...]
+        print('read')
+    except t5ckpt.errors.T5CkptError as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize('compression', ['gzip', 'zstd', 'blosc'])
+def test_a_decoder_that_does_not_get_memory_finds_no_damage(tmp_path, compression):
+    state = {'w': np.arange(2.0**24, dtype=np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression=compression) as ck:
+        ck.save(state, step=1)
+    words = [sys.executable, '-c', _WITH_GROWING_LIMITS, tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert {*done.stdout.split()} == {'NotEnoughMemoryError', 'read'}

@@ -120,6 +120,7 @@ UNSUPPORTED: dict[str, tuple[np.ndarray, str, dict[str, Any], str]] = {
     'a codec': (W, 'float32', {'compressor': {'id': 'vlen-utf8'}}, "the codec 'vlen-utf8'"),
     'a separator': (W, 'float32', {'dimension_separator': '|'}, 'dimension_separator'),
     'pickle': (W, 'float32', {'filters': [{'id': 'pickle', 'protocol': 5}]}, "the codec 'pickle'"),
+    'a codec of another package': (W, 'float32', {'filters': [{'id': 'crc32c'}]}, "the codec 'crc32c'"),
     'a dtype': (W, 'float32', {'dtype': '<M8[ns]'}, "'<M8\\[ns\\]'"),
     'objects': (W, 'float32', {'dtype': '|O'}, "'|O'"),
     'fields': (W, 'float32', {'dtype': [['a', '<f4'], ['b', '<i4']]}, "'a', '<f4'"),
@@ -189,6 +190,21 @@ def test_a_damaged_chunk_of_numcodecs_is_damage(tmp_path, codecs):
     shutil.rmtree(chunk.parent)
     with pytest.raises(CorruptCheckpointError):
         t5ckpt.open_checkpoint(tmp_path)['target/w'][...]
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'filters': [{'id': 'jenkins_lookup3', 'initval': 10**30}]},
+        {'filters': [{'id': 'fixedscaleoffset', 'offset': 0, 'scale': 10**400, 'dtype': '<f4', 'astype': '<f4'}]},
+        {'compressor': {'id': 'lzma', 'format': 2**40}},
+    ],
+)
+def test_a_number_that_no_codec_takes_is_damage(tmp_path, fields):
+    write_step(tmp_path, W, **fields)
+    for read in reads(tmp_path, W).values():
+        with pytest.raises(CorruptCheckpointError, match=r'target/w.*0\.0'):
+            read()
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.format.dtypes import TYPESTRS
 
 AUTO: dict[str, Any] = {'id': 'auto'}
@@ -100,7 +101,7 @@ def is_decodable(codec: Mapping[str, Any]) -> bool:
     return (
         codec.get('id') in _NUMCODECS
         and codec.get('cname', 'lz4') in _BLOSC_CODECS
-        and all(str(codec[key]) in TYPESTRS for key in ('dtype', 'astype') if key in codec)
+        and all(str(codec[key]) in TYPESTRS for key in codec if key.endswith(('dtype', 'astype')))
     )
 
 
@@ -109,26 +110,28 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
+      UnsupportedFormatError: a zstd frame does not say how many values it has.
       MemoryError: the process cannot get the memory that the codecs need.
     """
     values: Any = data
     try:
         for position, codec in enumerate(codecs, 1):
             is_last = position == len(codecs)
+            # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
+            most = len(out) if is_last else 16 * len(out) + 2**20
             if codec['id'] in _STREAMS:
-                # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
-                most = len(out) if is_last else 16 * len(out) + 2**20
-                stream = _STREAMS[codec['id']](codec)
-                values = stream.decompress(values, most + 1)
-                if not stream.eof and len(values) <= most:
-                    raise ValueError('it is cut off')
+                values = _streamed(codec, values, most)
                 continue
-            # The others do not say how much of a buffer they have filled.
-            size = _SIZES.get(codec['id'], lambda _: None)(values) if is_last else None
-            if size is not None and size != len(out):
+            size = _SIZES[codec['id']](values) if codec['id'] in _SIZES else None
+            if (size or 0) > most or (is_last and size not in (None, most)):
                 raise ValueError(f'its header describes {size:,} bytes of values, expected {len(out):,}')
-            values = _codec(codec).decode(values, *([] if size is None else [out]))
+            if position > 1 and memoryview(values).nbytes > 16 * len(out) + 2**20:
+                raise ValueError(f'it has more than {len(out):,} bytes of values')
+            # The others do not say how much of a buffer they have filled.
+            values = _codec(codec).decode(values, *([out] if is_last and size is not None else []))
         decoded = memoryview(values).cast('B')
+    except UnsupportedFormatError:
+        raise
     except _NUMCODECS_ERRORS as error:
         raise ValueError(f'{type(error).__name__}: {error}') from error
     if len(decoded) != len(out):
@@ -136,6 +139,19 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
     if decoded.obj is not out.obj:
         # Without the GIL.
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(decoded, np.uint8))
+
+
+def _streamed(codec: Mapping[str, Any], data: Any, most: int) -> bytes:
+    """The first ``most`` bytes of a stream, or more; of several streams if one follows another (RFC 1952, 2.2)."""
+    values, left = b'', data
+    while True:
+        stream = _STREAMS[codec['id']](codec)
+        values += stream.decompress(left, most + 1 - len(values))
+        if not stream.eof and len(values) <= most:
+            raise ValueError('it is cut off')
+        left = stream.unused_data
+        if not left or codec['id'] == 'zlib' or len(values) > most:
+            return values
 
 
 def _blosc_size(data: Any) -> int:
@@ -147,17 +163,25 @@ def _blosc_size(data: Any) -> int:
     return size
 
 
-def _zstd_size(data: Any) -> int | None:
-    """The size of the values in a zstd frame, by its header (RFC 8878, 3.1.1.1); None if it has none."""
+def _zstd_size(data: Any) -> int:
+    """The size of the values in a zstd frame, by its header (RFC 8878, 3.1.1.1)."""
     encoded = bytes(memoryview(data).cast('B')[:18])
     flags = encoded[4]
     is_single = flags >> 5 & 1
     start = 6 - is_single + (0, 1, 2, 4)[flags & 3]
     length = (is_single, 2, 4, 8)[flags >> 6]
-    return int.from_bytes(encoded[start : start + length], 'little') + 256 * (length == 2) if length else None
+    if not length:
+        # numcodecs does not decode it, and a decoder of streams would end at no limit.
+        raise UnsupportedFormatError('its zstd frame does not say how many values it has; TensorStore reads it')
+    return int.from_bytes(encoded[start : start + length], 'little') + 256 * (length == 2)
 
 
-_SIZES: Mapping[str, Callable[[Any], int | None]] = {'blosc': _blosc_size, 'zstd': _zstd_size}
+def _lz4_size(data: Any) -> int:
+    """The size of the values in a chunk of LZ4, which numcodecs writes before it."""
+    return int.from_bytes(bytes(memoryview(data).cast('B')[:4]), 'little')
+
+
+_SIZES: Mapping[str, Callable[[Any], int]] = {'blosc': _blosc_size, 'lz4': _lz4_size, 'zstd': _zstd_size}
 
 
 # Of the codecs whose chunks do not say how many values they have.

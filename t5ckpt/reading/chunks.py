@@ -29,7 +29,7 @@ import xxhash
 
 from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.core.thread_pool import Pool
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotEnoughMemoryError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotEnoughMemoryError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box, ChunkGrid, ChunkIndex, strides_of
 from t5ckpt.format.codecs import WORDS, decode
@@ -286,6 +286,8 @@ class ChunkedArray(OpenArray):
                 values = memory[held:] if into is None else into
                 try:
                     decode(encoded, self._layout.codecs, values)
+                except UnsupportedFormatError as error:
+                    raise UnsupportedFormatError(f'{where}: {error}.') from error
                 except ValueError as error:
                     text = f'{where} cannot be decoded: {error}. It is damaged. {CURE_OF_DAMAGE}'
                     raise CorruptCheckpointError(text) from error

@@ -6,6 +6,8 @@ import json
 import pathlib
 import pickle
 import shutil
+import subprocess
+import sys
 import zipfile
 from typing import Any
 
@@ -204,6 +206,82 @@ def test_a_number_that_no_codec_takes_is_damage(tmp_path, fields):
     write_step(tmp_path, W, **fields)
     for read in reads(tmp_path, W).values():
         with pytest.raises(CorruptCheckpointError, match=r'target/w.*0\.0'):
+            read()
+
+
+def _zstd_bomb(count):
+    """A frame of so many zeros: blocks that say how often their byte is repeated (RFC 8878, 3.1.1.2)."""
+    blocks = [
+        (2**17 << 3 | 2 | (number == count // 2**17 - 1)).to_bytes(3, 'little') + b'\0'
+        for number in range(count // 2**17)
+    ]
+    return b'\x28\xb5\x2f\xfd\xc0\x58' + count.to_bytes(8, 'little') + b''.join(blocks)
+
+
+BOMBS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    'zstd': (_zstd_bomb(2**30), {'compressor': {'id': 'zstd'}, 'filters': [{'id': 'shuffle', 'elementsize': 4}]}),
+    'lz4': (
+        (2**30).to_bytes(4, 'little') + b'\x1f\0\1\0' + b'\xff' * 2**22,
+        {'compressor': {'id': 'lz4'}, 'filters': [{'id': 'shuffle'}]},
+    ),
+    'gzip': (
+        gzip.compress(bytes(2**29)),
+        {'compressor': {'id': 'gzip'}, 'filters': [{'id': 'shuffle', 'elementsize': 4}]},
+    ),
+    'astype': (bytes(64), {'filters': [{'id': 'astype', 'encode_dtype': '|u1', 'decode_dtype': 'S20000000'}]}),
+    'filters': (bytes(300), {'filters': [{'id': 'packbits'}] * 8}),
+}
+
+_IN_LITTLE_MEMORY = """
+import pathlib, resource, sys
+import t5ckpt
+view = t5ckpt.open_checkpoint(sys.argv[1])
+view['good'][...]
+pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**27, resource.RLIM_INFINITY))
+try:
+    view['bad'][...]
+except t5ckpt.errors.FormatError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize('name', BOMBS)
+def test_decoding_ends_at_the_size_of_the_chunk(tmp_path, name):
+    data, fields = BOMBS[name]
+    array = {'zarr_format': 2, 'shape': [1024], 'chunks': [1024], 'dtype': '|u1', 'fill_value': None, 'order': 'C'}
+    (tmp_path / '.zgroup').write_text('{"zarr_format": 2}')
+    for leaf, chunk, codecs in (('good', bytes(1024), {}), ('bad', data, fields)):
+        (tmp_path / leaf).mkdir()
+        (tmp_path / leaf / '0').write_bytes(chunk)
+        (tmp_path / leaf / '.zarray').write_text(json.dumps(array | {'compressor': None, 'filters': None} | codecs))
+    words = [sys.executable, '-c', _IN_LITTLE_MEMORY, tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ('UnsupportedFormatError' if name == 'astype' else 'CorruptCheckpointError')
+
+
+def test_streams_that_follow_each_other(tmp_path):
+    """RFC 1952 permits it, and tools that compress in parallel write it."""
+    write_step(tmp_path, W, [numcodecs.GZip()])
+    chunk = tmp_path / 'checkpoint_2' / 'target.w' / '0.0'
+    data = gzip.decompress(chunk.read_bytes())
+    chunk.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]))
+    for read in reads(tmp_path, W).values():
+        np.testing.assert_array_equal(read(), W)
+
+
+def test_a_frame_of_zstd_without_a_size_is_not_damaged(tmp_path):
+    write_step(tmp_path, W, [numcodecs.Zstd()])
+    chunk = tmp_path / 'checkpoint_2' / 'target.w' / '0.0'
+    data = numcodecs.Zstd().decode(chunk.read_bytes())
+    blocks = [data[start : start + 2**16] for start in range(0, len(data), 2**16)]
+    frame = b''.join(
+        (len(block) << 3 | (number == len(blocks) - 1)).to_bytes(3, 'little') + block
+        for number, block in enumerate(blocks)
+    )
+    chunk.write_bytes(b'\x28\xb5\x2f\xfd\x00\x58' + frame)
+    for read in reads(tmp_path, W).values():
+        with pytest.raises(UnsupportedFormatError, match=r'target/w.*0\.0.*zstd frame'):
             read()
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,13 +77,10 @@ class OpenArray(abc.ABC):
         # In parts, since the box may be much larger than the elements that are wanted of it.
         picked = [range(*part.indices(size)) for part, size in zip(slices, self.leaf.shape, strict=True)]
         out = self._new([*map(len, picked)])
-        for part in self.grid.split(box):
-            axes = zip(picked, part, strict=True)
-            cuts = [slice(bisect_left(axis, start), bisect_left(axis, stop)) for axis, (start, stop) in axes]
+        for cuts in itertools.product(*map(_in_chunks, picked, self.grid.chunk_shape)):
             wanted = [axis[cut] for axis, cut in zip(picked, cuts, strict=True)]
-            if all(wanted):
-                values = self._read_box(Box([(axis[0], axis[-1] + 1) for axis in wanted]))
-                out[tuple(cuts)] = values[tuple([slice(None, None, axis.step) for axis in wanted])]
+            values = self._read_box(Box([(axis[0], axis[-1] + 1) for axis in wanted]))
+            out[cuts] = values[tuple([slice(None, None, axis.step) for axis in wanted])]
         return out
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -96,6 +94,15 @@ class OpenArray(abc.ABC):
     def _new(self, shape: Sequence[int]) -> np.ndarray:
         check_memory(math.prod(shape) * self.leaf.dtype.itemsize, self._where())
         return aligned_empty(shape, self.leaf.dtype)
+
+
+def _in_chunks(axis: range, size: int) -> Iterator[slice]:
+    """The parts of the positions on an axis that are in different chunks."""
+    start = 0
+    while start < len(axis):
+        stop = bisect_left(axis, (axis[start] // size + 1) * size, start)
+        yield slice(start, stop)
+        start = stop
 
 
 def run_tasks(tasks: Sequence[Task], threads: int) -> None:

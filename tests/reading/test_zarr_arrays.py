@@ -260,6 +260,14 @@ def test_decoding_ends_at_the_size_of_the_chunk(tmp_path, name):
     assert done.stdout.strip() == ('UnsupportedFormatError' if name == 'astype' else 'CorruptCheckpointError')
 
 
+def test_a_step_over_many_chunks_looks_at_those_that_are_wanted(tmp_path):
+    array = {'zarr_format': 2, 'shape': [2**50], 'chunks': [1], 'dtype': '|u1', 'fill_value': 7, 'order': 'C'}
+    (tmp_path / '.zgroup').write_text('{"zarr_format": 2}')
+    (tmp_path / 'w').mkdir()
+    (tmp_path / 'w' / '.zarray').write_text(json.dumps(array | {'compressor': None, 'filters': None}))
+    assert t5ckpt.open_checkpoint(tmp_path)['w'][:: 2**48].tolist() == [7] * 4
+
+
 def test_streams_that_follow_each_other(tmp_path):
     """RFC 1952 permits it, and tools that compress in parallel write it."""
     write_step(tmp_path, W, [numcodecs.GZip()])

@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t5ckpt.core.thread_pool import Pool
 from t5ckpt.errors import AccessDeniedError, InvalidPathError
 from t5ckpt.storage.bucket import BucketStorage
 from t5ckpt.storage.error_mapping import bucket_errors
@@ -185,7 +186,13 @@ class S3Requests(ServerRequests):
         self._client: Any = session.create_client('s3', endpoint_url=server, config=config)
 
     def _request(self, operation: str, **arguments: Any) -> Mapping[str, Any]:
-        """Sends a request of botocore's client."""
+        """Sends a request of botocore's client, in a thread: an exception from a signal handler could leave its locks taken."""
+        pool = Pool(1)
+        reply = pool.submit(self._send, operation, arguments)
+        pool.shutdown(wait=False)
+        return reply.result()
+
+    def _send(self, operation: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
         except Exception as error:

@@ -4,8 +4,11 @@ import json
 import logging
 import textwrap
 
+import numpy as np
 import pytest
 from support import forked
+
+import t5ckpt
 
 CALLS = """
     import faulthandler, itertools, json, os, random, signal, sys, threading, time
@@ -147,3 +150,59 @@ def test_a_call_returns_after_an_exception_from_a_signal_handler(tmp_path, monke
     logging.getLogger(__name__).warning('%s in %s: %s', name, place, found)
     assert found['came'] > count // 2
     assert found['slowest'] < SECONDS
+
+
+AT_EACH_BYTECODE = """
+    import faulthandler, gc, sys
+    import t5ckpt
+
+    run = sys.argv[1]
+
+    class Stop(BaseException):
+        pass
+
+    def is_of_pool(frame):
+        "Whether a function was called to take a connection from urllib3's pool, or to put it back."
+        while frame is not None and frame.f_code.co_name not in ('_get_conn', '_put_conn'):
+            frame = frame.f_back
+        return frame is not None
+
+    def stop_at(number):
+        count = 0
+
+        def trace(frame, event, argument):
+            nonlocal count
+            if event == 'call':
+                if not is_of_pool(frame):
+                    return None
+                frame.f_trace_opcodes = True
+            elif event == 'opcode':
+                count += 1
+                if count == number:
+                    raise Stop
+            return trace
+
+        return trace
+
+    steps, number, is_done = t5ckpt.all_steps(run), 0, False
+    while not is_done:
+        number += 1
+        faulthandler.dump_traceback_later(60, exit=True)
+        sys.settrace(stop_at(number))
+        try:
+            assert t5ckpt.all_steps(run) == steps
+            is_done = True
+        except Stop:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect()
+"""
+
+
+def test_a_request_to_s3_leaves_no_lock_taken(s3):
+    """An exception in the middle of the pool of connections, whose end would then wait for a lock that nobody releases."""
+    with t5ckpt.Checkpointer({'w': np.ones(9)}, checkpoints_dir=s3.url()) as checkpointer:
+        checkpointer.save({'w': np.ones(9)}, step=1)
+    done = forked.run(textwrap.dedent(AT_EACH_BYTECODE), s3.url())
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -209,7 +209,8 @@ class Observer:
         if task is not None and task.process.is_daemon and step in self.may_disappear:
             self.saved.pop(step, None)
             return
-        takes_back = task is not None and step not in self.saved and self._writers.get(step) == task.process.name
+        sender = None if task is None else task.sender or task.process
+        takes_back = sender is not None and step not in self.saved and self._writers.get(step) == sender.name
         if not (takes_back or self._may(step, hides=True)):
             self._scheduler.fail(f'step {step} is gone, and this process was not meant to delete it')
         now = self._scheduler.now

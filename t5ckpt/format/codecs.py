@@ -115,18 +115,19 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
     """
     values: Any = data
     try:
+        # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
+        limit = 16 * len(out) + 2**20
         for position, codec in enumerate(codecs, 1):
             is_last = position == len(codecs)
-            # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
-            most = len(out) if is_last else 16 * len(out) + 2**20
+            most = len(out) if is_last else limit
             if codec['id'] in _STREAMS:
                 values = _streamed(codec, values, most)
                 continue
             size = _SIZES[codec['id']](values) if codec['id'] in _SIZES else None
             if (size or 0) > most or (is_last and size not in (None, most)):
                 raise ValueError(f'its header describes {size:,} bytes of values, expected {len(out):,}')
-            if position > 1 and memoryview(values).nbytes > 16 * len(out) + 2**20:
-                raise ValueError(f'it has more than {len(out):,} bytes of values')
+            if position > 1 and memoryview(values).nbytes > limit:
+                raise ValueError(f'it has more than {limit:,} bytes before its last filter')
             # The others do not say how much of a buffer they have filled.
             values = _codec(codec).decode(values, *([out] if is_last and size is not None else []))
         decoded = memoryview(values).cast('B')
@@ -142,14 +143,15 @@ def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryvie
 
 
 def _streamed(codec: Mapping[str, Any], data: Any, most: int) -> bytes:
-    """The first ``most`` bytes of a stream, or more; of several streams if one follows another (RFC 1952, 2.2)."""
+    """The values of a stream, or of several that follow each other (RFC 1952, 2.2): at most one byte more than ``most``."""
     values, left = b'', data
     while True:
         stream = _STREAMS[codec['id']](codec)
         values += stream.decompress(left, most + 1 - len(values))
         if not stream.eof and len(values) <= most:
             raise ValueError('it is cut off')
-        left = stream.unused_data
+        # Tools that write whole blocks add zeros, which gzip skips.
+        left = stream.unused_data.lstrip(b'\0')
         if not left or codec['id'] == 'zlib' or len(values) > most:
             return values
 

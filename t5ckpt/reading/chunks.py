@@ -302,7 +302,7 @@ class ChunkedArray(OpenArray):
                 self._copy(np.frombuffer(values, self._layout.dtype).reshape(self._shape), whole, others)
         except MemoryError as error:
             raise NotEnoughMemoryError(
-                f'{where}: memory for {chunk_bytes:,} bytes of values cannot be allocated.'
+                f'{where}: memory for {chunk_bytes:,} bytes of values cannot be allocated. Raise the limit of this process.'
             ) from error
 
     def _copy(self, values: np.ndarray, box: Box, regions: Iterable[Region]) -> None:

@@ -183,8 +183,7 @@ class _Writer:
     def _write_file(self, key: str, data: Any, name: str) -> int:
         """Writes one file; returns its bytes."""
         with foreign_errors(f'{name} in {self._storage.url(self._directory)}', writing=True):
-            target, in_background = join(self._directory, key), self._staging.in_background
-            entry, version = self._storage.write_chunk(target, data, in_background=in_background)
+            entry, version = self._storage.write_chunk(join(self._directory, key), data)
         self._report(key, entry, version)
         return len(data)
 

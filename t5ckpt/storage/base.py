@@ -89,7 +89,7 @@ class Storage(ABC):
     def write(self, key: str, data: bytes) -> None:
         """Writes a complete key durably."""
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
+    def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
         """Writes a file of an unfinished checkpoint, durably except for its directory entry; creates its directory.
 
         Each byte of ``data`` is read once, since another thread may change it: the bytes that are hashed are those written.
@@ -97,7 +97,6 @@ class Storage(ABC):
         Args:
           key: the file.
           data: a contiguous buffer of bytes.
-          in_background: whether the program computes meanwhile, and the file is not read again soon.
 
         Returns:
           The length and the checksum of the file, and its version: its ``stamp``, or that for ``copy_unchanged``; None if the
@@ -106,7 +105,6 @@ class Storage(ABC):
         Raises:
           OSError, ValueError: of the system or of TensorStore. The caller maps it, and names the leaf.
         """
-        del in_background
         self.make_dir(key.rpartition('/')[0])
         copied = bytes(data)
         self.write(key, copied)

@@ -194,8 +194,7 @@ class BucketStorage(Storage):
             if not self._has_data(key, data):
                 raise
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
-        del in_background
+    def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
         copied = bytes(data)
         return entry_of(copied), self.wait(self._kvstore().write(self._key(key), copied)).generation
 

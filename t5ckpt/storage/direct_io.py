@@ -2,8 +2,8 @@
 
 Another thread may change the bytes meanwhile. Each piece is copied, and the copy is hashed and written.
 
-A chunk that is written in the background is not read again soon. Caching its pages takes more processor time than the write
-itself (``benchmarks/page_cache.py``) and evicts data that the training reads. The file system requires addresses, offsets and
+A chunk is not read again soon. Caching its pages takes more processor time than the write itself (``benchmarks/page_cache.py``)
+and evicts data that the training reads. The file system requires addresses, offsets and
 sizes that are multiples of the disk's block size, which those of the copies are. The remainder at the end of the file is
 written through the cache, as is every file if the file system refuses ``O_DIRECT``.
 
@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ from t5ckpt.format.file_checksums import FileEntry
 # A multiple of the block size of all disks (statx's dio_offset_align is 512 or 4096), and the size of a page.
 _ALIGN = 4096
 # Fits the processor's cache. With four threads or more, larger pieces are not faster.
-_PIECE = 2 * 2**20
+_PIECE = 512 * 2**10
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = getattr(os, 'O_DIRECT', 0)
+# The buffer of each thread: new memory for each file takes more processor time than the copies into it.
+_LOCAL = threading.local()
 
 
 def write_new(path: str, data: Any, *, is_direct: bool) -> FileEntry:
@@ -78,11 +81,17 @@ def _create(path: str, flag: int) -> tuple[int, bool]:
             flag = 0
 
 
+def _scratch() -> np.ndarray:
+    """The buffer of this thread, aligned."""
+    if not hasattr(_LOCAL, 'scratch'):
+        # Private, since a forked process would also write to memory that is mapped shared, the default.
+        memory = mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _LOCAL.scratch = np.frombuffer(memory, np.uint8)
+    return _LOCAL.scratch
+
+
 def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> FileEntry:
-    state = xxhash.xxh3_64()
-    # Aligned. Private, since a forked process would also write to memory that is mapped shared, the default.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    scratch = np.frombuffer(mmap.mmap(-1, max(1, min(_PIECE, data.size)), flags=flags), np.uint8)
+    state, scratch = xxhash.xxh3_64(), _scratch()
     for start in range(0, data.size, _PIECE):
         piece = scratch[: min(_PIECE, data.size - start)]
         piece[:] = data[start : start + piece.size]

@@ -122,13 +122,12 @@ class FileStorage(Storage):
                     os.unlink(partial)
                 raise
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
+    def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
         # Imports numpy, which listings do not need.
         from t5ckpt.storage.direct_io import write_new
 
-        options = self._options
-        is_direct = options.direct_io == 'always' or (options.direct_io == 'auto' and in_background)
-        entry = write_new(self._path(key), data, is_direct=is_direct and len(data) >= options.direct_bytes)
+        is_direct = self._options.direct_io and len(data) >= self._options.direct_bytes
+        entry = write_new(self._path(key), data, is_direct=is_direct)
         version = self.stamp(key)
         if version is None and self.size(key) is None:
             raise StorageError(

@@ -12,7 +12,6 @@ from typing import Any
 from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.text import did_you_mean, shown
 
-_DIRECT_IO = ('auto', 'always', 'never')
 _DEFAULTS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar('t5ckpt.storage_defaults')
 
 
@@ -21,12 +20,11 @@ class FileOptions:
     """The options of a directory.
 
     Attributes:
-      direct_io: which saves write chunk files without the page cache (O_DIRECT): 'auto', those in the background; 'always' or
-        'never'. If the file system refuses O_DIRECT, the page cache is used.
+      direct_io: whether saves write chunk files without the page cache (O_DIRECT), if the file system supports it.
       direct_bytes: the smallest chunk file that is written with O_DIRECT.
     """
 
-    direct_io: str = 'auto'
+    direct_io: bool = True
     direct_bytes: int = 2**20
 
 
@@ -121,7 +119,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
         raise unknown_options(path, unknown, fields)
     for name, value in given.items():
         _check(name, value)
-    for name, other, idle in (('direct_bytes', 'direct_io', 'never'), ('profile', 'anonymous', True)):
+    for name, other, idle in (('direct_bytes', 'direct_io', False), ('profile', 'anonymous', True)):
         if given.get(name) is not None and given.get(other) == idle:
             raise ValueError(
                 f'storage_options: {path}: {name}={shown(given[name])} has no effect with {other}={idle!r}. Leave one of '
@@ -132,7 +130,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
 
 def value_of_text(name: str, text: str) -> Any:
     """The value of an option from text; the text itself if it is not a value, which :func:`parse_options` refuses."""
-    if name in ('anonymous', 'direct_bytes', 'retry_seconds'):
+    if name in ('anonymous', 'direct_bytes', 'direct_io', 'retry_seconds'):
         with contextlib.suppress(ValueError):
             return json.loads(text.lower())
     return text
@@ -142,7 +140,7 @@ def _check(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match name:
         case 'direct_io':
-            good, wanted = value in _DIRECT_IO, f'one of {list(_DIRECT_IO)}'
+            good, wanted = isinstance(value, bool), 'True or False'
         case 'direct_bytes':
             good, wanted = is_number and isinstance(value, int) and value > 0, 'an integer above 0'
         case 'retry_seconds':

@@ -88,9 +88,9 @@ class FaultyStorage(Storage):
         self.before_operation('copy_unchanged', target)
         return self._inner.copy_unchanged(source, target, version)
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
+    def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
         self.before_operation('write_chunk', key)
-        return self._inner.write_chunk(key, data, in_background=in_background)
+        return self._inner.write_chunk(key, data)
 
     def kind(self, key: str) -> str | None:
         self.before_operation('kind', key)

@@ -696,7 +696,7 @@ def test_a_process_forked_during_a_save_collects_garbage(tmp_path):
     assert done.stdout.split() == ['False', '1', 'True'], done.stderr
 
 
-@pytest.mark.parametrize('direct_io', ['always', 'never'])
+@pytest.mark.parametrize('direct_io', [True, False])
 @pytest.mark.parametrize('method', ['save', 'save_async'])
 def test_progress_that_fails_ends_the_save(tmp_path, method, direct_io):
     """All writes have ended when the error is there, so that what they wrote is gone."""
@@ -705,7 +705,7 @@ def test_progress_that_fails_ends_the_save(tmp_path, method, direct_io):
         raise GivenUpError(done, total)
 
     state = {'x': np.ones((512, 4096), np.float32)}
-    storage = {'direct_io': direct_io} | ({'direct_bytes': 1} if direct_io == 'always' else {})
+    storage = {'direct_bytes': 1} if direct_io else {'direct_io': False}
     options = {'chunk_bytes': 2**15, 'storage_options': storage}
     threads = _thread._count()
     ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=fail, **options)

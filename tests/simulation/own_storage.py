@@ -149,8 +149,7 @@ class OwnStorage(FaultyStorage):
         lock = self._try_lock(key)
         return None if lock is None else _Lock(lock)
 
-    def write_chunk(self, key: str, data: Any, *, in_background: bool = False) -> tuple[FileEntry, Any]:
-        del in_background
+    def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
         self.make_dir(key.rpartition('/')[0])
         self.write(key, bytes(data))
         return entry_of(data), self.stamp(key)

@@ -1137,7 +1137,7 @@ FUNCTIONS: list[Case] = [
         ('storage.options.FileOptions', name, ValueError, name, lambda s, _, o=options: open_storage(s.out, o))
         for name, options in (
             ('direct_io', {'direct_io': 'yes'}),
-            ('direct_bytes', {'direct_io': 'never', 'direct_bytes': 2**20}),
+            ('direct_bytes', {'direct_io': False, 'direct_bytes': 2**20}),
         )
     ),
     *(

@@ -28,7 +28,7 @@ def place_of(kind, tmp_path):
 
 
 def open_faulty(place, kind, *arguments, **options):
-    direct = {'direct_io': 'always', 'direct_bytes': 1} if kind == 'direct' else None
+    direct = {'direct_bytes': 1} if kind == 'direct' else None
     return FaultyStorage(open_storage(place, direct), *arguments, **options)
 
 

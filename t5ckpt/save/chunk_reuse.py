@@ -46,7 +46,7 @@ class PreviousCheckpoint:
       checksums: file to (bytes, xxh3-64 hex).
       facts_checksum: of its facts; differs once another checkpoint has replaced this one.
       file_versions: by file, from when its checksum was last verified; see ``Storage.write_chunk``.
-      values: for chunks with a codec, file to the xxh3-64 of the values before encoding, and the codec.
+      values: file to the xxh3-64 of the values before encoding, or without a codec of their beginning, and the codec.
       codecs: array directory to the codec, if this process wrote the checkpoint.
     """
 

@@ -43,6 +43,7 @@ _WRITERS = 32
 # The values of chunks in work at once: four chunks keep a disk busy, and one of each core the encoders.
 _BYTES_TO_DISK = max(4, os.cpu_count() or 1) * _CHUNK_BYTES
 _BYTES_TO_BUCKET = _WRITERS * _CHUNK_BYTES
+_BEGINNING = 2**16
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ class WriteReport:
       checksums: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
       linked_bytes: how many of them were linked from the previous checkpoint.
       file_versions: of the files as they were written, see ``PreviousCheckpoint``.
-      values: for chunks with a codec, see ``PreviousCheckpoint.values``.
+      values: see ``PreviousCheckpoint.values``.
     """
 
     arrays: dict[Path, StoredArray] = dataclasses.field(default_factory=dict[Path, StoredArray])
@@ -168,15 +169,17 @@ class _Writer:
         """
         # An encoder reads them twice.
         values = leaf.as_stored(chunk, is_fixed=codec is not None) if values is None else values
-        if codec is not None:
-            self.report.values[key] = known = (digest(values), codec)
+        # Of a chunk without a codec the beginning: if it differs, as in training, the rest is not hashed twice.
+        seen = values if codec is not None else encode(values, None)[:_BEGINNING]
+        self.report.values[key] = known = (digest(seen), codec)
+        recorded, before = self._previous.checksums.get(key), self._previous.values.get(key)
+        if codec is not None and before == known and self._link(key, recorded):
             # Without encoding it.
-            if self._previous.values.get(key) == known and self._link(key, self._previous.checksums.get(key)):
-                return 0
+            return 0
         data = encode(values, codec)
         del values
-        recorded = self._previous.checksums.get(key)
-        if recorded is not None and recorded == entry_of(data) and self._link(key, recorded):
+        is_new = before not in (None, known)
+        if recorded is not None and not is_new and recorded == entry_of(data) and self._link(key, recorded):
             return 0
         return self._write_file(key, data, leaf.write.name)
 

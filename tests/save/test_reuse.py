@@ -39,6 +39,18 @@ def test_the_same_array_is_linked(tmp_path, compression):
         assert np.array_equal(ck.restore(step=step)['frozen']['w'], np.arange(100_000))
 
 
+@pytest.mark.parametrize('compression', [None, 'zstd'])
+@pytest.mark.parametrize('index', [0, -1])
+def test_a_chunk_with_one_changed_value_is_written(tmp_path, compression, index):
+    values = np.arange(200_000, dtype=np.float32)
+    with t5ckpt.Checkpointer({'x': values}, checkpoints_dir=tmp_path, compression=compression) as ck:
+        for step in range(3):
+            values[index] = step
+            ck.save({'x': values}, step=step)
+            assert np.array_equal(ck.restore()['x'], values)
+    assert len({inode(tmp_path, step, 'x/0') for step in range(3)}) == 3
+
+
 def test_equal_values_are_linked_across_a_donating_step_and_a_restart(tmp_path):
     step_fn = jax.jit(lambda s: {**s, 'head': s['head'] + 1}, donate_argnums=0)
     state = state_of(0)

@@ -188,10 +188,8 @@ class BucketStorage(Storage):
         try:
             with bucket_errors(self.url(key), 'writing'):
                 self.write_chunk(key, data)
-        except AccessDeniedError:
-            raise
-        except StorageError:
-            if not self._has_data(key, data):
+        except StorageError as error:
+            if isinstance(error, AccessDeniedError) or not self._has_data(key, data):
                 raise
 
     def write_chunk(self, key: str, data: Any) -> tuple[FileEntry, Any]:
@@ -215,10 +213,8 @@ class BucketStorage(Storage):
     def replace(self, key: str, data: bytes, version: Any) -> Any:
         try:
             written = self._change(key, data, ABSENT if version is None else version)
-        except AccessDeniedError:
-            raise
-        except StorageError:
-            if not self._has_data(key, data):
+        except StorageError as error:
+            if isinstance(error, AccessDeniedError) or not self._has_data(key, data):
                 raise
             written = b''
         if written is None:

@@ -78,7 +78,6 @@ _QUOTA = f'The quota is used up: raise it, {_FEWER}, or write elsewhere; existin
 _READ_ONLY = (
     'The file system is mounted read-only: mount it for writing, or write elsewhere; existing files were not changed.'
 )
-_BUSY = 'Another program uses the file or directory: end it, then try again.'
 # The error of t5ckpt and the cure by errno. All other numbers are failures of the disk or the file system.
 _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ENOENT: (StorageError, _NOT_HERE),
@@ -101,8 +100,7 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ESTALE: (StorageError, 'The directory was replaced on the file server: mount it again, then try again.'),
     errno.ENOTCONN: (StorageError, 'The file system is no longer mounted: mount it again.'),
     errno.ENOMEM: (StorageError, 'The machine has no memory left: end other programs, or lower concurrent_gb.'),
-    errno.EBUSY: (StorageError, _BUSY),
-    errno.ETXTBSY: (StorageError, _BUSY),
+    errno.EBUSY: (StorageError, 'Another program uses the file or directory: end it, then try again.'),
     errno.EIO: (StorageError, _OTHER),
 }
 # Errors of the disk or of the file system's structures on it. All others are of the process, the machine, a mount or the rights.

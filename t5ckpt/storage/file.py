@@ -126,8 +126,8 @@ class FileStorage(Storage):
         # Imports numpy, which listings do not need.
         from t5ckpt.storage.direct_io import write_new
 
-        is_direct = self._options.direct_io and len(data) >= self._options.direct_bytes
-        entry = write_new(self._path(key), data, is_direct=is_direct)
+        smallest = self._options.direct_bytes
+        entry = write_new(self._path(key), data, is_direct=smallest is not None and len(data) >= smallest)
         version = self.stamp(key)
         if version is None and self.size(key) is None:
             raise StorageError(
@@ -296,13 +296,7 @@ class FileStorage(Storage):
         if self._context is None:
             import tensorstore as ts
 
-            self._context = ts.Context(
-                {
-                    'file_io_concurrency': {'limit': _IO_CONCURRENCY},
-                    # A chunk has one writer.
-                    'file_io_locking': {'mode': 'none'},
-                }
-            )
+            self._context = ts.Context({'file_io_concurrency': {'limit': _IO_CONCURRENCY}})
         return self._context
 
 

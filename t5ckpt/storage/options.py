@@ -20,12 +20,11 @@ class FileOptions:
     """The options of a directory.
 
     Attributes:
-      direct_io: whether saves write chunk files without the page cache (O_DIRECT), if the file system supports it.
-      direct_bytes: the smallest chunk file that is written with O_DIRECT.
+      direct_bytes: the smallest chunk file that is written without the page cache (O_DIRECT), if the file system supports it;
+        None writes all files through it.
     """
 
-    direct_io: bool = True
-    direct_bytes: int = 2**20
+    direct_bytes: int | None = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,32 +118,27 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
         raise unknown_options(path, unknown, fields)
     for name, value in given.items():
         _check(name, value)
-    for name, other, idle in (('direct_bytes', 'direct_io', False), ('profile', 'anonymous', True)):
-        if given.get(name) is not None and given.get(other) == idle:
-            raise ValueError(
-                f'storage_options: {path}: {name}={shown(given[name])} has no effect with {other}={idle!r}. Leave one of '
-                'them out.'
-            )
+    if given.get('anonymous') and given.get('profile') is not None:
+        raise ValueError(
+            f'storage_options: {path}: profile={shown(given["profile"])} has no effect with anonymous=True. Leave one out.'
+        )
     return cls(**given)
 
 
 def value_of_text(name: str, text: str) -> Any:
     """The value of an option from text; the text itself if it is not a value, which :func:`parse_options` refuses."""
-    if name in ('anonymous', 'direct_bytes', 'direct_io', 'retry_seconds'):
+    if name in ('anonymous', 'direct_bytes', 'retry_seconds'):
         with contextlib.suppress(ValueError):
             return json.loads(text.lower())
     return text
 
 
 def _check(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match name:
-        case 'direct_io':
-            good, wanted = isinstance(value, bool), 'True or False'
         case 'direct_bytes':
-            good, wanted = is_number and isinstance(value, int) and value > 0, 'an integer above 0'
+            good, wanted = value is None or (type(value) is int and value > 0), 'an integer above 0, or None'
         case 'retry_seconds':
-            good, wanted = is_number and 1 <= value < float('inf'), 'a number of seconds, at least 1'
+            good, wanted = type(value) in (int, float) and 1 <= value < float('inf'), 'a number of seconds, at least 1'
         case 'anonymous':
             good, wanted = value is None or isinstance(value, bool), 'True or False'
         case _:

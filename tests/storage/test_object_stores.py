@@ -357,8 +357,8 @@ def test_options_are_checked(bucket, tmp_path):
         t5ckpt.all_steps(url, storage_options={'endpont': 'x'})
     with pytest.raises(ValueError, match='retry_seconds=0'):
         t5ckpt.Checkpointer({}, checkpoints_dir=url, storage_options={'retry_seconds': 0})
-    with pytest.raises(ValueError, match="direct_io='x' is not True or False"):
-        t5ckpt.open_checkpoint(str(tmp_path), storage_options={'direct_io': 'x'})
+    with pytest.raises(ValueError, match="direct_bytes='x' is not an integer"):
+        t5ckpt.open_checkpoint(str(tmp_path), storage_options={'direct_bytes': 'x'})
     with pytest.raises(ValueError, match='no bucket'):
         t5ckpt.all_steps(f'{bucket.scheme}://')
 

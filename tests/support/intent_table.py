@@ -302,8 +302,7 @@ follow_links | warning | not on a local file system
     'plots.plot_layers': 'values title ax | hint | how it looks',
     'plots.plot_series': 'values title ax | hint | how it looks',
     'storage.options.FileOptions': """
-direct_io | error | not a bool
-direct_bytes | error | with direct_io=False
+direct_bytes | error | below 1
 """,
     'storage.options.AzureOptions': """
 account endpoint anonymous retry_seconds | error | of another type; what they are for may not come

@@ -546,7 +546,6 @@ def test_words_that_another_word_needs_are_an_error(words, run, monkeypatch):
     ('url', 'options', 'name'),
     [
         ('s3://bucket/run', {'anonymous': True, 'profile': 'p'}, 'profile'),
-        ('run', {'direct_io': False, 'direct_bytes': 2**20}, 'direct_bytes'),
     ],
 )
 def test_a_storage_option_that_another_one_switches_off_is_an_error(url, options, name):

@@ -138,7 +138,7 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= $(shell for p in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13.*/bin/python python3.12 $(PYTHON); do \
 	$$p -c '' 2>/dev/null && echo $$p && break; done)
 EXCHANGE := catalog convert datasets format/test_real_readers.py reading/test_golden.py reading/test_orbax.py \
-	reading/test_npz.py restore/test_restore_safetensors.py tree
+	restore/test_restore_safetensors.py tree
 newest: $(VENV)/installed-test
 	$(MAKE) $(NEWEST)/bin/python VENV=$(NEWEST) PYTHON=$(NEWEST_PYTHON)
 	$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager \

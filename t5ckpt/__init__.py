@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from t5ckpt.convert.copy import CopyReport, copy_checkpoint
     from t5ckpt.convert.export_options import ExportOptions, ExportReport, ImportOptions
     from t5ckpt.convert.huggingface import export_hf, import_hf
-    from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
     from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.convert.safetensors import export_safetensors, import_safetensors
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.errors import (
         MetricModeWarning,
@@ -163,13 +163,11 @@ __all__ = [
     'copy_checkpoint',
     'diff',
     'export_hf',
-    'export_npz',
     'export_safetensors',
     'export_weights',
     'find_checkpoint',
     'get_checkpoint_dir',
     'import_hf',
-    'import_npz',
     'import_safetensors',
     'intersect_state',
     'is_pinned_checkpoint',
@@ -192,7 +190,7 @@ _NAMES = {
     'convert.copy': 'CopyReport copy_checkpoint',
     'convert.export_options': 'ExportOptions ExportReport ImportOptions',
     'convert.huggingface': 'export_hf import_hf',
-    'convert.plain': 'export_npz export_safetensors import_npz import_safetensors',
+    'convert.safetensors': 'export_safetensors import_safetensors',
     'convert.rewrite': 'Changes rewrite_checkpoint',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'errors': (

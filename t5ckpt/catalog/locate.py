@@ -73,8 +73,7 @@ _FOREIGN = (
         'copy their index (.safetensors.index.json), too, and pass the index',
     ),
     (r'.*\.safetensors', 'a safetensors file', _READ.format('safetensors')),
-    (r'.*\.npz', 'an npz file', _READ.format('npz')),
-    (r'.*\.npy', 'one array of numpy', 'numpy.load reads it unless it is a pickle'),
+    (r'.*\.np[yz]', 'a file of NumPy', f'load it with numpy.load{_AS_INIT}'),
     (
         r'.*\.msgpack\.index\.json',
         'an index of Flax weights',
@@ -281,7 +280,7 @@ def locate(
       path: of a run, a step or a file; or a Storage, whose root is a run or a step.
       step: which step, if ``path`` is a run's directory; None takes the latest.
       storage_options: see docs/storage.md.
-      tensors: also accepts a safetensors or npz file, or a directory without a checkpoint that has a model of Hugging Face.
+      tensors: also accepts a safetensors file, or a directory without a checkpoint that has a model of Hugging Face.
 
     Raises:
       ValueError: ``step`` is not an integer of at least 0.
@@ -304,7 +303,7 @@ def locate(
             raise _is_one(f'{path}', step)
         local = outer.local_path(name)
         # A link that is the path itself is followed, if no other file belongs to the checkpoint.
-        follows = name.endswith(('.safetensors', '.npz', '.msgpack')) and local is not None and os.path.islink(local)
+        follows = name.endswith(('.safetensors', '.msgpack')) and local is not None and os.path.islink(local)
         root = open_storage(grand, storage_options) if directory else outer
         return Located(root, directory, name, number, follows)
     if storage.root_kind() != 'dir':

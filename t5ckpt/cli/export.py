@@ -38,7 +38,7 @@ _named = with_options(
 
 @click.group('export', cls=VerbGroup)
 def command() -> None:
-    """Writes a checkpoint in another format: Hugging Face's, safetensors, npz.
+    """Writes a checkpoint in another format: Hugging Face's, safetensors.
 
     Arrays are read in pieces, so memory is bounded. The output is complete or absent. --force replaces an existing output.
     Every format takes --json, --dry-run, --step and --save-dtype.
@@ -86,26 +86,7 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
     Example:
       t5ckpt export safetensors run params.safetensors --select '^target/'
     """
-    from t5ckpt.convert.plain import export_safetensors
+    from t5ckpt.convert.safetensors import export_safetensors
 
     with library_usage_errors(), progress('exporting') as report:
         print_report(export_safetensors(path, out, ExportOptions(progress=report, **options)), as_json)
-
-
-@command.command('npz', cls=Verb)
-@_common
-@_named
-def export_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
-    """Writes arrays as the file OUT under their own names, for numpy.load.
-
-    The npz format does not support bfloat16. The bits of such an array are written as uint16, under its name with
-    '::bfloat16' at the end. --save-dtype float32 writes numbers instead.
-
-    \b
-    Example:
-      t5ckpt export npz run weights.npz --select '^target/' --save-dtype float32
-    """
-    from t5ckpt.convert.plain import export_npz
-
-    with library_usage_errors(), progress('exporting') as report:
-        print_report(export_npz(path, out, ExportOptions(progress=report, **options)), as_json)

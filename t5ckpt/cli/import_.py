@@ -33,7 +33,7 @@ _common = with_options(
 
 @click.group('import', cls=VerbGroup)
 def command() -> None:
-    """Writes a checkpoint from another format: Hugging Face's, safetensors, npz.
+    """Writes a checkpoint from another format: Hugging Face's, safetensors.
 
     Writes checkpoint_<step> into the run OUT, atomically. Tensors are read in pieces, so memory is bounded. Pickles
     are not read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.
@@ -41,7 +41,7 @@ def command() -> None:
     \b
     Examples:
       t5ckpt import hf model run
-      t5ckpt import npz arrays.npz run --as-step 100
+      t5ckpt import safetensors params.safetensors run --as-step 100
     """
 
 
@@ -81,22 +81,7 @@ def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
     Example:
       t5ckpt import safetensors params.safetensors run
     """
-    from t5ckpt.convert.plain import import_safetensors
+    from t5ckpt.convert.safetensors import import_safetensors
 
     with library_usage_errors(), progress('importing') as report:
         print_report(import_safetensors(path, out, ImportOptions(progress=report, **options)), as_json)
-
-
-@command.command('npz', cls=Verb)
-@_common
-def import_npz(path: str, out: str, as_json: bool, **options: Any) -> None:
-    """Writes the arrays of the file PATH as a checkpoint in OUT; a '/' in a name begins a level of the tree.
-
-    \b
-    Example:
-      t5ckpt import npz arrays.npz run --as-step 100
-    """
-    from t5ckpt.convert.plain import import_npz
-
-    with library_usage_errors(), progress('importing') as report:
-        print_report(import_npz(path, out, ImportOptions(progress=report, **options)), as_json)

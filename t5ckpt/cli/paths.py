@@ -141,7 +141,7 @@ def step_named(path: str) -> re.Match[str] | None:
 
 
 def _refuse_file(path: str, run: str) -> None:
-    """Raises click.UsageError for ``a.npz@3``: a file has no steps."""
+    """Raises click.UsageError for ``a.safetensors@3``: a file has no steps."""
     storage = open_storage(run)
     if storage.is_file_system and storage.kind('') == 'file':
         raise click.UsageError(f'{path} names a step, but {run} is a file, which has no steps. Pass {run}.')

@@ -98,7 +98,7 @@ class Summarized(click.Command):
 
 
 class VerbGroup(Summarized, click.Group):
-    """The verbs of a word: ``export hf``, ``export npz``."""
+    """The verbs of a word: ``export hf``, ``export safetensors``."""
 
 
 class Verb(Summarized):

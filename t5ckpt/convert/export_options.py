@@ -97,7 +97,7 @@ class ExportReport:
 
     Attributes:
       output: the file, the directory or the checkpoint.
-      kind: 'safetensors', 'npz', or Hugging Face's ``model_type``.
+      kind: 'safetensors', or Hugging Face's ``model_type``.
       files: the files that were written, relative to ``output`` if that is a directory.
       bytes: of all values.
       mapped: for each array of the T5X checkpoint, its names in the other format.

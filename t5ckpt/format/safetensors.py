@@ -76,13 +76,8 @@ class Header:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Whether a file is a safetensors file, an index of several, or an npz file, by its name."""
-    return name.endswith('.safetensors') or INDEX.fullmatch(name) is not None or is_npz(name)
-
-
-def is_npz(name: str) -> bool:
-    """Whether a file is an npz file, by its name."""
-    return name.endswith('.npz')
+    """Whether a file is a safetensors file, or an index of several, by its name."""
+    return name.endswith('.safetensors') or INDEX.fullmatch(name) is not None
 
 
 def header_bytes(first: bytes, size: int, where: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads the headers of tensor files as a checkpoint: safetensors, one file or several with an index, and npz.
+"""Reads the headers of safetensors files as a checkpoint: one file, or several with an index.
 
 Each tensor becomes a stored array that is a range of bytes of its file. A restore reads it as a chunk of a checkpoint: each
 process reads the bytes that its devices need.
@@ -12,9 +12,8 @@ import dataclasses
 import json
 import logging
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, path_of
@@ -30,11 +29,9 @@ from t5ckpt.format.safetensors import (
     SHARD,
     Header,
     header_bytes,
-    is_npz,
     parse_header,
 )
-from t5ckpt.reading.checkpoint_files import CheckpointFiles, OpenFile
-from t5ckpt.reading.npz import NpzArray, npz_arrays, npz_errors, stored_range
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import unflatten, unique
 
@@ -180,40 +177,14 @@ def _check_places(names: Sequence[str], where: str) -> None:
 
 def _header(files: CheckpointFiles, file: str, where: str) -> Header:
     """The header of a file."""
-    if is_npz(file) and not files.storage.is_file_system:
-        # The directory of the archive is at the end of an object of unknown size.
-        raise UnsupportedFormatError(f'{where}: npz files are read on local file systems. Copy it to a disk.')
     try:
         with files.opened(file, whole=False) as opened:
-            if is_npz(file):
-                return _npz_header(opened, file, where)
             size = opened.size
             begin = bytes(opened.read(0, 8 if size is None else min(8, size)))
             length = header_bytes(begin, 2**62 if size is None else size, where)
             return parse_header(bytes(opened.read(8, 8 + length)), size, file, where)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f'{where} is missing. Copy the directory again.') from error
-
-
-def _npz_header(opened: OpenFile, file: str, where: str) -> Header:
-    with os.fdopen(os.dup(opened.descriptor), 'rb') as source:
-        refuse_pointer(source.read(64), where)
-        with npz_errors(where), zipfile.ZipFile(source) as archive:
-            arrays, unread = npz_arrays(archive, where)
-            size = opened.size or 0
-            return Header([_npz_entry(source, archive, array, file, size, where) for array in arrays], size, unread)
-
-
-def _npz_entry(
-    opened: BinaryIO, archive: zipfile.ZipFile, array: NpzArray, file: str, size: int, where: str
-) -> tuple[str, StoredArray]:
-    if array.obstacle:
-        raise UnsupportedFormatError(
-            f'{where}: {array.name} is {array.obstacle}, so it cannot be read in place. Convert the file: '
-            't5ckpt import npz FILE RUN.'
-        )
-    place = {'offset': stored_range(opened, archive, array), 'file_bytes': size}
-    return array.name, StoredArray(file, array.shape, array.dtype, array.dtype, place, 'bytes')
 
 
 def decode_tensors(data: bytes) -> Manifest:

@@ -29,7 +29,7 @@ from t5ckpt.commit.markers import Marker
 from t5ckpt.convert import ConvertOptions, convert_checkpoint
 from t5ckpt.convert.export_options import ImportOptions
 from t5ckpt.convert.huggingface import import_hf
-from t5ckpt.convert.plain import import_npz
+from t5ckpt.convert.safetensors import import_safetensors
 from t5ckpt.storage import open_storage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'step': np.int32(7)}
@@ -190,12 +190,12 @@ def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_
         assert ck.restore(path=t5ckpt.find_checkpoint(run_dir, 7))['w'][0] == 7
     assert np.asarray(t5ckpt.load_t5x_checkpoint(run_dir, step=7)['w'])[0] == 7
     assert t5ckpt.open_checkpoint(run_dir, 7)['w'][0] == t5ckpt.open_run(run_dir)[7]['w'][0] == 7
-    run, export, copy = str(run_dir), str(tmp_path / 'w.npz'), str(tmp_path / 'copy')
+    run, export, copy = str(run_dir), str(tmp_path / 'w.safetensors'), str(tmp_path / 'copy')
     for verb in (
         ['show', run],
         ['cat', run, 'w'],
         ['stats', run],
-        ['export', 'npz', run, export],
+        ['export', 'safetensors', run, export],
         ['cp', run, copy, '--save-dtype', 'float32', '--cast-leaves', 'w'],
     ):
         shown = CliRunner().invoke(app, [*verb, '--step', '7'])
@@ -296,7 +296,7 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
         bucket.put(f'{url}/{theirs}/commit_success.txt', b'')
     ours = tmp_path / 'ours'
     open_ck(ours).save(state(7))
-    np.savez(tmp_path / 'w.npz', w=np.ones(3))
+    save_file({'w': np.ones(3)}, tmp_path / 'w.safetensors')
     with open_ck(url, keep=1) as ck:
         for steps in ([7], [7, 9]):
             newest = steps[-1]
@@ -323,7 +323,7 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
                 lambda step: ck.save(state(step), step=step, overwrite=True),
                 lambda _: t5ckpt.pin_checkpoint(f'{url}/{theirs}'),
                 lambda step: t5ckpt.copy_checkpoint(ours, url, step),
-                lambda step: import_npz(tmp_path / 'w.npz', url, ImportOptions(step=step)),
+                lambda step: import_safetensors(tmp_path / 'w.safetensors', url, ImportOptions(step=step)),
             ):
                 with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
                     refused(7)
@@ -514,8 +514,8 @@ def test_copies_and_imports_move_files_of_others_aside(tmp_path, way):
         open_ck(tmp_path / 'source').save(state(500))
         t5ckpt.copy_checkpoint(tmp_path / 'source', tmp_path / 'target')
     else:
-        np.savez(tmp_path / 'a.npz', w=np.ones(3))
-        import_npz(tmp_path / 'a.npz', tmp_path / 'target', ImportOptions(step=500))
+        save_file({'w': np.ones(3)}, tmp_path / 'a.safetensors')
+        import_safetensors(tmp_path / 'a.safetensors', tmp_path / 'target', ImportOptions(step=500))
     assert t5ckpt.all_steps(tmp_path / 'target') == [500]
     (aside,) = (tmp_path / 'target').glob('checkpoint_500.foreign-*')
     assert list(tree(aside)) == [THEIRS[2]]

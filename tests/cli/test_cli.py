@@ -190,7 +190,7 @@ def test_wrong_words_are_exit_code_2(run_dir):
         ('to-orbax', ['convert to-orbax']),
         ('orbax', ['convert orbax']),
         ('hf', ['export hf', 'import hf']),
-        ('npz', ['export npz', 'import npz']),
+        ('safetensors', ['export safetensors', 'import safetensors']),
     ],
 )
 def test_a_format_in_the_place_of_a_verb_is_answered_with_the_verb(word, meant):

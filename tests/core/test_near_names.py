@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     place = tmp_path_factory.mktemp('near') / 'run'
     with t5ckpt.Checkpointer(STATE, checkpoints_dir=place) as checkpointer:
         checkpointer.save(STATE, metrics={'eval/loss': 0.5})
-    t5ckpt.export_npz(place, place.parent / 'a.npz')
+    t5ckpt.export_safetensors(place, place.parent / 'a.safetensors')
     return place
 
 
@@ -58,7 +58,7 @@ def restored(run, **options):
             "parameters='params/.*'",
         ),
         (
-            lambda run: t5ckpt.export_npz(run, run.parent / 'x', t5ckpt.ExportOptions(select='parms/hiden')),
+            lambda run: t5ckpt.export_safetensors(run, run.parent / 'x', t5ckpt.ExportOptions(select='parms/hiden')),
             "'params/hidden'",
         ),
         (lambda run: t5ckpt.open_run(run).best_step('eval/los', 'min'), "'eval/loss'"),
@@ -105,7 +105,7 @@ def test_a_pattern_for_keys_with_slashes_is_corrected(tmp_path, keys):
         ('show {} --grep kernl$', 1, "'kernel$'"),
         ('cp {} {}.new --drop parms/.*', 1, "'params/.*'"),
         ('cp {} {}.new --save-dtype bfloat16 --cast-leaves parms/.*', 1, "--cast-leaves 'params/.*'"),
-        ('export npz {} {}.npz --select parms/embed', 1, "'params/embed'"),
+        ('export safetensors {} {}.safetensors --select parms/embed', 1, "'params/embed'"),
         ('best {} eval/los --mode min', 2, "'eval/loss'"),
         ('prune {} --best eval/los --mode min', 2, "'eval/loss'"),
         ('ls {} --jsn', 2, "'--json'"),
@@ -143,12 +143,15 @@ def test_a_correction_matches():
             "'lowest' is not a mode. Write {run}@best:eval/loss:min if low values are best, otherwise {run}@best:eval/loss:max.",
         ),
         ('show {run}@best:eval/los:min', "no step has the metric 'eval/los'"),
-        ('stats {npz}@3', '{npz}@3 names a step, but {npz} is a file, which has no steps. Pass {npz}.'),
-        ('cat {npz}@latest step', '{npz}@latest names a step, but {npz} is a file, which has no steps. Pass {npz}.'),
+        ('stats {file}@3', '{file}@3 names a step, but {file} is a file, which has no steps. Pass {file}.'),
+        (
+            'cat {file}@latest step',
+            '{file}@latest names a step, but {file} is a file, which has no steps. Pass {file}.',
+        ),
     ],
 )
 def test_the_part_of_a_name_that_is_wrong_is_blamed(run, words, text, capsys):
-    places = {'run': run, 'npz': run.parent / 'a.npz'}
+    places = {'run': run, 'file': run.parent / 'a.safetensors'}
     with pytest.raises(SystemExit) as ended:
         run_verb([word.format(**places) for word in words.split()])
     assert ended.value.code == 2

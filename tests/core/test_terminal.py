@@ -125,7 +125,7 @@ VERBS = [
     ['pin', 'RUN'],
     ['unpin', 'RUN'],
     ['cp', 'RUN', 'OUT/copy'],
-    ['export', 'npz', 'RUN', 'OUT/x.npz'],
+    ['export', 'safetensors', 'RUN', 'OUT/x.safetensors'],
     ['export', 'safetensors', 'RUN', 'OUT/x.safetensors', '--select', f'nothing{EVIL}('],
     ['ls', f'nowhere{EVIL}'],
     ['show', 'RUN', '--grep', f'{EVIL}('],

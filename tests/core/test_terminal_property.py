@@ -117,10 +117,15 @@ def verbs(at, text, leaf):
     yield from (['pin', run_, '--step', '1'], ['unpin', run_, '--step', '1'], ['pin', at / text])
     yield from (['cp', one, at / 'copy'], ['cp', one, at / f'new{text}'], ['cp', one, at / 'copy', '--drop', text])
     yield from (['cp', one, at / 'renamed', '--rename', '(.*)', f'x{text}/\\1'], ['cp', at / text, at / 'y'])
-    yield from (['export', 'npz', one, at / 'x.npz'], ['export', 'npz', one, at / 'z.npz', '--select', f'no{text}('])
-    yield from (['export', 'safetensors', one, at / 'x.safetensors'], ['export', 'hf', one, at / 'hf'])
-    yield from (['import', 'safetensors', at / 'x.safetensors', at / f'in{text}', '--as-step', '8'],)
-    yield from (['import', 'npz', at / 'x.npz', at / 'npz', '--as-step', '8'], ['import', 'npz', at / text, at / 'n2'])
+    yield from (
+        ['export', 'safetensors', one, at / 'x.safetensors'],
+        ['export', 'safetensors', one, at / 'z.safetensors', '--select', f'no{text}('],
+    )
+    yield ['export', 'hf', one, at / 'hf']
+    yield from (
+        ['import', 'safetensors', at / 'x.safetensors', at / f'in{text}', '--as-step', '8'],
+        ['import', 'safetensors', at / text, at / 'n2'],
+    )
     yield from (
         ['import', 'hf', at / text, at / 'n3'],
         ['show', at / 'x.safetensors'],

@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 import t5ckpt
 from t5ckpt.cli.app import app
 from t5ckpt.convert.export_options import ExportOptions
-from t5ckpt.convert.plain import export_npz, export_safetensors, import_npz, import_safetensors
+from t5ckpt.convert.safetensors import export_safetensors, import_safetensors
 from t5ckpt.core.leaf_path import leaf_name, path_of
-from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.inspection.leaf_tree import glob_regex
 from t5ckpt.tree.leaf_table import unflatten
 
@@ -77,12 +76,10 @@ def test_a_view_shows_all_of_them(odd):
             assert absent not in view
 
 
-@pytest.mark.parametrize('kind', ['npz', 'safetensors'])
-def test_exports_and_imports_keep_all_of_them(odd, tmp_path, kind):
-    there, back = (export_npz, import_npz) if kind == 'npz' else (export_safetensors, import_safetensors)
-    report = there(odd, tmp_path / f'x.{kind}', ExportOptions())
+def test_exports_and_imports_keep_all_of_them(odd, tmp_path):
+    report = export_safetensors(odd, tmp_path / 'x.safetensors', ExportOptions())
     assert len(report.mapped) == len(dict(leaves(ODD)))
-    back(tmp_path / f'x.{kind}', tmp_path / 'run')
+    import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
     assert not t5ckpt.diff(odd, tmp_path / 'run')
 
 
@@ -106,14 +103,6 @@ def test_a_state_comes_back_through_an_export(tmp_path_factory, paths):
     assert not t5ckpt.diff(place / 'run', place / 'again')
 
 
-def test_a_name_that_npz_has_another_use_for(tmp_path):
-    state = {'w': np.ones(2), 'w::bfloat16': np.zeros(2, np.uint16)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
-        ck.save(state, step=0)
-    with pytest.raises(UnsupportedLeafError, match='w::bfloat16'):
-        export_npz(tmp_path / 'run', tmp_path / 'x.npz')
-
-
 def test_assignment_maps_and_renaming(odd, tmp_path):
     state = {'a\\': {'b': 1}, 'a/b': 2, 'a': {'b': 3}}
     assert t5ckpt.apply_assignment_map(state, state, []) == state
@@ -126,14 +115,3 @@ def test_the_command_line_knows_them(odd):
     for path, value in leaves(ODD):
         done = CliRunner().invoke(app, ['cat', str(odd), leaf_name(path)])
         assert done.output == f'{value}\n'
-
-
-def test_a_name_that_zip_would_cut_is_refused(tmp_path):
-    """zipfile ends a name at a NUL: two leaves became one name, or a leaf another."""
-    state = {'a\0b': np.ones(2), 'a\0c': np.zeros(2)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
-        ck.save(state, step=1)
-    with pytest.raises(UnsupportedLeafError, match='cannot contain a NUL character'):
-        export_npz(tmp_path / 'run', tmp_path / 'file.npz')
-    export_safetensors(tmp_path / 'run', tmp_path / 'file.safetensors')
-    assert set(t5ckpt.open_checkpoint(tmp_path / 'file.safetensors')) == set(state)

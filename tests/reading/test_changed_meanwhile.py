@@ -13,7 +13,7 @@ from t5ckpt import errors
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.convert.conversion import ConvertOptions
 from t5ckpt.convert.export_options import ExportOptions
-from t5ckpt.convert.plain import export_npz, export_safetensors
+from t5ckpt.convert.safetensors import export_safetensors
 from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.storage import open_storage
 
@@ -152,12 +152,12 @@ def test_deleted_and_replaced_between_two_blocks(tmp_path):
         )
     with pytest.raises(errors.CheckpointNotFoundError, match=DELETED):
         during(
-            lambda report: export_npz(
-                tmp_path / 'run', tmp_path / 'out.npz', ExportOptions(progress=report, piece_bytes=2**20)
+            lambda report: export_safetensors(
+                tmp_path / 'run', tmp_path / 'out.safetensors', ExportOptions(progress=report, piece_bytes=2**20)
             ),
             lambda: shutil.rmtree(tmp_path / 'run' / 'checkpoint_1'),
         )
-    assert not (tmp_path / 'out.npz').exists()
+    assert not (tmp_path / 'out.safetensors').exists()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Scene:
     """Directories that the cases share and do not change, and one of their own.
 
     Attributes:
-      root: holds ``run`` with step 1, saved with the metric loss; ``t5`` with a T5; ``x.npz``, ``x.safetensors`` and
+      root: holds ``run`` with step 1, saved with the metric loss; ``t5`` with a T5; ``x.safetensors`` and
         ``x.flax``, the same state; ``tf``, a TensorFlow checkpoint.
       out: does not exist yet.
     """
@@ -110,7 +110,6 @@ def make(root: pathlib.Path, tensorflow: pathlib.Path) -> None:
     t5_state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(1)}}
     with Checkpointer(t5_state, checkpoints_dir=root / 't5') as checkpointer:
         checkpointer.save(t5_state)
-    t5ckpt.export_npz(root / 'run', root / 'x.npz')
     t5ckpt.export_safetensors(root / 'run', root / 'x.safetensors')
     (root / 'x.flax').write_bytes(serialization.to_bytes(STATE))
     (root / 'tf').symlink_to(tensorflow)
@@ -330,11 +329,11 @@ def cast(owner: str, name: str, call: Callable[..., Any], dtype: str) -> list[Ca
 
 
 def exported(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.export_npz(scene.run, scene.out, ExportOptions(**options))
+    return t5ckpt.export_safetensors(scene.run, scene.out, ExportOptions(**options))
 
 
 def imported(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.import_npz(scene.root / 'x.npz', scene.out, ImportOptions(**options))
+    return t5ckpt.import_safetensors(scene.root / 'x.safetensors', scene.out, ImportOptions(**options))
 
 
 CHECKPOINTER: list[Case] = [
@@ -647,8 +646,7 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
     'convert.seqax.export_seqax': lambda s, _: [seqax.export_seqax(s.run, s.out) for _ in range(2)],
     'convert.seqax.write_seqax': lambda s, _: [seqax.write_seqax(s.out, 1, STATE) for _ in range(2)],
     'export_hf': lambda s, _: t5ckpt.export_hf(s.root / 't5', exported_t5(s)),
-    'export_npz': lambda s, _: t5ckpt.export_npz(s.run, s.root / 'x.npz'),
-    'export_safetensors': lambda s, _: t5ckpt.export_safetensors(s.run, s.root / 'x.npz'),
+    'export_safetensors': lambda s, _: t5ckpt.export_safetensors(s.run, s.root / 'x.safetensors'),
     'rewrite_checkpoint': lambda s, _: t5ckpt.rewrite_checkpoint(s.run, s.run),
 }
 
@@ -801,7 +799,7 @@ FUNCTIONS: list[Case] = [
         'output',
         errors.OutputExistsError,
         'exists',
-        lambda s, _: t5ckpt.open_checkpoint(s.run).report(s.root / 'x.npz'),
+        lambda s, _: t5ckpt.open_checkpoint(s.run).report(s.root / 'x.safetensors'),
     ),
     (
         'CheckpointView.report',
@@ -817,7 +815,7 @@ FUNCTIONS: list[Case] = [
         'output',
         errors.OutputExistsError,
         'exists',
-        lambda s, _: t5ckpt.open_run(s.run).report(s.root / 'x.npz'),
+        lambda s, _: t5ckpt.open_run(s.run).report(s.root / 'x.safetensors'),
     ),
     (
         'Run.report',
@@ -1010,7 +1008,7 @@ FUNCTIONS: list[Case] = [
     *(
         (
             owner,
-            'file' if owner in ('export_npz', 'export_safetensors') else 'directory',
+            'file' if owner == 'export_safetensors' else 'directory',
             EXISTS,
             'already|exist',
             call,
@@ -1199,7 +1197,6 @@ def arguments(scene: Scene, owner: str, function: Callable[..., Any]) -> dict[st
     source = {
         'convert_checkpoint': scene.root / 'x.flax',
         'import_hf': scene.root / 't5',
-        'import_npz': scene.root / 'x.npz',
         'import_safetensors': scene.root / 'x.safetensors',
     }.get(owner, scene.run)
     values = dict.fromkeys((*SOURCES, 'checkpoint_path'), source) | {
@@ -1308,13 +1305,13 @@ def resumed() -> Any:
 COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('OPTIONS', 'path', 3, 'nowhere', 'show {root}/nowhere'),
     ('OPTIONS', 'source', 3, 'nowhere', 'cp {root}/nowhere {out}'),
-    ('OPTIONS', 'out', 1, 'exists', 'export npz {run} {root}/x.npz'),
+    ('OPTIONS', 'out', 1, 'exists', 'export safetensors {run} {root}/x.safetensors'),
     ('OPTIONS', 'directory', 3, 'nowhere', 'convert flax {root}/nowhere {out}'),
     ('OPTIONS', 'target', 1, 'already', 'cp {run} {run} --cast-leaves .* --save-dtype bfloat16'),
     ('OPTIONS', 'a', 3, 'nowhere', 'diff {root}/nowhere {run}'),
     ('OPTIONS', 'b', 3, 'nowhere', 'diff {run} {root}/nowhere'),
     ('OPTIONS', '--step', 3, '7', 'show {run} --step 7'),
-    ('OPTIONS', '--step', 2, '--as-step', 'import npz {root}/x.npz {out} --step 1'),
+    ('OPTIONS', '--step', 2, '--as-step', 'import safetensors {root}/x.safetensors {out} --step 1'),
     ('OPTIONS', '--as-step', 2, '--step', 'convert to-orbax {run} {out} --as-step 1'),
     ('OPTIONS', 'paths', 3, 'nowhere', 'pin {root}/nowhere'),
     ('OPTIONS', '--storage-option', 2, 'no option endpoint', 'ls {run} --storage-option endpoint=x'),
@@ -1325,17 +1322,19 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     *(
         ('OPTIONS', '--save-dtype', 1, 'model/, optimizer/', f'{words} {{out}} --save-dtype bfloat16')
         for words in (
-            'export npz {run}',
             'export safetensors {run}',
             'convert flax {root}/x.flax --as-step 1',
             'convert to-orbax {run}',
-            'import npz {root}/x.npz',
             'import safetensors {root}/x.safetensors',
         )
     ),
     *(
         ('OPTIONS', '--cast-leaves', 2, 'has no effect without', f'{words} {{out}} --cast-leaves model/.*')
-        for words in ('export npz {run}', 'convert flax {root}/x.flax', 'import npz {root}/x.npz')
+        for words in (
+            'export safetensors {run}',
+            'convert flax {root}/x.flax',
+            'import safetensors {root}/x.safetensors',
+        )
     ),
     (
         'OPTIONS',
@@ -1375,14 +1374,13 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('diff', '--layers', 2, 'axis N of PATTERN', 'diff {run} {run} --layers nowhere'),
     ('report', '--layers', 2, 'layers: ', 'report {run} -o {root}/x.html --layers nowhere'),
     ('export hf', '--config', 3, 'd_model', 'export hf {root}/t5 {out} --config {{"d_model":7}}'),
-    ('export npz', '--select', 1, 'nowhere', 'export npz {run} {out} --select nowhere'),
     ('export safetensors', '--select', 1, 'nowhere', 'export safetensors {run} {out} --select nowhere'),
     ('import hf', '--config', 3, 'd_model', 'import hf {hf} {out} --config {{"d_model":7}}'),
     ('prune', '--best', 2, 'acc', 'prune {run} --best acc --mode max --dry-run'),
     ('prune', '--keep-best', 2, '--keep-best', 'prune {run} --keep 1 --keep-best 2 --dry-run'),
     ('prune', '--mode', 2, '--mode', 'prune {run} --keep 1 --mode min --dry-run'),
     ('prune', '--keep-step', 2, 'the run has no step 9', 'prune {run} --keep-step 9 --dry-run'),
-    ('report', '--output', 1, 'exists', 'report {run} --output {root}/x.npz'),
+    ('report', '--output', 1, 'exists', 'report {run} --output {root}/x.safetensors'),
     ('report', '--sample', 2, 'is not a size', 'report {run} -o {root}/x.html --sample many'),
     ('rm', 'others', 3, '9', 'rm {run} 9 --yes'),
     ('ls', '--tier', 2, 'for local directories', 'ls {run} --tier local'),
@@ -1409,10 +1407,8 @@ WORDS = {
     'cp': 'cp {run} {out}',
     'diff': 'diff {run} {run}',
     'export hf': 'export hf {root}/t5 {out}',
-    'export npz': 'export npz {run} {out}',
     'export safetensors': 'export safetensors {run} {out}',
     'import hf': 'import hf {hf} {out}',
-    'import npz': 'import npz {root}/x.npz {out}',
     'import safetensors': 'import safetensors {root}/x.safetensors {out}',
     'ls': 'ls {run}',
     'pin': 'pin {run}',

@@ -254,7 +254,6 @@ layers | error | it matches nothing; with values=False
 """,
     'export_hf': 'directory | error | it exists\nconfig | error | it does not fit the weights',
     'import_hf': 'config | error | it does not fit the weights',
-    'export_npz': 'file | error | it exists',
     'export_safetensors': 'file | error | it exists',
     'export_weights': """
 step | hint | the step to write
@@ -365,7 +364,6 @@ pattern | error | neither has such a leaf
 --follow-links | warning | not on a local file system
 """,
     'export hf': '--config | error | it does not fit\n--max-shard-size | hint | a limit',
-    'export npz': '--select | error | matches nothing',
     'export safetensors': '--select | error | matches nothing',
     'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
     'ls': '--all --metrics | hint | there is nothing else\n--tier | error | not a local directory',

@@ -27,13 +27,11 @@ FUNCTIONS = {
     'copy_checkpoint': ['/run', '/new'],
     'diff': ['/run', '/run'],
     'export_hf': ['/run', '/out'],
-    'export_npz': ['/run', '/out.npz'],
     'export_safetensors': ['/run', '/out.safetensors'],
     'export_weights': [STATE, '/new'],
     'find_checkpoint': ['/run'],
     'get_checkpoint_dir': ['/run', 1],
     'import_hf': ['/hf', '/new'],
-    'import_npz': ['/a.npz', '/new'],
     'import_safetensors': ['/a.safetensors', '/new'],
     'intersect_state': [STATE, STATE],
     'is_pinned_checkpoint': ['/run/checkpoint_1'],
@@ -133,7 +131,6 @@ def place(tmp_path_factory):
     with t5ckpt.Checkpointer(STATE, checkpoints_dir=place / 'run') as checkpointer:
         for step in (1, 2):
             checkpointer.save(STATE, step=step, metrics={'acc': 1.0})
-    np.savez(place / 'a.npz', w=np.ones(3))
     t5ckpt.export_safetensors(place / 'run', place / 'a.safetensors')
     (place / 'flax').mkdir()
     (place / 'flax/checkpoint_1').write_bytes(flax.serialization.to_bytes(STATE))

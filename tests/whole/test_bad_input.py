@@ -630,7 +630,9 @@ def test_the_steps_there_are_named(saved):
         lambda run, step: t5ckpt.checkpoints_iterator(run, after=-2 if step == -1 else step),
         lambda run, step: t5ckpt.ConvertOptions(step=step),
         lambda run, step: t5ckpt.ImportOptions(step=step),
-        lambda run, step: t5ckpt.export_npz(run, run.with_name('a.npz'), t5ckpt.ExportOptions(step=step)),
+        lambda run, step: t5ckpt.export_safetensors(
+            run, run.with_name('a.safetensors'), t5ckpt.ExportOptions(step=step)
+        ),
     ],
 )
 def test_a_step_that_is_not_an_integer(saved, read, step):

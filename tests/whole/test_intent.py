@@ -107,11 +107,6 @@ def load_safetensors(path):
     return {name: np.zeros(0, kinds[entry['dtype']]) for name, entry in header.items() if name != '__metadata__'}
 
 
-def load_npz(path):
-    with np.load(path) as file:
-        return {name.partition('::')[0]: file[name].view(BF16) if '::' in name else file[name] for name in file.files}
-
-
 def rewritten(run, out, dtype, dry_run=False, **leaves):
     options = ConvertOptions(save_dtype=dtype, dry_run=dry_run, **leaves)
     t5ckpt.rewrite_checkpoint(run, out, options=options)
@@ -142,9 +137,7 @@ CASTS = {
     'convert': converted,
     'to orbax': converted_to_orbax,
     'export safetensors': exported(t5ckpt.export_safetensors, load_safetensors),
-    'export npz': exported(t5ckpt.export_npz, load_npz),
     'import safetensors': imported(t5ckpt.export_safetensors, t5ckpt.import_safetensors),
-    'import npz': imported(t5ckpt.export_npz, t5ckpt.import_npz),
 }
 
 
@@ -189,7 +182,7 @@ def test_the_proposed_pattern_casts_the_parameters_of_several_models_and_not_the
     assert {leaves[f'{name}/opt_state/mu/w'].dtype for name in ('actor', 'critic')} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize('name', ['rewrite', 'export safetensors', 'export npz'])
+@pytest.mark.parametrize('name', ['rewrite', 'export safetensors'])
 def test_a_dry_run_says_so_too(name, run, tmp_path):
     with pytest.raises(UnmatchedPattern, match='cast_leaves'):
         CASTS[name](run, tmp_path / 'out', 'bfloat16', dry_run=True)
@@ -292,7 +285,7 @@ def test_the_command_line_casts_the_leaves_of_its_options(run, tmp_path):
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*', '--no-optimizer')
     assert error.startswith('t5ckpt: warning: --no-optimizer has no effect')
     assert t5ckpt.load_t5x_checkpoint(tmp_path / 'a')['model']['dense']['kernel'].dtype == BF16
-    _, error = cli('export', 'npz', run, tmp_path / 'x.npz', '--cast-leaves=model/.*', code=2)
+    _, error = cli('export', 'safetensors', run, tmp_path / 'x.safetensors', '--cast-leaves=model/.*', code=2)
     assert 'has no effect without' in error
 
 
@@ -312,10 +305,8 @@ STEP_RULES = {
     'cp': ('one', True),
     'diff': ('', False),
     'export hf': ('one', False),
-    'export npz': ('one', False),
     'export safetensors': ('one', False),
     'import hf': ('', True),
-    'import npz': ('', True),
     'import safetensors': ('', True),
     'ls': ('', False),
     'pin': ('several', False),
@@ -352,7 +343,7 @@ def test_one_rule_says_in_every_verb_which_step_is_meant():
     ('words', 'cure'),
     [
         (['prune', 'run', '--step', '1'], '--keep-step keeps a step. To delete one, use t5ckpt rm PATH --step STEP'),
-        (['import', 'npz', 'x', 'run', '--step', '1'], '--as-step'),
+        (['import', 'safetensors', 'x', 'run', '--step', '1'], '--as-step'),
         (['import', 'hf', 'x', 'run', '--step=1'], '--as-step'),
         (['convert', 'tf', 'x', 'run', '--step', '1'], '--as-step'),
         (['convert', 'to-orbax', 'run', 'x', '--as-step', '1'], '--step'),
@@ -367,10 +358,9 @@ def test_a_step_that_means_nothing_there_is_an_error_that_says_what_to_write(wor
 
 
 def test_as_step_names_the_step_to_write(files, tmp_path):
-    for kind in ('npz', 'safetensors'):
-        words = ['import', kind, str(files / f'x.{kind}'), str(tmp_path / kind), '--as-step', '7']
-        assert CliRunner().invoke(app, words).exit_code == 0
-        assert t5ckpt.all_steps(tmp_path / kind) == [7]
+    words = ['import', 'safetensors', str(files / 'x.safetensors'), str(tmp_path / 'run'), '--as-step', '7']
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert t5ckpt.all_steps(tmp_path / 'run') == [7]
 
 
 def rm(*words, code=0):
@@ -431,7 +421,6 @@ def files(tmp_path_factory):
     with t5ckpt.Checkpointer(state, checkpoints_dir=root / 'run') as checkpointer:
         checkpointer.save(state)
     t5ckpt.export_safetensors(root / 'run', root / 'x.safetensors')
-    t5ckpt.export_npz(root / 'run', root / 'x.npz')
     np.save(root / 'x.npy', KERNEL)
     (root / 'x.pt').write_bytes(b'PK')
     return root
@@ -460,7 +449,6 @@ REFUSED = [
     (['cat', '{}/run', 'note', '--npy'], 2, 'not an array'),
     (['cat', '{}/run', 'note[:2]'], 2, 'not an array'),
     (['export', 'safetensors', '{}/run', '-'], 3, 'not written to standard output'),
-    (['export', 'npz', '{}/run', '-'], 3, 'not written to standard output'),
     (['convert', 'to-orbax', '{}/run', '-'], 3, 'not written to standard output'),
     *(
         ([verb, '{}/x.safetensors', *more], 3, 'is a safetensors file, not a checkpoint: .* t5ckpt import safetensors')
@@ -470,7 +458,6 @@ REFUSED = [
             ['pin'],
         )
     ),
-    (['verify', '{}/x.npz'], 3, 'is an npz file, .* t5ckpt import npz'),
     (['show', '{}/x.npy'], 3, 'numpy.load reads it'),
     (['show', '{}/x.pt'], 3, 'needs pickle'),
 ]

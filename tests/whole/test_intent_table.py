@@ -121,7 +121,7 @@ def test_a_common_argument_without_effect_is_refused_by_each_function(owner, nam
     value, said, text = spoilt.get(name, (tmp_path / 'nowhere', intent_cases.MISSING, 'nowhere'))
     function = FUNCTIONS[owner]
     if owner == 'copy_checkpoint' and name == 'target':
-        value, said, text = root / 'x.npz', errors.T5CkptError, 'x.npz'
+        value, said, text = root / 'x.safetensors', errors.T5CkptError, 'x.safetensors'
     with pytest.raises(said, match=text):
         function(**intent_cases.arguments(scene, owner, function) | {name: value})
     assert not scene.out.exists()

@@ -21,7 +21,7 @@ import numpy as np
 from t5ckpt.catalog.locate import locate
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import kind
-from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, is_npz, is_tensor_file
+from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, is_tensor_file
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import open_source
 from t5ckpt.reading.safetensors import read_headers
@@ -48,9 +48,9 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
         raise UnsupportedLeafError(f'{name}: this name is reserved in safetensors files. Leave the array out.')
     if dtype.name not in DTYPE_NAMES:
         # Only floating leaves can be cast.
-        cure = 'cast it' if kind(dtype) == 'float' else 'export npz, which has every dtype'
+        cure = ', or cast it' if kind(dtype) == 'float' else ''
         raise UnsupportedLeafError(
-            f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection, or {cure}.'
+            f'{name}: safetensors has no {dtype.name}, only {", ".join(DTYPE_NAMES)}. Leave it out with a selection{cure}.'
         )
 
 
@@ -147,7 +147,7 @@ class TensorReader:
             storage, directory, name = located.storage, located.directory, located.manifest
             is_model = is_tensor_file(name)
         root = storage.local_path(directory)
-        if root is None or not is_model or is_npz(name):
+        if root is None or not is_model:
             raise UnsupportedFormatError(
                 f'{path} is not a safetensors file on a local disk, nor a directory with model.safetensors. Check the path.'
             )

@@ -7,6 +7,7 @@ a file's bytes and a chunk's values for each chunk, which costs more than the co
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import importlib
 import lzma
@@ -98,11 +99,15 @@ def encode(values: np.ndarray, compressor: Mapping[str, Any] | None) -> Any:
 
 def is_decodable(codec: Mapping[str, Any]) -> bool:
     """Whether :func:`decode` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
-    return (
+    is_known = (
         codec.get('id') in _NUMCODECS
         and codec.get('cname', 'lz4') in _BLOSC_CODECS
         and all(str(codec[key]) in TYPESTRS for key in codec if key.endswith(('dtype', 'astype')))
     )
+    # A newer numcodecs may have more parameters.
+    with contextlib.suppress(TypeError):
+        return is_known and _codec(codec) is not None
+    return False
 
 
 def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryview) -> None:

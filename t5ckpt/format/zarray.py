@@ -142,4 +142,6 @@ def _fill(value: Any, dtype: np.dtype, *, is_opaque: bool) -> np.ndarray | None:
         if is_opaque and isinstance(value, str):
             return np.frombuffer(base64.b64decode(value), dtype).reshape(())
         number = complex(*map(float, value)) if isinstance(value, list) else value
-        return np.array(float(number) if isinstance(number, str) else number, dtype)
+        if isinstance(number, str) and dtype.kind not in 'iu':
+            number = float(number)
+        return np.array(number, dtype)

@@ -123,6 +123,12 @@ UNSUPPORTED: dict[str, tuple[np.ndarray, str, dict[str, Any], str]] = {
     'a separator': (W, 'float32', {'dimension_separator': '|'}, 'dimension_separator'),
     'pickle': (W, 'float32', {'filters': [{'id': 'pickle', 'protocol': 5}]}, "the codec 'pickle'"),
     'a codec of another package': (W, 'float32', {'filters': [{'id': 'crc32c'}]}, "the codec 'crc32c'"),
+    'a parameter of a newer numcodecs': (
+        W,
+        'float32',
+        {'filters': [{'id': 'shuffle', 'elementsize': 4, 'lanes': 2}]},
+        "the codec 'shuffle'",
+    ),
     'a dtype': (W, 'float32', {'dtype': '<M8[ns]'}, "'<M8\\[ns\\]'"),
     'objects': (W, 'float32', {'dtype': '|O'}, "'|O'"),
     'fields': (W, 'float32', {'dtype': [['a', '<f4'], ['b', '<i4']]}, "'a', '<f4'"),
@@ -156,6 +162,13 @@ def test_unsupported_is_not_damaged(tmp_path, name, caplog):
         assert 'copy' not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert 'looking for an older one' not in caplog.text
+
+
+def test_a_fill_value_in_text_is_exact(tmp_path):
+    values = np.array([2**53 + 1, 5], np.int64)
+    write_step(tmp_path, values, in_manifest='int64', fill_value=str(2**53 + 1), chunks=(1,))
+    next(tmp_path.rglob('0')).unlink()
+    assert_same(t5ckpt.load_t5x_checkpoint(tmp_path)['target']['w'], values)
 
 
 @pytest.mark.parametrize('value', ['', 'AA==', 'not base64!'])
@@ -420,6 +433,36 @@ def test_groups_of_zarr_open_and_convert(tmp_path):
     template = {'v2': {'w': np.zeros_like(values)}}
     with Checkpointer(template) as checkpointer:
         assert_same(checkpointer.restore(path=root, strict='contains')['v2']['w'], values)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'storage_transformers': [{'name': 'indexed'}]},
+        {'chunk_grid': {'name': 'rectangular', 'configuration': {'kind': 'inline', 'chunk_shapes': [[2, 4], [5]]}}},
+        {'chunk_key_encoding': {'name': 'suffix'}},
+        {'codecs': [{'name': 'zfp'}]},
+        {'extension': {'must_understand': True}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_version_3_may_have_and_tensorstore_does_not_read(tmp_path, change):
+    metadata = {
+        'zarr_format': 3,
+        'node_type': 'array',
+        'shape': W.shape,
+        'data_type': 'float32',
+        'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': W.shape}},
+        'chunk_key_encoding': {'name': 'default'},
+        'fill_value': 0,
+        'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}],
+    }
+    directory = tmp_path / 'tree' / 'w'
+    (directory / 'c' / '0').mkdir(parents=True)
+    (directory / 'zarr.json').write_text(json.dumps(metadata | change))
+    (directory / 'c' / '0' / '0').write_bytes(W.tobytes())
+    with pytest.raises(UnsupportedFormatError, match='It is not damaged'):
+        t5ckpt.open_checkpoint(tmp_path / 'tree')['w'][...]
 
 
 def test_a_tree_is_read_whole_or_not_at_all(tmp_path):

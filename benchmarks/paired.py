@@ -37,7 +37,8 @@ _HERE = pathlib.Path(__file__).parent
 _SMALL_LEAVES, _SMALL_TURNS = 3_000, 10
 _LARGE_TURNS = 5
 _LOSS_TURNS = 2
-_CASES = {'s1': 4, 'async': 4, 'loss': 1, 'small': 1, 'small-keep': 1}
+_BUCKET_BYTES, _BUCKET_RATE, _BUCKET_TURNS = 2**28, 1e8, 3
+_CASES = {'s1': 4, 'async': 4, 'loss': 1, 'small': 1, 'small-keep': 1, 'bucket': 1}
 """The cases, with the number of CPU devices of each."""
 
 Samples = collections.defaultdict[str, list[list[float]]]
@@ -53,7 +54,8 @@ class Turn:
 
     def measure(self, case: str) -> Samples:
         """Seconds and processor seconds by metric."""
-        {'s1': self._s1, 'async': self._async, 'loss': self._loss}.get(case, functools.partial(self._small, case))()
+        own = {'s1': self._s1, 'async': self._async, 'loss': self._loss, 'bucket': self._bucket}
+        own.get(case, functools.partial(self._small, case))()
         return self._samples
 
     def _timed(self, metric: str, act: Callable[[], Any]) -> Any:
@@ -124,6 +126,26 @@ class Turn:
                 self._samples['training time'].append([found['lost'], float('nan')])
             shutil.rmtree(self._root / f'checkpoint_{step}')
         peer.close()
+
+    def _bucket(self) -> None:
+        """Restores from a bucket that lets 100 MB/s pass."""
+        sys.path.insert(0, os.fspath(_HERE.parent / 'tests'))
+        import light_store
+
+        import t5ckpt
+
+        rng = np.random.default_rng(0)
+        state = {f'leaf_{index}': rng.standard_normal(_BUCKET_BYTES // 32, np.float32) for index in range(8)}
+        with light_store.light_store(self._root) as address:
+            checkpointer = t5ckpt.Checkpointer(state, checkpoints_dir='gs://bucket/run')
+            checkpointer.save(state, step=1)
+            light_store.counts(address, _BUCKET_RATE)
+            for _ in range(_BUCKET_TURNS):
+                self._timed('restore', checkpointer.restore)
+                counted = light_store.counts(address, _BUCKET_RATE)
+                self._samples['GET requests'].append([counted['GET'], float('nan')])
+                self._samples['MB received'].append([counted['received'] / 1e6, float('nan')])
+            checkpointer.close()
 
     def _small(self, case: str) -> None:
         leaves = {f'leaf_{index}': np.full(256, index, np.float32) for index in range(_SMALL_LEAVES)}

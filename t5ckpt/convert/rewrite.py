@@ -38,11 +38,13 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.facts import Facts
-from t5ckpt.format.file_checksums import entry_of
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import TRAIN_DS_PREFIX, is_position, removal_marks, without_generation
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
-from t5ckpt.save.linked_arrays import SourceCheckpoint, linked_leaves
+from t5ckpt.save.linked_arrays import linked_leaves, open_source
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty
 
@@ -141,7 +143,7 @@ def rewrite_checkpoint(
     if changes.ema is not None:
         leaves = _with_ema(leaves, changes.ema, changes.parameters)
     of_optimizer = set[Path]() if options.optimizer else optimizer_leaves([leaf.path for leaf in leaves.values()])
-    positions = _iterator_files(contents[-1], checkpoints[-1])
+    positions = _iterator_files(contents[-1], checkpoints[-1].files)
     kept = _without_dropped(leaves, changes.drop, of_optimizer, positions)
     new_paths = _renamed(kept, changes.rename)
     identity = {
@@ -156,7 +158,7 @@ def rewrite_checkpoint(
         identity,
         {name: leaf_name(path) for name, path in new_paths.items()},
         dropped=tuple(name for name in leaves if name not in kept),
-        files=_read_positions(checkpoints[-1], positions, changes.drop),
+        files=_read_positions(checkpoints[-1].files, positions, changes.drop),
         facts=_copied(contents[-1].facts),
         inline=_inline_of(contents, kept, new_paths),
         without_effect=() if options.optimizer or of_optimizer else ('optimizer',),
@@ -164,14 +166,14 @@ def rewrite_checkpoint(
     return finish(found, directory, options)
 
 
-def _opened(contents: Contents, trust_files: bool) -> tuple[SourceCheckpoint, bool]:
+def _opened(contents: Contents, trust_files: bool) -> tuple[ArrayReader, bool]:
     """A source, and whether its files are trusted, since a list of checksums is lost."""
     try:
-        return SourceCheckpoint.open(contents), False
+        return open_source(contents), False
     except CorruptCheckpointError:
         if not trust_files:
             raise
-        return SourceCheckpoint.open(contents, trusts_files=True), True
+        return open_source(contents, trusts_files=True), True
 
 
 def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[str, Path]) -> set[Path]:
@@ -184,11 +186,11 @@ def _inline_of(contents: Sequence[Contents], kept: _Leaves, new_paths: Mapping[s
     }
 
 
-def _iterator_files(contents: Contents, source: SourceCheckpoint) -> dict[str, str]:
+def _iterator_files(contents: Contents, source: CheckpointFiles) -> dict[str, str]:
     """The files of data iterators, also those that are recorded and lost, by their name without the generation."""
     storage, directory = source.storage, join(source.directory, contents.facts.positions_in)
     names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
-    recorded = [file for file in source.checksums if is_position(file)]
+    recorded = [file for file in source.checksums or () if is_position(file)]
     marks = [join(source.directory, mark) for mark in removal_marks(recorded)]
     files = {} if any(storage.are_files(marks)) else {without_generation(file): file for file in recorded}
     for name in names:
@@ -199,7 +201,7 @@ def _iterator_files(contents: Contents, source: SourceCheckpoint) -> dict[str, s
 
 
 def _read_positions(
-    source: SourceCheckpoint, files: Mapping[str, str], dropped: Sequence[str | re.Pattern[str]]
+    source: CheckpointFiles, files: Mapping[str, str], dropped: Sequence[str | re.Pattern[str]]
 ) -> dict[str, bytes]:
     """The files of data iterators that are not dropped, compared with their checksums."""
     patterns = [leaf_pattern(pattern) for pattern in dropped]
@@ -209,10 +211,10 @@ def _read_positions(
             continue
         where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
         try:
-            read[name] = source.files.read(file)
+            read[name] = source.read(file)
         except CheckpointNotFoundError as error:
             raise CorruptCheckpointError(f'{where} is missing. {cure}') from error
-        source.checksums.check(file, entry_of(read[name]), where, cure)
+        (source.checksums or FileChecksums()).check(file, entry_of(read[name]), where, cure)
     return read
 
 
@@ -224,7 +226,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _averaged(
-    contents: Sequence[Contents], checkpoints: Sequence[SourceCheckpoint], parameters: str | re.Pattern[str] | None
+    contents: Sequence[Contents], checkpoints: Sequence[ArrayReader], parameters: str | re.Pattern[str] | None
 ) -> _Leaves:
     sources = [
         {leaf_name(path): _Leaf(path, value) for path, value in linked_leaves(each, checkpoint).items()}

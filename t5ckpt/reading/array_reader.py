@@ -144,11 +144,12 @@ class ArrayReader:
           FormatError: the array is damaged.
           StorageError: a file cannot be read.
         """
-        with self._around_read(), self._identified(leaf):
+        with self._around_read(), self.identified(leaf):
             return self._read(leaf, name, index)
 
     @contextlib.contextmanager
-    def _identified(self, leaf: StoredArray) -> Generator[None]:
+    def identified(self, leaf: StoredArray) -> Generator[None]:
+        """For a block that reads files of an array: an error says whether the checkpoint was deleted or overwritten."""
         if self._identity is None:
             yield
             return

@@ -24,9 +24,7 @@ from t5ckpt.format.zarray import zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents
-from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import KeyData
@@ -35,64 +33,42 @@ _CURE = 'Use another copy of the checkpoint, or leave the leaf out: t5ckpt cp --
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceCheckpoint:
-    """A checkpoint whose arrays are taken over; ``checksums`` are empty where it has none."""
+def open_source(contents: Contents, *, trusts_files: bool = False) -> ArrayReader:
+    """A reader of a checkpoint whose arrays are taken over, with its file checksums if it has them.
 
-    storage: Storage
-    directory: str
-    reader: ArrayReader
-    files: CheckpointFiles
-    checksums: FileChecksums
-    identity: Identity
-
-    @classmethod
-    def open(cls, contents: Contents, *, trusts_files: bool = False) -> SourceCheckpoint:
-        """Opens a checkpoint with its file checksums, or without them.
-
-        Raises:
-          CorruptCheckpointError: a list of checksums is lost or damaged, without ``trusts_files``.
-        """
-        located, checksums = contents.located, contents.checksums
-        if checksums is None and not trusts_files:
-            checksums = contents.read_checksums()
-        # Arrays that are read to be cast or averaged are verified, too.
-        reader = ArrayReader(located, checksums=checksums, identity=contents.identity)
-        files = CheckpointFiles.at(located.storage, located.directory)
-        return cls(located.storage, located.directory, reader, files, checksums or FileChecksums(), contents.identity)
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceArray:
-    """A stored array of another checkpoint, whose files can be linked."""
-
-    checkpoint: SourceCheckpoint
-    leaf: StoredArray
+    Raises:
+      CorruptCheckpointError: a list of checksums is lost or damaged, without ``trusts_files``.
+    """
+    checksums = contents.checksums
+    if checksums is None and not trusts_files:
+        checksums = contents.read_checksums()
+    # Arrays that are read to be cast or averaged are verified, too.
+    return ArrayReader(contents.located, checksums=checksums, identity=contents.identity)
 
 
 class LinkedArray(LazyThreadPoolArray):
     """A stored array of another checkpoint.
 
     Attributes:
-      source: the array whose files are linked. None after a cast, which keeps only the four other arguments; then the array is
-        read.
+      source: the reader of the checkpoint and the array whose files are linked. None after a cast, which keeps only the four
+        other arguments; then the array is read.
     """
 
-    source: SourceArray | None = None
+    source: tuple[ArrayReader, StoredArray] | None = None
 
     @classmethod
-    def of(cls, checkpoint: SourceCheckpoint, leaf: StoredArray, name: str) -> LinkedArray:
+    def of(cls, reader: ArrayReader, leaf: StoredArray, name: str) -> LinkedArray:
         """The array of a leaf, which has this name in errors."""
-        read = checkpoint.reader.read
+        read = reader.read
         array = cls(leaf.shape, leaf.dtype, lambda: read(leaf, name), lambda index: read(leaf, name, index))
-        array.source = SourceArray(checkpoint, leaf)
+        array.source = reader, leaf
         return array
 
 
-def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None) -> LeafTable:
+def linked_leaves(contents: Contents, reader: ArrayReader | None = None) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 
-    ``checkpoint`` is the opened one, if the caller has it.
+    ``reader`` is that of :func:`open_source`, if the caller has it.
 
     Python numbers, text, empty containers and typed PRNG keys are restored if the facts record them.
 
@@ -100,10 +76,10 @@ def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None
       CorruptCheckpointError: the checksums cannot be read.
     """
     tree_facts = contents.facts.tree
-    checkpoint = checkpoint or SourceCheckpoint.open(contents)
+    reader = reader or open_source(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
-        value = LinkedArray.of(checkpoint, leaf, leaf_name(path)) if isinstance(leaf, StoredArray) else leaf
+        value = LinkedArray.of(reader, leaf, leaf_name(path)) if isinstance(leaf, StoredArray) else leaf
         if path in tree_facts.keys:
             value = KeyData(value, tree_facts.keys[path])
         elif path in tree_facts.python and not isinstance(value, LinkedArray):
@@ -112,17 +88,16 @@ def linked_leaves(contents: Contents, checkpoint: SourceCheckpoint | None = None
     return table
 
 
-def linkable_array(source: SourceArray, write: ArrayWrite) -> StoredArray | None:
+def linkable_array(reader: ArrayReader, leaf: StoredArray, write: ArrayWrite) -> StoredArray | None:
     """The array as described in the new checkpoint, or None if its values have to be read.
 
     The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
     version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
     """
-    leaf = source.leaf
     if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
         return None
-    storage = source.checkpoint.storage
-    key = join(source.checkpoint.directory, leaf.location, '.zarray')
+    storage = reader.files.storage
+    key = reader.files.key(join(leaf.location, '.zarray'))
     if storage.kind(key) != 'file':
         return None
     try:
@@ -142,35 +117,33 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
 
 
 def link_or_copy_chunks(
-    array: SourceArray, write: ArrayWrite, storage: Storage, directory: str
+    reader: ArrayReader, leaf: StoredArray, write: ArrayWrite, storage: Storage, directory: str
 ) -> dict[str, FileEntry]:
-    """Links or copies the files of an array into ``directory``; returns their entries.
+    """Links or copies the files of an array of another checkpoint into ``directory``; returns their entries.
 
     Raises:
       CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
       CorruptCheckpointError: a file is missing, or does not match its checksum.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    checkpoint, location = array.checkpoint, array.leaf.location
+    files = reader.files
     entries: dict[str, FileEntry] = {}
     chunk_files = set(write.chunk_files)
     chunk_bytes = math.prod(write.array.metadata['chunks']) * write.array.disk_dtype.itemsize
-    # A file that is verified by its checksum needs no check of the checkpoint's identity.
-    identity = checkpoint.identity
-    with identity.checked_on_failure() if checkpoint.checksums else identity.reading():
+    with reader.identified(leaf):
         for name in write.files():
-            old = join(location, name.rpartition('/')[2])
-            source, target = join(checkpoint.directory, old), join(directory, name)
-            where = f'{write.name}: {checkpoint.storage.url(source)}'
+            old = join(leaf.location, name.rpartition('/')[2])
+            source, target = files.key(old), join(directory, name)
+            where = f'{write.name}: {files.storage.url(source)}'
             try:
-                data = checkpoint.files.read(old)
+                data = files.read(old)
             except CheckpointNotFoundError as error:
                 raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
             entry = entry_of(data)
-            checkpoint.checksums.check(old, entry, where, _CURE)
+            (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
             if name in chunk_files and write.array.metadata['compressor'] is None and len(data) != chunk_bytes:
                 raise CorruptCheckpointError(f'{where} {size_text(len(data), chunk_bytes)}. {_CURE}')
-            if not storage.link(source, target, checkpoint.storage):
+            if not storage.link(source, target, files.storage):
                 storage.make_dir(join(directory, write.array.location))
                 storage.write(target, data)
             entries[name] = entry

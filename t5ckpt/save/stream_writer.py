@@ -19,14 +19,15 @@ from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.planning.save_plan import ArrayWrite, SavePlan, plan_save
+from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.execute import run_save
 from t5ckpt.save.linked_arrays import (
     LinkedArray,
-    SourceArray,
     chunks_of_array,
     link_or_copy_chunks,
     linkable_array,
@@ -48,7 +49,7 @@ STREAM_BYTES = 512 * 10**6
 class _StreamedSave(PreparedSave):
     """``links`` are the leaves whose files are linked; they are not staged."""
 
-    links: Sequence[tuple[SourceArray, ArrayWrite]] = ()
+    links: Sequence[tuple[tuple[ArrayReader, StoredArray], ArrayWrite]] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -57,8 +58,8 @@ class _StreamedSave(PreparedSave):
     def write(self, directory: str, previous: PreviousCheckpoint | None) -> WriteReport:
         context, done = self.request.context, 0
         checksums: dict[str, FileEntry] = {}
-        for source, write in self.links:
-            checksums |= link_or_copy_chunks(source, write, context.storage, directory)
+        for (reader, leaf), write in self.links:
+            checksums |= link_or_copy_chunks(reader, leaf, write, context.storage, directory)
             done += write.array.nbytes
             if context.progress is not None:
                 context.progress(done, self.total_bytes)
@@ -91,10 +92,10 @@ def write_stream(
       StorageError: a file cannot be written; no checkpoint became visible.
     """
     plan = rehearse(table, request, t5x_inlines)
-    links: dict[Path, tuple[SourceArray, ArrayWrite]] = {}
+    links: dict[Path, tuple[tuple[ArrayReader, StoredArray], ArrayWrite]] = {}
     for write in plan.writes:
         source = write.value.source if isinstance(write.value, LinkedArray) else None
-        array = None if source is None else linkable_array(source, write)
+        array = None if source is None else linkable_array(*source, write)
         if source is not None and array is not None:
             links[write.path] = source, dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
     rest = dataclasses.replace(plan, writes=tuple(write for write in plan.writes if write.path not in links))

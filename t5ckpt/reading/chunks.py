@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -43,6 +44,8 @@ from t5ckpt.reading.mapped import FileMap
 from t5ckpt.reading.size_limits import check_chunk, check_memory
 
 Task = Callable[[], None]
+# Of an array with a fill value, more chunks are looked up in one listing, since a task for each absent one takes 800 bytes.
+_MANY_CHUNKS = 1000
 
 
 class OpenArray(abc.ABC):
@@ -152,8 +155,15 @@ class ChunkedArray(OpenArray):
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """The tasks: one for each chunk that is read whole and each range of others, or for several small ones."""
         boxes: dict[ChunkIndex, list[Box]] = {}
-        for box in buffers:
-            for index in self.grid.chunks_of(box):
+        is_listed = self.is_filled and sum(map(self.grid.count, buffers)) > _MANY_CHUNKS
+        listed = self._listed() if is_listed else ()
+        for box, buffer in buffers.items():
+            chunks = self.grid.chunks_of(box)
+            if is_listed:
+                buffer[...] = self._converted(np.asarray(self._layout.fill), buffer.dtype)
+                ranges = self.grid.ranges(box)
+                chunks = [index for index in listed if all(map(operator.contains, ranges, index))]
+            for index in chunks:
                 boxes.setdefault(index, []).append(box)
         tasks: list[Task] = []
         batch: list[Task] = []
@@ -167,6 +177,12 @@ class ChunkedArray(OpenArray):
                     tasks.append(functools.partial(_run, batch))
                     batch, size = [], 0
         return [*tasks, functools.partial(_run, batch)] if batch else tasks
+
+    def _listed(self) -> list[ChunkIndex]:
+        """The chunks that are there."""
+        key = self._files.key(self.leaf.location)
+        names = [name[len(key) + 1 :] for name, _ in self._files.storage.walk(key)]
+        return [index for index in map(self.grid.index, names) if index is not None]
 
     def map_boxes(self, boxes: Sequence[Box]) -> dict[Box, np.ndarray] | None:
         """Arrays on private maps of chunks, by box, in the leaf's dtype; None if a box cannot be mapped.

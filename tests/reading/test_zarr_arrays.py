@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from typing import Any
 
@@ -162,6 +163,24 @@ def test_unsupported_is_not_damaged(tmp_path, name, caplog):
         assert 'copy' not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert 'looking for an older one' not in caplog.text
+
+
+def test_absent_chunks_are_found_by_one_listing(tmp_path):
+    """A task for each takes 800 bytes, for a file of a hundred bytes."""
+    write_step(tmp_path, np.arange(1, 4, dtype=np.float32), fill_value=2.5, chunks=(1,))
+    zarray = next(tmp_path.rglob('.zarray'))
+    zarray.write_text(json.dumps(json.loads(zarray.read_text()) | {'shape': [200_000]}))
+    manifest = tmp_path / 'checkpoint_2' / 'checkpoint'
+    state = serialization.msgpack_restore(manifest.read_bytes())
+    state['optimizer']['target']['w']['metadata']['shape'] = [200_000]
+    manifest.write_bytes(serialization.msgpack_serialize(state))
+    tracemalloc.start()
+    try:
+        values = t5ckpt.load_t5x_checkpoint(tmp_path)['target']['w']
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+    assert_same(values, np.array([1, 2, 3] + [2.5] * 199_997, np.float32))
 
 
 def test_a_fill_value_in_text_is_exact(tmp_path):

@@ -55,7 +55,10 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
     if not isinstance(value, LazyArray):
         if isinstance(value, CheckpointView):
             leaves = counted(len(value), 'leaf', 'leaves')
-            fail(f'{name} is a group of {leaves}. Name a leaf, such as {name}/{next(iter(value), "")}.', Exit.NO)
+            # A pattern keeps the names.
+            first = next(iter(value), '')
+            example = first if first in view else f'{name}/{first}'
+            fail(f'{name} is a group of {leaves}. Name a leaf, such as {example}.', Exit.NO)
         if npy or index is not ...:
             raise click.UsageError(f'{name} is {value!r:.80}, not an array: it has no .npy format and no slices.')
         # The keys are those of an array.

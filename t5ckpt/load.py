@@ -46,7 +46,7 @@ def load_t5x_checkpoint(
     restore_dtype: Any = None,
     lazy_parameters: bool = False,
     *,
-    mmap: bool = True,
+    mmap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     verify: str = 'auto',
     follow_links: bool = False,

@@ -38,7 +38,7 @@ def open_checkpoint(
     path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     *,
-    mmap: bool = True,
+    mmap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     verify: str = 'auto',
     follow_links: bool = False,

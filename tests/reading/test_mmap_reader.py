@@ -136,8 +136,8 @@ def test_not_without_being_asked(run_dir):
     assert not is_mapped(restore(run_dir, {'w': W}, mmap=False)['w'])
     with t5ckpt.Checkpointer({'w': W}, checkpoints_dir=str(run_dir)) as ck:
         assert not is_mapped(ck.restore()['w'])
-    assert not is_mapped(t5ckpt.load_t5x_checkpoint(run_dir, mmap=False)['w'])
-    assert not is_mapped(t5ckpt.open_checkpoint(run_dir, mmap=False)['w'].get())
+    assert not is_mapped(t5ckpt.load_t5x_checkpoint(run_dir)['w'])
+    assert not is_mapped(t5ckpt.open_checkpoint(run_dir)['w'].get())
 
 
 def test_shards_of_other_shapes_than_the_chunks(run_dir):
@@ -167,9 +167,9 @@ def test_every_dtype(run_dir, name):
         goals.append(like(values.shape, sharded('x'), values.dtype))
     for goal in goals:
         assert_same(restore(run_dir, {'w': goal})['w'], values)
-    assert_same(t5ckpt.load_t5x_checkpoint(run_dir)['w'], values)
-    assert_same(t5ckpt.open_checkpoint(run_dir)['w'][3:9, ::-2], values[3:9, ::-2])
-    assert is_mapped(t5ckpt.load_t5x_checkpoint(run_dir)['w']) == (name not in {'uint2', 'uint4', 'uint16'})
+    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w'], values)
+    assert_same(t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][3:9, ::-2], values[3:9, ::-2])
+    assert is_mapped(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w']) == (name not in {'uint2', 'uint4', 'uint16'})
 
 
 def test_keys(run_dir):
@@ -241,8 +241,8 @@ def test_donated_and_saved_again(run_dir):
 def test_loaded_arrays_are_writable_and_private(run_dir):
     step_dir = save(run_dir, {'w': TALL})
     before = files_of(step_dir)
-    first, second = (t5ckpt.load_t5x_checkpoint(run_dir)['w'] for _ in range(2))
-    lazy = t5ckpt.open_checkpoint(run_dir)['w'].get()
+    first, second = (t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w'] for _ in range(2))
+    lazy = t5ckpt.open_checkpoint(run_dir, mmap=True)['w'].get()
     for array in (first, lazy):
         assert is_mapped(array)
         np.add(array, 1, out=array)
@@ -256,7 +256,7 @@ def test_loaded_arrays_are_writable_and_private(run_dir):
 def test_slices_of_a_view_are_copies(run_dir, chunks):
     step_dir = save(run_dir, {'w': W})
     rewrite(step_dir, 'w', W, chunks=chunks)
-    lazy = t5ckpt.open_checkpoint(run_dir)['w']
+    lazy = t5ckpt.open_checkpoint(run_dir, mmap=True)['w']
     for index in [
         np.s_[3],
         np.s_[:, 5:9],
@@ -280,7 +280,7 @@ def test_slices_of_a_view_are_copies(run_dir, chunks):
 
 def test_lazy_parameters(run_dir):
     save(run_dir, {'w': W})
-    lazy = t5ckpt.load_t5x_checkpoint(run_dir, lazy_parameters=True)['w']
+    lazy = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, lazy_parameters=True)['w']
     assert is_mapped(lazy.get())
     assert_same(lazy.get(), W)
     assert_same(lazy.astype('bfloat16').get(), W.astype(ml_dtypes.bfloat16))
@@ -314,7 +314,7 @@ def test_metadata(run_dir, metadata, mapped):
     assert_same(restored, W)
     restored = restore(run_dir, {'w': like(W.shape, sharded('x'))})['w']
     assert_same(restored, W)
-    assert_same(t5ckpt.open_checkpoint(run_dir)['w'][97:203, 100:200], W[97:203, 100:200])
+    assert_same(t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][97:203, 100:200], W[97:203, 100:200])
 
 
 def test_no_zarray(run_dir):
@@ -328,7 +328,7 @@ def test_a_cast_is_read(run_dir):
     goal = {'target': {'w': like(W.shape, sharded('x'))}}
     restored = restore(run_dir, goal, restore_dtype='bfloat16')['target']['w']
     assert_same(restored, W.astype(ml_dtypes.bfloat16))
-    loaded = t5ckpt.load_t5x_checkpoint(run_dir, restore_dtype='bfloat16')['target']['w']
+    loaded = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, restore_dtype='bfloat16')['target']['w']
     assert_same(loaded, W.astype(ml_dtypes.bfloat16))
 
 
@@ -346,8 +346,8 @@ def test_other_storages():
         ck.save({'w': W}, step=1)
         with pytest.warns(t5ckpt.NoEffectWarning, match='mmap has no effect'):
             assert_same(ck.restore()['w'], W)
-    assert_same(t5ckpt.load_t5x_checkpoint(where)['w'], W)
-    assert_same(t5ckpt.open_checkpoint(where)['w'][:3], W[:3])
+    assert_same(t5ckpt.load_t5x_checkpoint(where, mmap=True)['w'], W)
+    assert_same(t5ckpt.open_checkpoint(where, mmap=True)['w'][:3], W[:3])
 
 
 def test_when_too_many_maps_are_taken(run_dir):
@@ -428,9 +428,9 @@ def each_reader(run_dir):
     return [
         lambda: restore(run_dir, {'w': np.zeros_like(W)}),
         lambda: restore(run_dir, {'w': like(W.shape, sharded('x'))}),
-        lambda: t5ckpt.load_t5x_checkpoint(run_dir),
-        t5ckpt.open_checkpoint(run_dir)['w'].get,
-        lambda: t5ckpt.open_checkpoint(run_dir)['w'][100:101],
+        lambda: t5ckpt.load_t5x_checkpoint(run_dir, mmap=True),
+        t5ckpt.open_checkpoint(run_dir, mmap=True)['w'].get,
+        lambda: t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][100:101],
     ]
 
 
@@ -499,7 +499,7 @@ def test_links_that_lead_out(run_dir, tmp_path, what):
             read()
         for words in ('w:', str(step_dir / what), str(outside), 'follow_links=True'):
             assert words in str(error.value)
-    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, follow_links=True)['w'], W)
+    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, follow_links=True)['w'], W)
 
 
 def test_links_of_a_directory_above_a_chunk(run_dir, tmp_path):
@@ -540,7 +540,7 @@ def test_deleted_files_stay_readable(run_dir):
 
 _TRUNCATED = """
 import os, sys, t5ckpt
-array = t5ckpt.load_t5x_checkpoint(sys.argv[1])['w']
+array = t5ckpt.load_t5x_checkpoint(sys.argv[1], mmap=True)['w']
 os.truncate(sys.argv[2], 0)
 print(array.sum())
 """
@@ -558,7 +558,7 @@ def test_maps_go_with_their_arrays_and_descriptors_at_once(run_dir):
     save(run_dir, {name: W + i for i, name in enumerate(goal)})
     descriptors = len(os.listdir('/proc/self/fd'))
     restored = restore(run_dir, goal)
-    loaded = t5ckpt.load_t5x_checkpoint(run_dir)
+    loaded = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)
     assert len(os.listdir('/proc/self/fd')) == descriptors
     assert maps_below(run_dir) == 2 * 4
     part = loaded['w0'][3:5]
@@ -610,4 +610,4 @@ def test_a_checkpoint_larger_than_memory(run_dir):
     restored = restore(run_dir, {f'w{i}': like(shape, sharded('x')) for i in range(100)})
     assert sum(array.nbytes for array in restored.values()) > 10**11
     assert restored['w99'].addressable_shards[7].data[-1, -1, -1] == 7
-    assert t5ckpt.open_checkpoint(run_dir)['w99'][15, -1, -3:].tolist() == [0, 0, 7]
+    assert t5ckpt.open_checkpoint(run_dir, mmap=True)['w99'][15, -1, -3:].tolist() == [0, 0, 7]

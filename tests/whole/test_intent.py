@@ -458,7 +458,7 @@ REFUSED = [
             ['pin'],
         )
     ),
-    (['show', '{}/x.npy'], 3, 'numpy.load reads it'),
+    (['show', '{}/x.npy'], 3, 'load it with numpy.load'),
     (['show', '{}/x.pt'], 3, 'needs pickle'),
 ]
 

@@ -38,7 +38,7 @@ _named = with_options(
 
 @click.group('export', cls=VerbGroup)
 def command() -> None:
-    """Writes a checkpoint in another format: Hugging Face's, safetensors.
+    """Writes a checkpoint in another format: that of Hugging Face, or safetensors.
 
     Arrays are read in pieces, so memory is bounded. The output is complete or absent. --force replaces an existing output.
     Every format takes --json, --dry-run, --step and --save-dtype.

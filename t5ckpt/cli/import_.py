@@ -33,7 +33,7 @@ _common = with_options(
 
 @click.group('import', cls=VerbGroup)
 def command() -> None:
-    """Writes a checkpoint from another format: Hugging Face's, safetensors.
+    """Writes a checkpoint from another format: that of Hugging Face, or safetensors.
 
     Writes checkpoint_<step> into the run OUT, atomically. Tensors are read in pieces, so memory is bounded. Pickles
     are not read. Every format takes --json, --dry-run, --force, --as-step and --save-dtype.

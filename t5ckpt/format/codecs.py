@@ -7,7 +7,6 @@ a file's bytes and a chunk's values for each chunk, which costs more than the co
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
 import importlib
 import lzma
@@ -104,10 +103,11 @@ def is_decodable(codec: Mapping[str, Any]) -> bool:
         and codec.get('cname', 'lz4') in _BLOSC_CODECS
         and all(str(codec[key]) in TYPESTRS for key in codec if key.endswith(('dtype', 'astype')))
     )
-    # A newer numcodecs may have more parameters.
-    with contextlib.suppress(TypeError):
-        return is_known and _codec(codec) is not None
-    return False
+    try:
+        return is_known and bool(_codec(codec))
+    except TypeError:
+        # A newer numcodecs may have more parameters.
+        return False
 
 
 def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryview) -> None:

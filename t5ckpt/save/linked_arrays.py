@@ -88,12 +88,17 @@ def linked_leaves(contents: Contents, reader: ArrayReader | None = None) -> Leaf
     return table
 
 
-def linkable_array(reader: ArrayReader, leaf: StoredArray, write: ArrayWrite) -> StoredArray | None:
+def linkable_array(write: ArrayWrite) -> StoredArray | None:
     """The array as described in the new checkpoint, or None if its values have to be read.
 
-    The values have to be read if the array is cast, is not a directory of zarr chunks, holds the uint16 bits of a
-    version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
+    The values have to be read if they are not those of an array of another checkpoint, or if this array is cast, is not a
+    directory of zarr chunks, holds the uint16 bits of a version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X
+    might not accept.
     """
+    source = write.value.source if isinstance(write.value, LinkedArray) else None
+    if source is None:
+        return None
+    reader, leaf = source
     if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
         return None
     storage = reader.files.storage
@@ -116,16 +121,15 @@ def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
     return tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
 
 
-def link_or_copy_chunks(
-    reader: ArrayReader, leaf: StoredArray, write: ArrayWrite, storage: Storage, directory: str
-) -> dict[str, FileEntry]:
-    """Links or copies the files of an array of another checkpoint into ``directory``; returns their entries.
+def link_or_copy_chunks(write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
+    """Links or copies the files of a :class:`LinkedArray` into ``directory``; returns their entries.
 
     Raises:
       CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
       CorruptCheckpointError: a file is missing, or does not match its checksum.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
+    reader, leaf = write.value.source
     files = reader.files
     entries: dict[str, FileEntry] = {}
     chunk_files = set(write.chunk_files)

@@ -19,11 +19,9 @@ from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
-from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.planning.save_plan import ArrayWrite, SavePlan, plan_save
-from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.save.chunk_reuse import PreviousCheckpoint
 from t5ckpt.save.execute import run_save
 from t5ckpt.save.linked_arrays import (
@@ -47,25 +45,25 @@ STREAM_BYTES = 512 * 10**6
 
 @dataclasses.dataclass(frozen=True)
 class _StreamedSave(PreparedSave):
-    """``links`` are the leaves whose files are linked; they are not staged."""
+    """``links`` are the writes of ``LinkedArray``s whose files are linked; they are not staged."""
 
-    links: Sequence[tuple[tuple[ArrayReader, StoredArray], ArrayWrite]] = ()
+    links: Sequence[ArrayWrite] = ()
 
     @property
     def total_bytes(self) -> int:
-        return self.staging.total_bytes + sum(write.array.nbytes for _, write in self.links)
+        return self.staging.total_bytes + sum(write.array.nbytes for write in self.links)
 
     def write(self, directory: str, previous: PreviousCheckpoint | None) -> WriteReport:
         context, done = self.request.context, 0
         checksums: dict[str, FileEntry] = {}
-        for (reader, leaf), write in self.links:
-            checksums |= link_or_copy_chunks(reader, leaf, write, context.storage, directory)
+        for write in self.links:
+            checksums |= link_or_copy_chunks(write, context.storage, directory)
             done += write.array.nbytes
             if context.progress is not None:
                 context.progress(done, self.total_bytes)
         progress = _progress_after(context.progress, done)
         report = write_arrays(context.storage, directory, self.staging, previous, progress)
-        arrays = report.arrays | {write.path: write.array for _, write in self.links}
+        arrays = report.arrays | {write.path: write.array for write in self.links}
         return dataclasses.replace(report, arrays=arrays, checksums=report.checksums | checksums)
 
 
@@ -92,12 +90,11 @@ def write_stream(
       StorageError: a file cannot be written; no checkpoint became visible.
     """
     plan = rehearse(table, request, t5x_inlines)
-    links: dict[Path, tuple[tuple[ArrayReader, StoredArray], ArrayWrite]] = {}
+    links: dict[Path, ArrayWrite] = {}
     for write in plan.writes:
-        source = write.value.source if isinstance(write.value, LinkedArray) else None
-        array = None if source is None else linkable_array(*source, write)
-        if source is not None and array is not None:
-            links[write.path] = source, dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
+        array = linkable_array(write)
+        if array is not None:
+            links[write.path] = dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
     rest = dataclasses.replace(plan, writes=tuple(write for write in plan.writes if write.path not in links))
     staging = Staging(rest, request.budget_bytes)
     staging.start()

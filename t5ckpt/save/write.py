@@ -43,6 +43,7 @@ _WRITERS = 32
 # The values of chunks in work at once: four chunks keep a disk busy, and one of each core the encoders.
 _BYTES_TO_DISK = max(4, os.cpu_count() or 1) * _CHUNK_BYTES
 _BYTES_TO_BUCKET = _WRITERS * _CHUNK_BYTES
+# Of a chunk, compared with the previous one before the rest.
 _BEGINNING = 2**16
 
 

@@ -3,9 +3,9 @@
 Another thread may change the bytes meanwhile. Each piece is copied, and the copy is hashed and written.
 
 A chunk is not read again soon. Caching its pages takes more processor time than the write itself (``benchmarks/page_cache.py``)
-and evicts data that the training reads. The file system requires addresses, offsets and
-sizes that are multiples of the disk's block size, which those of the copies are. The remainder at the end of the file is
-written through the cache, as is every file if the file system refuses ``O_DIRECT``.
+and evicts data that the training reads. The file system requires addresses, offsets and sizes that are multiples of the disk's
+block size, which those of the copies are. The remainder at the end of the file is written through the cache, as is every file if
+the file system refuses ``O_DIRECT``.
 
 The checkpoint is not visible yet, so a file has its name before it is complete.
 """
@@ -31,7 +31,7 @@ _ALIGN = 4096
 _PIECE = 512 * 2**10
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = getattr(os, 'O_DIRECT', 0)
-# The buffer of each thread: new memory for each file takes more processor time than the copies into it.
+# Has the buffer of each thread: new memory for each file takes more processor time than the copies into it.
 _LOCAL = threading.local()
 
 
@@ -81,17 +81,14 @@ def _create(path: str, flag: int) -> tuple[int, bool]:
             flag = 0
 
 
-def _scratch() -> np.ndarray:
-    """The buffer of this thread, aligned."""
-    if not hasattr(_LOCAL, 'scratch'):
-        # Private, since a forked process would also write to memory that is mapped shared, the default.
-        memory = mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _LOCAL.scratch = np.frombuffer(memory, np.uint8)
-    return _LOCAL.scratch
-
-
 def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> FileEntry:
-    state, scratch = xxhash.xxh3_64(), _scratch()
+    state = xxhash.xxh3_64()
+    # Taken out, since a signal handler may write another file meanwhile.
+    scratch = vars(_LOCAL).pop('scratch', None)
+    if scratch is None:
+        # Aligned. Private, since a forked process would also write to memory that is mapped shared, the default.
+        memory = mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        scratch = np.frombuffer(memory, np.uint8)
     for start in range(0, data.size, _PIECE):
         piece = scratch[: min(_PIECE, data.size - start)]
         piece[:] = data[start : start + piece.size]
@@ -114,6 +111,7 @@ def _write(fd: int, data: np.ndarray, *, is_direct: bool) -> FileEntry:
             if written == 0:
                 raise OSError(errno.EIO, 'nothing more can be written')
             offset += written
+    _LOCAL.scratch = scratch
     return data.size, state.hexdigest()
 
 

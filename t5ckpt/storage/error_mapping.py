@@ -28,7 +28,7 @@ _DAMAGED = {'DATA_LOSS', 'FAILED_PRECONDITION', 'INVALID_ARGUMENT', 'NOT_FOUND',
 
 # What TensorStore says of metadata that it does not know, when it opens an array.
 _UNSUPPORTED = re.compile(
-    r'Error opening .*(is not registered|[Ss]upported|does not match dtype in schema|Expected (one of )?".*", but received: ")'
+    r'Error opening .*(is not registered|[Ss]upported|does not match dtype in schema|Expected (one of |").*but received: ")'
 )
 
 # The errors of TensorStore's futures: NotImplementedError for UNIMPLEMENTED, such as an HTTP 501.

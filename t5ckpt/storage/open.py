@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ _BUCKETS = sorted(BY_SCHEME.keys() - {'file'})
 _URL = re.compile(r'([A-Za-z][A-Za-z0-9+.\-]+)://(.*)', re.DOTALL)
 # 'gs:x' and 'gs:/x': the user forgot a slash, or pathlib removed one. A directory of that name is './gs:x'.
 _HALF_URL = re.compile(rf'({"|".join(_BUCKETS)}):(?!//)/*(.*)', re.DOTALL | re.IGNORECASE)
+# Linux refuses longer paths, and buckets longer keys.
+_MAX_PATH = 4095
 # A variable of the environment that no shell has expanded, and the rest of its component.
 _VARIABLE = re.compile(r'[^/]*\$([A-Za-z_]|\{[^/}]+\})[^/]*')
 _ANY_URL = re.compile(r'[a-z][a-z0-9+.\-]*:/', re.IGNORECASE)
@@ -88,17 +91,25 @@ def _refuse_credentials(text: str) -> None:
     )
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, *, is_file: bool = False) -> None:
     if not text:
         raise InvalidPathError("The path is empty. Write '.' for the current directory.")
+    if len(text) > _MAX_PATH:
+        raise InvalidPathError(f'{shown(text)}: no storage has paths of more than {_MAX_PATH:,} characters.')
     if '\0' in text:
         raise InvalidPathError(f'{text!a}: a path has no NUL character in it. Remove it.')
     try:
         text.encode()
+        if is_file:
+            os.fsencode(text)
     except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
         raise InvalidPathError(
             f'{text!a}: the path is not UTF-8, and TensorStore accepts no other. Rename the directory, or make a '
             'symbolic link to it.'
+            if encoding == 'utf-8'
+            else f'{text!a}: the locale of this process has only {encoding} in names of files. Set PYTHONUTF8=1, or '
+            'LC_ALL=C.UTF-8.'
         ) from None
 
 
@@ -110,7 +121,7 @@ def _absolute(path: str) -> str:
             f'{path}: the current directory was deleted, so no path relative to it names anything. Change to another '
             'directory, or write an absolute path.'
         ) from None
-    _check_text(absolute)
+    _check_text(absolute, is_file=True)
     if '\\' in absolute:
         raise InvalidPathError(
             f'{absolute}: the path has a backslash in it, which TensorStore reads as a slash: it would write to another '

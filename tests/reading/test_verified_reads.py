@@ -68,7 +68,7 @@ def test_how_a_whole_array_is_written_does_not_matter(tmp_path, read):
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as ck:
         ck.save(state, step=1)
     flip(tmp_path / 'checkpoint_1' / 'w' / '0', random.Random(0))
-    with pytest.raises(errors.CorruptCheckpointError, match='w.*is damaged: it has 65,536 bytes with xxh3-64'):
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w.*is damaged: it has 65,536 bytes with xxh3-64'):
         read(tmp_path)
 
 

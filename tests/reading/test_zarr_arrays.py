@@ -461,6 +461,12 @@ def test_groups_of_zarr_open_and_convert(tmp_path):
         {'chunk_grid': {'name': 'rectangular', 'configuration': {'kind': 'inline', 'chunk_shapes': [[2, 4], [5]]}}},
         {'chunk_key_encoding': {'name': 'suffix'}},
         {'codecs': [{'name': 'zfp'}]},
+        {
+            'codecs': [
+                {'name': 'bytes', 'configuration': {'endian': 'little'}},
+                {'name': 'blosc', 'configuration': {'cname': 'new', 'clevel': 1, 'shuffle': 'noshuffle'}},
+            ]
+        },
         {'extension': {'must_understand': True}},
     ],
     ids=lambda change: next(iter(change)),

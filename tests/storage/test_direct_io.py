@@ -83,6 +83,29 @@ def test_in_memory(tmp_path):
         path.unlink(missing_ok=True)
 
 
+def test_a_signal_handler_that_writes_leaves_the_write_that_it_interrupts_alone(tmp_path):
+    """An export writes chunks in the main thread, where handlers run."""
+    data, other = np.ones(64 * _MB, np.uint8), np.full(_MB, 2, np.uint8)
+    calls = 0
+
+    def handle(*_):
+        nonlocal calls
+        calls += 1
+        write_new(str(tmp_path / 'other'), other, is_direct=True)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        for turn in range(4):
+            write_new(str(tmp_path / f'{turn}'), data, is_direct=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls > 4
+    for turn in range(4):
+        assert np.array_equal(np.fromfile(tmp_path / f'{turn}', np.uint8), data)
+
+
 def test_other_names_of_the_file_keep_their_bytes(tmp_path):
     """A chunk that was linked from another checkpoint, and is written after all."""
     (tmp_path / 'old').write_bytes(b'old')

@@ -3,6 +3,10 @@
 import errno
 import os
 import pathlib
+import re
+import subprocess
+import sys
+import textwrap
 import traceback
 import uuid
 
@@ -169,6 +173,24 @@ PATHS = {
     '~/$T5CKPT_RUNS': 'os.path.expandvars',
     '~no-such-user/run': 'no home directory for ~no-such-user. Write ./~no-such-user/run',
 }
+
+
+@pytest.mark.parametrize(('below', 'given'), [('', 'läufe/run'), ('', b'l\xc3\xa4ufe/run'), ('läufe', 'run')])
+def test_a_locale_that_has_no_such_names(tmp_path, below, given):
+    (tmp_path / 'läufe').mkdir()
+    program = f"""
+        import t5ckpt
+        try:
+            t5ckpt.Checkpointer({{'x': 1}}, checkpoints_dir={given!a})
+        except t5ckpt.errors.InvalidPathError as error:
+            print(error)
+    """
+    environment = {**os.environ, 'LC_ALL': 'POSIX', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+    words = [sys.executable, '-c', textwrap.dedent(program)]
+    done = subprocess.run(words, cwd=tmp_path / below, env=environment, capture_output=True, text=True, check=True)
+    assert re.search(
+        r'ufe/run.*: the locale of this process has only ascii in names of files. Set PYTHONUTF8=1', done.stdout
+    )
 
 
 def test_a_relative_path_in_a_directory_that_is_not_utf8(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Compares two versions of t5ckpt: the same saves and restores, in processes that alternate.
 
     git archive COMMIT | tar x -C OLD
-    python benchmarks/paired.py OLD .                      all cases, about six minutes on two cores
+    python benchmarks/paired.py OLD .                      all cases, about ten minutes on two cores
     python benchmarks/paired.py OLD . --cases small s1     some of them
     python benchmarks/paired.py OLD OLD                    the noise of the machine
 
@@ -40,6 +40,7 @@ _LOSS_TURNS = 2
 _BUCKET_BYTES, _BUCKET_RATE, _BUCKET_TURNS = 2**28, 1e8, 3
 _CASES = {'s1': 4, 'async': 4, 'loss': 1, 'small': 1, 'small-keep': 1, 'bucket': 1}
 """The cases, with the number of CPU devices of each."""
+_COUNTS = ('GET requests', 'MB received')
 
 Samples = collections.defaultdict[str, list[list[float]]]
 
@@ -143,8 +144,8 @@ class Turn:
             for _ in range(_BUCKET_TURNS):
                 self._timed('restore', checkpointer.restore)
                 counted = light_store.counts(address, _BUCKET_RATE)
-                self._samples['GET requests'].append([counted['GET'], float('nan')])
-                self._samples['MB received'].append([counted['received'] / 1e6, float('nan')])
+                for metric, value in zip(_COUNTS, (counted['GET'], counted['received'] / 1e6), strict=True):
+                    self._samples[metric].append([value, float('nan')])
             checkpointer.close()
 
     def _small(self, case: str) -> None:
@@ -186,7 +187,7 @@ def _print_case(case: str, rounds: list[tuple[dict[str, list[list[float]]], dict
     """Two lines for each metric: seconds and processor seconds."""
     for metric in rounds[0][0]:
         old, new = ([sample for pair in rounds for sample in pair[side][metric]] for side in (0, 1))
-        for which, unit in enumerate(('s', 'CPU s')):
+        for which, unit in enumerate(('' if metric in _COUNTS else 's', 'CPU s')):
             before, after = _median(old, which), _median(new, which)
             if np.isnan(before):
                 continue

@@ -134,11 +134,15 @@ def value_of_text(name: str, text: str) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match name:
         case 'direct_bytes':
-            good, wanted = value is None or (type(value) is int and value > 0), 'an integer above 0, or None'
+            good, wanted = (
+                value is None or (is_number and isinstance(value, int) and value > 0),
+                'an integer above 0, or None',
+            )
         case 'retry_seconds':
-            good, wanted = type(value) in (int, float) and 1 <= value < float('inf'), 'a number of seconds, at least 1'
+            good, wanted = is_number and 1 <= value < float('inf'), 'a number of seconds, at least 1'
         case 'anonymous':
             good, wanted = value is None or isinstance(value, bool), 'True or False'
         case _:

@@ -19,7 +19,7 @@ import tensorstore
 from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
 from jax.experimental.array_serialization import pytree_serialization
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support.facts import as_earlier_layout, put_facts
 
 import t5ckpt
@@ -200,7 +200,7 @@ def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_
     ):
         shown = CliRunner().invoke(app, [*verb, '--step', '7'])
         assert shown.exit_code == 0, (verb, shown.output, shown.exception)
-    assert np.load(export)['w'][0] == t5ckpt.open_checkpoint(copy, 7)['w'][0] == 7
+    assert load_file(export)['w'][0] == t5ckpt.open_checkpoint(copy, 7)['w'][0] == 7
 
 
 def test_t5xs_own_orbax_run_goes_on(golden, tmp_path):

@@ -76,8 +76,9 @@ from t5ckpt.save.arguments import (
 )
 from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missing_metrics
 from t5ckpt.save.encoding import compression_for
+from t5ckpt.save.execute import PreparedSave
 from t5ckpt.save.pending import PendingSave
-from t5ckpt.save.prepare import PreparedSave, prepare_save
+from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.request import LaterSteps, SaveContext, SaveRequest
 from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck

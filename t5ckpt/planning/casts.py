@@ -3,7 +3,7 @@
 :func:`cast_dtype` decides for one leaf. ``planning/save_plan.py`` and ``planning/restore_plan.py`` record its answer, and
 ``format/dtypes.cast`` casts the values where they are in memory:
 
-- in a save, in ``save/staged_leaf.py``;
+- in a save, in ``save/stage.py``;
 - in a restore, in ``reading/chunks.py`` while chunks are read, and in ``restore/make_leaf.py`` for the leaves of the manifest.
 """
 

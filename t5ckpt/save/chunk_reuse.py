@@ -25,41 +25,48 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.catalog.listing import listing, read_facts
 from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.errors import T5CkptError
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import file_checksums_name, step_dir
 from t5ckpt.storage import Storage
 
 
-@dataclasses.dataclass(frozen=True)
-class PreviousCheckpoint:
-    """A committed checkpoint whose chunks can be linked.
+@dataclasses.dataclass
+class WrittenArrays:
+    """The arrays of a checkpoint, as a process has written them. Those of a committed one can be linked in the next save.
 
     Attributes:
-      directory: its directory in the same storage; in an object store, that of its arrays.
+      directory: of the arrays in the storage.
       checksums: file to (bytes, xxh3-64 hex).
-      facts_checksum: of its facts; differs once another checkpoint has replaced this one.
+      facts_checksum: of the facts; differs once another checkpoint has replaced this one.
+      arrays: the stored arrays by leaf, with the codec that was used.
+      linked_bytes: how many bytes were linked from the previous checkpoint.
       file_versions: by file, from when its checksum was last verified; see ``Storage.write_chunk``.
       values: file to the xxh3-64 of the values before encoding, or without a codec of their beginning, and the codec.
-      codecs: array directory to the codec, if this process wrote the checkpoint.
+      codecs: array directory to the codec.
+      is_own: whether a save of this process wrote it; otherwise only the checksums are known.
     """
 
     directory: str
-    checksums: Mapping[str, FileEntry]
+    checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     facts_checksum: str = ''
-    file_versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    codecs: Mapping[str, Any] | None = None
+    arrays: dict[Path, StoredArray] = dataclasses.field(default_factory=dict[Path, StoredArray])
+    linked_bytes: int = 0
+    file_versions: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    values: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    codecs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    is_own: bool = True
 
     def codec(self, storage: Storage, location: str) -> Any:
         """The codec of an array; None without one, or if the array is not there."""
-        if self.codecs is not None:
+        if self.is_own:
             return self.codecs.get(location)
         try:
             return json.loads(storage.read(join(self.directory, location, '.zarray')))['compressor']
@@ -86,6 +93,13 @@ class PreviousCheckpoint:
             return None
         return storage.stamp(target) if storage.link(source, target) else None
 
+    def note_committed(self, storage: Storage, directory: str, facts_checksum: str) -> None:
+        """Makes it the arrays of a committed checkpoint, in its final directory."""
+        self.directory, self.facts_checksum = directory, facts_checksum
+        if storage.links:
+            versions = self.file_versions.items()
+            self.file_versions = {key: storage.stamp(join(directory, key), version) for key, version in versions}
+
     def is_there(self, storage: Storage) -> bool:
         """Whether the directory still holds this checkpoint, and not a later save of the same step."""
         if storage.copies:
@@ -97,7 +111,7 @@ class PreviousCheckpoint:
             return False
 
 
-def find_previous(storage: Storage) -> PreviousCheckpoint | None:
+def find_previous(storage: Storage) -> WrittenArrays | None:
     """The latest checkpoint on storage, for the first save of a process; None where it has no checksums."""
     steps = [listed.step for listed in listing(storage) if listed.is_t5x] if storage.is_file_system else []
     if not steps:
@@ -106,7 +120,7 @@ def find_previous(storage: Storage) -> PreviousCheckpoint | None:
     key = join(directory, file_checksums_name(0))
     try:
         checksums = FileChecksums.decode(storage.read(key), storage.url(key))
-        return PreviousCheckpoint(directory, checksums, digest(read_facts(storage, directory)))
+        return WrittenArrays(directory, dict(checksums), digest(read_facts(storage, directory)), is_own=False)
     except T5CkptError:
         # Written by T5X, or damaged: nothing can be linked, so all chunks are written.
         return None

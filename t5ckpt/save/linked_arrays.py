@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,7 +19,7 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
-from t5ckpt.format.zarray import zarray_of
+from t5ckpt.format.zarray import ZARRAY, zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
@@ -46,22 +45,82 @@ def open_source(contents: Contents, *, trusts_files: bool = False) -> ArrayReade
     return ArrayReader(contents.located, checksums=checksums, identity=contents.identity)
 
 
+@dataclasses.dataclass(frozen=True)
+class ArraySource:
+    """A stored array whose files are linked: the reader of its checkpoint, and the array as described there."""
+
+    reader: ArrayReader
+    leaf: StoredArray
+
+    def linked(self, write: ArrayWrite) -> ArrayWrite:
+        """The write of all files of the array with the source as its value; unchanged if the values have to be read.
+
+        They have to be read if this array is cast, is not a directory of zarr chunks, holds the uint16 bits of a version-2
+        bfloat16, or has metadata that t5ckpt does not write, which T5X might not accept.
+        """
+        files, leaf = self.reader.files, self.leaf
+        if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
+            return write
+        try:
+            zarray = json.loads(files.read(join(leaf.location, ZARRAY)))
+            metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
+            array = dataclasses.replace(write.array, metadata=metadata)
+            same = {**zarray, 'dimension_separator': separator_of(zarray)} == zarray_of(array)
+        except (CheckpointNotFoundError, ValueError, TypeError, KeyError):
+            return write
+        if not same:
+            return write
+        grid = array.grid
+        chunks = tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
+        return dataclasses.replace(write, value=self, array=array, chunks=chunks)
+
+    def link(self, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
+        """Links or copies the files of :meth:`linked` into ``directory``; returns their entries.
+
+        Raises:
+          CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
+          CorruptCheckpointError: a file is missing, or does not match its checksum.
+          UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
+        """
+        files, leaf = self.reader.files, self.leaf
+        entries: dict[str, FileEntry] = {}
+        chunk_files = set(write.chunk_files)
+        with self.reader.identified(leaf):
+            for name in write.files():
+                old = join(leaf.location, name.rpartition('/')[2])
+                source, target = files.key(old), join(directory, name)
+                where = f'{write.name}: {files.storage.url(source)}'
+                try:
+                    data = files.read(old)
+                except CheckpointNotFoundError as error:
+                    raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
+                entry = entry_of(data)
+                (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
+                is_plain = name in chunk_files and write.array.metadata['compressor'] is None
+                if is_plain and len(data) != write.chunk_bytes:
+                    raise CorruptCheckpointError(f'{where} {size_text(len(data), write.chunk_bytes)}. {_CURE}')
+                if not storage.link(source, target, files.storage):
+                    storage.make_dir(join(directory, write.array.location))
+                    storage.write(target, data)
+                entries[name] = entry
+        return entries
+
+
 class LinkedArray(LazyThreadPoolArray):
     """A stored array of another checkpoint.
 
     Attributes:
-      source: the reader of the checkpoint and the array whose files are linked. None after a cast, which keeps only the four
-        other arguments; then the array is read.
+      source: of the files that are linked. None after a cast, which keeps only the four other arguments; then the array is read.
     """
 
-    source: tuple[ArrayReader, StoredArray] | None = None
+    source: ArraySource | None = None
 
     @classmethod
     def of(cls, reader: ArrayReader, leaf: StoredArray, name: str) -> LinkedArray:
         """The array of a leaf, which has this name in errors."""
         read = reader.read
         array = cls(leaf.shape, leaf.dtype, lambda: read(leaf, name), lambda index: read(leaf, name, index))
-        array.source = reader, leaf
+        array.source = ArraySource(reader, leaf)
         return array
 
 
@@ -86,69 +145,3 @@ def linked_leaves(contents: Contents, reader: ArrayReader | None = None) -> Leaf
             value = _PYTHON[tree_facts.python[path]](np.asarray(value)[()])
         table[path] = value
     return table
-
-
-def linkable_array(write: ArrayWrite) -> StoredArray | None:
-    """The array as described in the new checkpoint, or None if its values have to be read.
-
-    The values have to be read if they are not those of an array of another checkpoint, or if this array is cast, is not a
-    directory of zarr chunks, holds the uint16 bits of a version-2 bfloat16, or has metadata that t5ckpt does not write, which T5X
-    might not accept.
-    """
-    source = write.value.source if isinstance(write.value, LinkedArray) else None
-    if source is None:
-        return None
-    reader, leaf = source
-    if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
-        return None
-    storage = reader.files.storage
-    key = reader.files.key(join(leaf.location, '.zarray'))
-    if storage.kind(key) != 'file':
-        return None
-    try:
-        zarray = json.loads(storage.read(key))
-        metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
-        array = dataclasses.replace(write.array, metadata=metadata)
-        same = {**zarray, 'dimension_separator': separator_of(zarray)} == zarray_of(array)
-    except (ValueError, TypeError, KeyError):
-        return None
-    return array if same else None
-
-
-def chunks_of_array(array: StoredArray) -> tuple[ChunkWrite, ...]:
-    """The writes of all chunks of a host array."""
-    grid = array.grid
-    return tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
-
-
-def link_or_copy_chunks(write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
-    """Links or copies the files of a :class:`LinkedArray` into ``directory``; returns their entries.
-
-    Raises:
-      CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
-      CorruptCheckpointError: a file is missing, or does not match its checksum.
-      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
-    """
-    reader, leaf = write.value.source
-    files = reader.files
-    entries: dict[str, FileEntry] = {}
-    chunk_files = set(write.chunk_files)
-    chunk_bytes = math.prod(write.array.metadata['chunks']) * write.array.disk_dtype.itemsize
-    with reader.identified(leaf):
-        for name in write.files():
-            old = join(leaf.location, name.rpartition('/')[2])
-            source, target = files.key(old), join(directory, name)
-            where = f'{write.name}: {files.storage.url(source)}'
-            try:
-                data = files.read(old)
-            except CheckpointNotFoundError as error:
-                raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
-            entry = entry_of(data)
-            (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
-            if name in chunk_files and write.array.metadata['compressor'] is None and len(data) != chunk_bytes:
-                raise CorruptCheckpointError(f'{where} {size_text(len(data), chunk_bytes)}. {_CURE}')
-            if not storage.link(source, target, files.storage):
-                storage.make_dir(join(directory, write.array.location))
-                storage.write(target, data)
-            entries[name] = entry
-    return entries

@@ -31,9 +31,7 @@ from t5ckpt.errors import CoordinationError, NotDurableError, ProcessMissingErro
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.names import COPIES
-from t5ckpt.save.prepare import PreparedSave
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.write import WriteReport
 from t5ckpt.storage import Storage
 
 # Larger positions are only on the disk of their own process: gRPC refuses messages above 4 MiB.
@@ -57,19 +55,20 @@ def send_positions(request: SaveRequest) -> None:
         request.round.put_for_peer('positions', json.dumps(own).encode())
 
 
-def write_copies(save: PreparedSave, directory: str, written: WriteReport, having: Collection[int]) -> list[str]:
+def write_copies(
+    request: SaveRequest, directory: str, copies: Mapping[str, FileEntry], having: Collection[int]
+) -> list[str]:
     """Writes the position of the data iterator of the process half a job away, if it is among those ``having`` one.
 
-    Lists it with the files that are assigned to others; returns the names of its files.
+    Lists it with ``copies``, the files that are assigned to others; returns the names of its files.
     """
-    request, storage = save.request, save.request.context.storage
+    storage = request.context.storage
     index, count = request.round.processes.index, request.round.processes.count
     peer = (index + count // 2) % count
     found = json.loads(request.round.get_from_peer('positions', peer)) if peer in having else {}
     positions = {name: base64.b64decode(data) for name, data in found.items() if name not in request.files}
-    copies = {name: written.checksums[name] for name in save.files_of_others}
-    copies |= write_files(storage, directory, positions)
-    storage.write(join(directory, COPIES), FileChecksums(copies).encode())
+    listed = {**copies, **write_files(storage, directory, positions)}
+    storage.write(join(directory, COPIES), FileChecksums(listed).encode())
     return list(positions)
 
 

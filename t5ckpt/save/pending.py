@@ -29,8 +29,7 @@ from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.text import lines, printable
 from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.errors import SaveFailedError
-from t5ckpt.save.execute import run_save
-from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.save.execute import PreparedSave
 
 _log = logging.getLogger('t5ckpt')
 _WAIT_SECONDS = 0.5
@@ -108,7 +107,7 @@ class PendingSave:
         try:
             self._check_not_cancelled()
             if self._work is not None:
-                self._outcome = run_save(self._work, self._check_not_interrupted)
+                self._outcome = self._work.run(self._check_not_interrupted)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it from result()
             self._error = error
             _clear_frames(error)

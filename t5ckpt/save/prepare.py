@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.format.facts import Facts
 from t5ckpt.planning.save_plan import plan_save, plan_text
 from t5ckpt.planning.write_assignment import WriteAssignment
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint
+from t5ckpt.save.execute import PreparedSave
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.stage import Staging
 from t5ckpt.save.transforms import LeafAxes, transformed
-from t5ckpt.save.write import WriteReport, write_arrays
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import is_jax_array, leaves_to_save, most_devices
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedSave:
-    """A planned save whose first wave is staged, for :func:`run_save`. It keeps no original of a staged array alive.
-
-    Attributes:
-      request: of the save.
-      facts: of the save, but for those of what is written.
-      staging: the leaves, in waves.
-      text: the plan as text, which the processes compare.
-      samples: beginnings of arrays, from which process 0 chooses the codecs of all processes.
-      files_of_others: in a save ``in_parts``, the files that this process writes and that are assigned to other processes.
-    """
-
-    request: SaveRequest
-    facts: Facts
-    staging: Staging
-    text: str = ''
-    samples: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    files_of_others: frozenset[str] = frozenset()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all arrays of this process, uncompressed."""
-        return self.staging.total_bytes
-
-    def write(self, directory: str, previous: PreviousCheckpoint | None) -> WriteReport:
-        """Writes the arrays into a directory; chunks that equal those of ``previous`` are linked."""
-        context = self.request.context
-        return write_arrays(
-            context.storage, directory, self.staging, previous, context.progress, context.codec_selection
-        )
 
 
 def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes, transforms: Any) -> PreparedSave:

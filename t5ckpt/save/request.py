@@ -25,7 +25,7 @@ from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import StorageError
 from t5ckpt.format.facts import Facts
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint, find_previous
+from t5ckpt.save.chunk_reuse import WrittenArrays, find_previous
 from t5ckpt.save.encoding import CodecSelection
 from t5ckpt.storage import Storage
 
@@ -43,6 +43,7 @@ class SaveContext:
       clock: unix seconds.
       notices: the warnings that the checkpointer gives once.
       codec_selection: chooses the codecs that depend on the data.
+      reuses: whether chunks are linked that equal those of the previous checkpoint.
       previous: the checkpoint that was committed last, from which the next save links chunks; None links none.
     """
 
@@ -57,16 +58,16 @@ class SaveContext:
         *,
         reuses: bool = False,
     ):
-        """Reads nothing; ``reuses`` links the chunks that equal those of the previous checkpoint."""
+        """Reads nothing; see the attributes."""
         self.storage, self.options, self.retention = storage, options, retention
         self.progress, self.clock = progress, clock
         self.notices = Notices() if notices is None else notices
         self.codec_selection = CodecSelection(storage)
-        self.previous: PreviousCheckpoint | None = None
-        self._reuses = reuses and (storage.links or storage.copies)
+        self.previous: WrittenArrays | None = None
+        self.reuses = reuses and (storage.links or storage.copies)
         self._has_searched = self._is_discarded = False
 
-    def find_previous(self, *, searches: bool) -> PreviousCheckpoint | None:
+    def find_previous(self, *, searches: bool) -> WrittenArrays | None:
         """The checkpoint to link chunks from, at the beginning of a save.
 
         ``searches``: on storage in the first save, and if the last one was deleted. In a job of several processes it is the last
@@ -77,15 +78,15 @@ class SaveContext:
         previous = self.previous
         if previous is not None and previous.is_there(self.storage):
             return previous
-        if not searches or not self._reuses or (self._has_searched and self.previous is None):
+        if not searches or not self.reuses or (self._has_searched and self.previous is None):
             return None
         self._has_searched = True
         self.previous = find_previous(self.storage)
         return self.previous
 
-    def take_previous(self, previous: PreviousCheckpoint) -> None:
+    def take_previous(self, previous: WrittenArrays) -> None:
         """Takes the checkpoint that a save has committed, unless it may have chunks of a discarded one."""
-        if self._reuses and not self._is_discarded:
+        if not self._is_discarded:
             self.previous = previous
 
     def discard_previous(self) -> None:

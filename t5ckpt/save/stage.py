@@ -12,6 +12,7 @@ A LazyArray is read when it is written, chunk by chunk if it can be sliced.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -19,11 +20,77 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
+from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import ArrayWrite, InlineWrite, SavePlan
-from t5ckpt.save.staged_leaf import StagedLeaf, is_on_cpu, whole_value
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
+from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.transfers import explicit_transfers
+
+
+class StagedLeaf:
+    """The values of one stored leaf. Safe from any thread.
+
+    Attributes:
+      write: its chunks and its metadata; ``write.value`` is None.
+      sources: the arrays of the shards that this process writes, by their index; a host array or a LazyArray under None.
+      is_copy: whether no other code can write to the memory of the sources.
+    """
+
+    def __init__(self, write: ArrayWrite, reading: threading.Lock):
+        """Takes the caller's leaf; ``reading`` is held while values are read or fetched."""
+        value = write.value
+        self.sources: dict[int | None, Any] = {None: value}
+        if is_jax_array(value):
+            shards = {chunk.shard: None for chunk in write.chunks}
+            self.sources = {index: value.addressable_shards[index].data for index in shards if index is not None}
+        self.write = dataclasses.replace(write, value=None)
+        self.is_copy = False
+        self._reading = reading
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the sources."""
+        return sum(int(getattr(source, 'nbytes', 0)) for source in self.sources.values())
+
+    def as_stored(self, chunk: ChunkWrite, *, is_fixed: bool) -> np.ndarray:
+        """The values of one chunk as stored on disk: complete, in C order and the stored dtype.
+
+        With ``is_fixed``, no other code can change them.
+        """
+        write = self.write
+        with self._reading:
+            values = self._values(chunk)
+        result = cast(values, write.dtype, write.name)
+        result = to_stored(
+            result.astype(write.dtype, order='C', copy=is_fixed and result is values and not self.is_copy)
+        )
+        shape = tuple(write.array.metadata['chunks'])
+        if result.shape == shape:
+            return result
+        # A chunk at the end of an axis is stored in full.
+        full = np.zeros(shape, result.dtype)
+        full[tuple(map(slice, result.shape))] = result
+        return full
+
+    def _values(self, chunk: ChunkWrite) -> np.ndarray:
+        """The values of a chunk; may wait for a transfer or a read."""
+        source, box = self.sources[chunk.shard], chunk.box_in_shard
+        if isinstance(source, LazyArray) and source.is_sliceable:
+            values = np.asarray(source[box.slices])
+            if values.shape != box.shape:
+                raise UnsupportedLeafError(
+                    f'{self.write.name}: a LazyArray returned values of shape {values.shape} for the slice {box}.'
+                )
+            return values
+        if is_jax_array(source) and not (self.is_copy or is_on_cpu(source)):
+            return on_host(source, box.slices)
+        # Read or fetched once.
+        whole = on_host(source) if is_jax_array(source) else values_of(source, self.write.name)
+        self.sources[chunk.shard] = whole
+        return whole[box.slices]
+
 
 StagedWave = collections.deque[StagedLeaf]
 """Leaves that are staged together, in the order in which they are written. A leaf is freed once its last chunk is written."""
@@ -37,7 +104,6 @@ class Staging:
     ``is_staged`` is set.
 
     Attributes:
-      inline: the inline leaves, staged, for ``save/manifest_and_facts.py``.
       writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
       total_bytes, chunk_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.
@@ -65,7 +131,7 @@ class Staging:
         self._next: StagedWave | None = None
         self._interrupted = False
         self._inline_writes = plan.inline
-        self.inline: list[tuple[InlineWrite, Any]] = []
+        self._inline: list[tuple[InlineWrite, Any]] = []
 
     def _is_copied(self, value: Any) -> bool:
         if is_jax_array(value):
@@ -86,8 +152,12 @@ class Staging:
             else write.value
             for write in writes
         ]
-        self.inline = list(zip(map(_without_inline_array, writes), _copies(values), strict=True))
+        self._inline = list(zip(map(_without_inline_array, writes), _copies(values), strict=True))
         self._stage_next()
+
+    def inline_leaves(self) -> LeafTable:
+        """The inline leaves as T5X expects them in the manifest, cast; waits for their transfer."""
+        return {write.path: _as_inline(write, value) for write, value in self._inline}
 
     def stop(self) -> None:
         """Makes the writer fail at the next chunk."""
@@ -177,3 +247,63 @@ def _device_copies(arrays: Sequence[Any]) -> Sequence[Any]:
         copies = jax.device_put(list(arrays), shardings, may_alias=False)
     jax.block_until_ready([copy for copy, is_ready in zip(copies, waits, strict=True) if is_ready])
     return copies
+
+
+def _as_inline(write: InlineWrite, value: Any) -> Any:
+    """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
+    if value is None:
+        return None
+    if write.value is None and type(value) is np.ndarray and value.dtype == write.dtype and value.flags.c_contiguous:
+        # First, because most leaves are arrays that are not cast.
+        return value
+    if isinstance(value, LazyArray):
+        value = values_of(value, write.name)
+    elif is_jax_array(value):
+        value = whole_value(value)
+    array = np.asarray(value)
+    if write.dtype is not None:
+        array = cast(array, write.dtype, write.name)
+    was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
+    return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
+
+
+def values_of(leaf: Any, name: str) -> np.ndarray:
+    """The values of a host leaf. A LazyArray is read, and its values must have the declared shape."""
+    if not isinstance(leaf, LazyArray):
+        return np.asarray(leaf)
+    values = np.asarray(leaf.get())
+    if values.shape != leaf.shape:
+        raise UnsupportedLeafError(
+            f'{name}: a LazyArray of shape {leaf.shape} returned values of shape {values.shape}. Correct its shape.'
+        )
+    return values
+
+
+def is_on_cpu(leaf: Any) -> bool:
+    """Whether a jax.Array is on the CPU backend."""
+    return next(iter(leaf.sharding.device_set)).platform == 'cpu'
+
+
+def on_host(array: Any, index: Any = None) -> np.ndarray:
+    """The values of a jax.Array, or of a slice of it; on the CPU, a view of its memory for most dtypes."""
+    with explicit_transfers():
+        return np.asarray(array if index is None else array[index])
+
+
+def whole_value(leaf: Any) -> np.ndarray:
+    """The values of an inline jax.Array. One of size 0 may have no shard of its shape."""
+    if leaf.size == 0:
+        return np.empty(leaf.shape, leaf.dtype)
+    if leaf.is_fully_replicated or not leaf.is_fully_addressable:
+        if is_on_cpu(leaf):
+            # numpy.asarray(leaf) of a replicated array on the CPU is a view of its memory, in a third of the time of the
+            # branch below. JAX caches the result only if it is a copy.
+            values = on_host(leaf)
+            if not values.flags.owndata:
+                return values
+        return on_host(leaf.addressable_data(0))
+    # Not numpy.asarray(leaf): JAX caches its result, but memory that the array shares with its source may change.
+    values = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        values[shard.index] = on_host(shard.data)
+    return values

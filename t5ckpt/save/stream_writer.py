@@ -12,28 +12,18 @@ possible, after their checksums were verified.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 from t5ckpt.commit.occupancy import check_room
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.protocols import Progress
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.format.file_checksums import FileEntry
-from t5ckpt.planning.save_plan import ArrayWrite, SavePlan, plan_save
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.execute import run_save
-from t5ckpt.save.linked_arrays import (
-    LinkedArray,
-    chunks_of_array,
-    link_or_copy_chunks,
-    linkable_array,
-)
-from t5ckpt.save.prepare import PreparedSave
+from t5ckpt.planning.save_plan import SavePlan, plan_save
+from t5ckpt.save.execute import PreparedSave
+from t5ckpt.save.linked_arrays import LinkedArray
 from t5ckpt.save.request import SaveContext, SaveRequest
 from t5ckpt.save.stage import Staging
-from t5ckpt.save.write import WriteReport, write_arrays
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import leaves_to_save
 
@@ -41,30 +31,6 @@ __all__ = ['STREAM_BYTES', 'LinkedArray', 'SaveContext', 'SaveRequest', 'rehears
 
 STREAM_BYTES = 512 * 10**6
 """Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _StreamedSave(PreparedSave):
-    """``links`` are the writes of ``LinkedArray``s whose files are linked; they are not staged."""
-
-    links: Sequence[ArrayWrite] = ()
-
-    @property
-    def total_bytes(self) -> int:
-        return self.staging.total_bytes + sum(write.array.nbytes for write in self.links)
-
-    def write(self, directory: str, previous: PreviousCheckpoint | None) -> WriteReport:
-        context, done = self.request.context, 0
-        checksums: dict[str, FileEntry] = {}
-        for write in self.links:
-            checksums |= link_or_copy_chunks(write, context.storage, directory)
-            done += write.array.nbytes
-            if context.progress is not None:
-                context.progress(done, self.total_bytes)
-        progress = _progress_after(context.progress, done)
-        report = write_arrays(context.storage, directory, self.staging, previous, progress)
-        arrays = report.arrays | {write.path: write.array for write in self.links}
-        return dataclasses.replace(report, arrays=arrays, checksums=report.checksums | checksums)
 
 
 def rehearse(table: LeafTable, request: SaveRequest, t5x_inlines: Mapping[Path, bool] | None = None) -> SavePlan:
@@ -90,19 +56,12 @@ def write_stream(
       StorageError: a file cannot be written; no checkpoint became visible.
     """
     plan = rehearse(table, request, t5x_inlines)
-    links: dict[Path, ArrayWrite] = {}
-    for write in plan.writes:
-        array = linkable_array(write)
-        if array is not None:
-            links[write.path] = dataclasses.replace(write, array=array, chunks=chunks_of_array(array))
-    rest = dataclasses.replace(plan, writes=tuple(write for write in plan.writes if write.path not in links))
-    staging = Staging(rest, request.budget_bytes)
+    sources = (write.value.source if isinstance(write.value, LinkedArray) else None for write in plan.writes)
+    writes = [
+        write if source is None else source.linked(write) for write, source in zip(plan.writes, sources, strict=True)
+    ]
+    staging = Staging(dataclasses.replace(plan, writes=tuple(writes)), request.budget_bytes)
     staging.start()
     facts = dataclasses.replace(request.facts, tree=plan.tree_facts)
     # A step that exists is an error of a conversion.
-    save = _StreamedSave(request, facts, staging, links=tuple(links.values()))
-    return cast('CommittedCheckpoint', run_save(save, lambda: None))
-
-
-def _progress_after(progress: Progress | None, before: int) -> Progress | None:
-    return None if progress is None else lambda done, total: progress(before + done, before + total)
+    return cast('CommittedCheckpoint', PreparedSave(request, facts, staging).run(lambda: None))

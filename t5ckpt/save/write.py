@@ -21,21 +21,18 @@ import numpy as np
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.errors import SaveFailedError, StorageError
-from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO, encode, takes
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 from t5ckpt.format.zarray import zarray_bytes
-from t5ckpt.planning.save_plan import ChunkWrite
-from t5ckpt.save.chunk_reuse import PreviousCheckpoint
-from t5ckpt.save.encoding import CodecSelection
-from t5ckpt.save.stage import Staging
-from t5ckpt.save.staged_leaf import StagedLeaf
-from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
+from t5ckpt.save.chunk_reuse import WrittenArrays
+from t5ckpt.save.linked_arrays import ArraySource
+from t5ckpt.save.request import SaveContext
+from t5ckpt.save.stage import StagedLeaf, Staging
+from t5ckpt.storage import foreign_errors
 
 _CHUNK_BYTES = 64 * 2**20
 # Enough for the latency of a bucket's requests, and for a disk to synchronize many small files at once.
@@ -47,51 +44,25 @@ _BYTES_TO_BUCKET = _WRITERS * _CHUNK_BYTES
 _BEGINNING = 2**16
 
 
-@dataclasses.dataclass
-class WriteReport:
-    """The files that were written or linked.
-
-    Attributes:
-      arrays: the stored arrays by leaf, with the codec that was used.
-      checksums: file, relative to the checkpoint's directory, to (bytes, xxh3-64 hex).
-      linked_bytes: how many of them were linked from the previous checkpoint.
-      file_versions: of the files as they were written, see ``PreviousCheckpoint``.
-      values: see ``PreviousCheckpoint.values``.
-    """
-
-    arrays: dict[Path, StoredArray] = dataclasses.field(default_factory=dict[Path, StoredArray])
-    checksums: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
-    linked_bytes: int = 0
-    file_versions: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    values: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-
 def write_arrays(
-    storage: Storage,
-    directory: str,
-    staging: Staging,
-    previous: PreviousCheckpoint | None = None,
-    progress: Progress | None = None,
-    codec_selection: CodecSelection | None = None,
-) -> WriteReport:
+    context: SaveContext, directory: str, staging: Staging, previous: WrittenArrays | None = None
+) -> WrittenArrays:
     """Writes every stored leaf, wave by wave as they are staged.
 
     Args:
-      storage: the run's.
+      context: has the storage and the codecs that depend on the data, and is told the rate of the storage.
       directory: the checkpoint's (temporary) directory.
       staging: the leaves.
       previous: a checkpoint whose equal chunks are linked instead of written, or None.
-      progress: called with (bytes done, bytes in all).
-      codec_selection: has the codecs that depend on the data, and measures the rate of the storage.
     """
-    selection = codec_selection or CodecSelection(storage)
-    previous = previous or PreviousCheckpoint('', {}, codecs={})
+    storage, selection = context.storage, context.codec_selection
+    previous = previous or WrittenArrays('')
     started = time.monotonic()
     limit = min(staging.limit, _BYTES_TO_DISK if storage.is_file_system else _BYTES_TO_BUCKET)
     # As many as have work at once: the allocator keeps memory of a chunk, and of its encoded bytes, for each.
     threads = max(2, min(_WRITERS, limit * staging.chunk_count // max(1, staging.total_bytes)))
     with Pool(threads) as pool, contextlib.closing(staging.waves()) as waves:
-        writer = _Writer(storage, directory, staging, previous, progress, selection, pool, limit)
+        writer = _Writer(context, directory, staging, previous, pool, limit)
         try:
             for wave in waves:
                 while wave:
@@ -111,37 +82,41 @@ class _Writer:
 
     def __init__(
         self,
-        storage: Storage,
+        context: SaveContext,
         directory: str,
         staging: Staging,
-        previous: PreviousCheckpoint,
-        progress: Progress | None,
-        selection: CodecSelection,
+        previous: WrittenArrays,
         pool: Pool,
         limit: int,
     ):
-        self._storage, self._directory, self._staging, self._previous = storage, directory, staging, previous
-        self._progress, self._selection, self._pool = progress, selection, pool
+        self._context, self._storage, self._directory = context, context.storage, directory
+        self._staging, self._previous, self._pool = staging, previous, pool
         # A larger chunk is written alone.
         self._budget = ByteBudget(limit)
         self._started: collections.deque[tuple[Future[int], int]] = collections.deque()
         self._done_bytes = self.written_bytes = 0
-        self.report = WriteReport()
+        self.report = WrittenArrays(directory)
 
     def write_leaf(self, leaf: StagedLeaf) -> None:
         """Starts the writes of all files of a leaf."""
         write, array, values = leaf.write, leaf.write.array, None
+        source = leaf.sources.get(None)
+        if isinstance(source, ArraySource):
+            self.report.arrays[write.path] = array
+            self._start(write.chunk_bytes * len(write.chunks), self._link_all, source, write)
+            return
         files = list(zip(write.chunks, write.chunk_files, strict=True))
         if array.metadata['compressor'] == AUTO:
-            codec = None
-            if self._selection.agreed is not None:
-                codec = self._selection.agreed.get(array.location)
+            codec, selection = None, self._context.codec_selection
+            if selection.agreed is not None:
+                codec = selection.agreed.get(array.location)
             elif files:
                 values = leaf.as_stored(files[0][0], is_fixed=True)
-                codec = self._selection.choose(values, self._previous.codec(self._storage, array.location))
+                codec = selection.choose(values, self._previous.codec(self._storage, array.location))
             codec = codec if takes(codec, write.chunk_bytes) else None
             array = dataclasses.replace(array, metadata={**array.metadata, 'compressor': codec})
         self.report.arrays[write.path] = array
+        self.report.codecs[array.location] = array.metadata['compressor']
         if self._staging.writes_metadata:
             data = zarray_bytes(array)
             self._start(0, self._write_file, write.zarray, data, write.name)
@@ -170,6 +145,8 @@ class _Writer:
         """
         # An encoder reads them twice.
         values = leaf.as_stored(chunk, is_fixed=codec is not None) if values is None else values
+        if not self._context.reuses:
+            return self._write_file(key, encode(values, codec), leaf.write.name)
         # Of a chunk without a codec the beginning: if it differs, as in training, the rest is not hashed twice.
         seen = values if codec is not None else encode(values, None)[:_BEGINNING]
         self.report.values[key] = known = (digest(seen), codec)
@@ -183,6 +160,11 @@ class _Writer:
         if recorded is not None and not is_new and recorded == entry_of(data) and self._link(key, recorded):
             return 0
         return self._write_file(key, data, leaf.write.name)
+
+    def _link_all(self, source: ArraySource, write: ArrayWrite) -> int:
+        """Links or copies the files of an array of another checkpoint."""
+        self.report.checksums |= source.link(write, self._storage, self._directory)
+        return 0
 
     def _write_file(self, key: str, data: Any, name: str) -> int:
         """Writes one file; returns its bytes."""
@@ -210,8 +192,8 @@ class _Writer:
         self.written_bytes += written
         self.report.linked_bytes += 0 if written else size
         self._done_bytes += size
-        if self._progress is not None and size:
-            self._progress(self._done_bytes, self._staging.total_bytes)
+        if self._context.progress is not None and size:
+            self._context.progress(self._done_bytes, self._staging.total_bytes)
 
     def check_interrupt(self) -> None:
         """Raises if the save was cancelled."""

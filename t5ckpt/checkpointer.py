@@ -60,8 +60,8 @@ from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
-from t5ckpt.reading.read_options import ReadOptions
-from t5ckpt.restore.request import RestoreCall, RestoreRequest, check_source
+from t5ckpt.reading.array_reader import ReadOptions
+from t5ckpt.restore.request import RestoreRequest, check_source
 from t5ckpt.save.arguments import (
     LOCAL_KEEP,
     TierOptions,
@@ -604,7 +604,7 @@ class Checkpointer:
         check_flags(lazy_parameters=lazy_parameters, donate=donate, restore_iterator=restore_iterator)
         check_transforms(state_transformation_fns)
         check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
-        call = RestoreCall(
+        return self._restored(
             step=step,
             path=path,
             transforms=state_transformation_fns,
@@ -615,12 +615,26 @@ class Checkpointer:
             donate=donate,
             leaves_iterator=not restore_iterator,
         )
-        return self._restored(call)
 
-    def _restored(self, call: RestoreCall) -> Any:
+    def _restored(self, **call: Any) -> Any:
         import jax
 
-        state = self._tiers.restore(self._restore_request(call, self._round('a restore')))
+        request = RestoreRequest(
+            template=self._train_state,
+            partitioner=self._partitioner,
+            dataset=self._dataset,
+            storage=self._storage,
+            storage_options=self._storage_options,
+            round=self._round('a restore'),
+            cast=self._restore_cast(),
+            progress=self._save_context.progress,
+            reading=self._reading,
+            notices=self._notices,
+            continues=not self._is_read_only,
+            note_step=self._note_step,
+            **call,
+        )
+        state = self._tiers.restore(request)
         self._restored_leaves = [_reference(leaf) for leaf in jax.tree.leaves(state)]
         return state
 
@@ -631,23 +645,6 @@ class Checkpointer:
         leaves = jax.tree.leaves(state) if step == self.restored_step else []
         return len(leaves) == len(self._restored_leaves) > 0 and all(
             _is_same(leaf, restored()) for leaf, restored in zip(leaves, self._restored_leaves, strict=True)
-        )
-
-    def _restore_request(self, call: RestoreCall, restore_round: CoordinationRound) -> RestoreRequest:
-        return RestoreRequest(
-            call=call,
-            template=self._train_state,
-            partitioner=self._partitioner,
-            dataset=self._dataset,
-            storage=self._storage,
-            storage_options=self._storage_options,
-            round=restore_round,
-            cast=self._restore_cast(),
-            progress=self._save_context.progress,
-            reading=self._reading,
-            notices=self._notices,
-            continues=not self._is_read_only,
-            note_step=self._note_step,
         )
 
     def _note_step(self, step: int | None) -> None:
@@ -673,7 +670,7 @@ class Checkpointer:
           resize: as in :meth:`restore`.
           restore_iterator: as in :meth:`restore`.
         """
-        call = RestoreCall(
+        return self._restored(
             path=path,
             transforms=state_transformation_fns,
             resize=Resize(resize),
@@ -681,7 +678,6 @@ class Checkpointer:
             leaves_iterator=not restore_iterator,
             only=frozenset(leaves),
         )
-        return self._restored(call)
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None

@@ -22,9 +22,8 @@ from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import TreeFacts
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.leaf_reads import StoredRead
-from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
+from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
-from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten

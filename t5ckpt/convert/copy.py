@@ -45,9 +45,8 @@ from t5ckpt.format.names import (
 )
 from t5ckpt.format.relocation import relocated
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import listed_files
+from t5ckpt.reading.contents import listed_files, read_raw
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import read_raw
 from t5ckpt.storage import Storage
 
 _CURE = 'Copy an older step, or leave out what is damaged: t5ckpt cp --drop.'

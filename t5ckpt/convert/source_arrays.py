@@ -18,9 +18,8 @@ from t5ckpt.errors import UnmatchedPattern
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
-from t5ckpt.reading.contents import decode_contents
+from t5ckpt.reading.contents import decode_contents, read_raw
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import read_raw
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,8 @@ from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_re
 from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
 from t5ckpt.lazy import LazyArray
 from t5ckpt.plots import plot_heatmap
-from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
+from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
-from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 

@@ -55,9 +55,8 @@ from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksu
 from t5ckpt.integrity.report import VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
-from t5ckpt.reading.contents import Contents, decode_contents
+from t5ckpt.reading.contents import Contents, RawFiles, decode_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import RawFiles
 from t5ckpt.storage import Entry, Storage, open_storage, split_path
 
 _OWN = {MANIFEST, COPIES, PINNED}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, with_links
+from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
@@ -26,19 +28,40 @@ from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.zarray import ZARRAY, decode_zarray, layout_in_manifest, layout_of_range, zarray_bytes
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.basic_index import basic_index
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, Checksums
 from t5ckpt.reading.chunks import ChunkedArray, OpenArray
-from t5ckpt.reading.contents import Contents, decode_contents
+from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.reading.raw_files import read_raw
-from t5ckpt.reading.read_options import ReadOptions
 from t5ckpt.reading.size_limits import check_count
 from t5ckpt.storage import Storage
 
 _log = logging.getLogger('t5ckpt')
 # The .zarray of an array with 32 dimensions has less than a kilobyte.
 _MAX_ZARRAY_BYTES = 2**20
+_VERIFY_LEVELS = ('auto', 'full', 'quick')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """The options of a read; see ``Checkpointer`` for each field.
+
+    Raises:
+      ValueError: ``verify`` is none of 'auto', 'full' and 'quick'.
+    """
+
+    mmap: bool = False
+    verify: str = 'auto'
+    follow_links: bool = False
+    share_replicated: bool = False
+    budget_bytes: int = 4 * 10**9
+
+    def __post_init__(self) -> None:
+        check_word('verify', self.verify, _VERIFY_LEVELS)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are compared: of every file that is read whole, and with 'full' of each that is read at all."""
+        return self.verify != 'quick'
 
 
 def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies_all: bool = False) -> OpenArray:
@@ -173,7 +196,7 @@ class ArrayReader:
         return reader
 
     def _read(self, leaf: StoredArray, name: str, index: Any) -> np.ndarray:
-        basic = basic_index(index, leaf.shape)
+        basic = _basic_index(index, leaf.shape)
         if basic is None:
             return self._read(leaf, name, ...)[index]
         whole = Box.whole(leaf.shape)
@@ -218,9 +241,8 @@ def open_contents(
     storage_options: Mapping[str, Any] | None,
     reading: ReadOptions,
 ) -> Contents:
-    """Finds a checkpoint and decodes its manifest and facts; raises as ``locate`` and ``decode_contents``."""
-    located = with_links(locate(path, step, storage_options, tensors=True), reading.follow_links)
-    return decode_contents(located, read_raw(located))
+    """Finds a checkpoint and decodes its manifest and facts; raises as ``locate`` and ``read_contents``."""
+    return read_contents(with_links(locate(path, step, storage_options, tensors=True), reading.follow_links))
 
 
 def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
@@ -253,3 +275,54 @@ def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     if strictly:
         raise CorruptCheckpointError(f"{text}. Rename it, or pass verify='auto'.")
     _log.warning('t5ckpt: %s.', text)
+
+
+def _basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
+    """Splits a numpy basic index into forward slices to read, one per dimension, and an index for numpy on the result.
+
+    Returns:
+      None for an advanced index (arrays, lists), which numpy applies to the whole array.
+
+    Raises:
+      IndexError: too many indices, or one out of bounds.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is Ellipsis or isinstance(part, slice) or _is_integer(part) for part in parts):
+        return None
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if used > len(shape) or sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError(f'{index!r:.80}: does not fit an array of {len(shape)} dimensions')
+    if not any(part is Ellipsis for part in parts):
+        parts = (*parts, Ellipsis)
+    read: list[slice] = []
+    after: list[Any] = []
+    for part in parts:
+        if part is None:
+            after.append(None)
+        elif part is Ellipsis:
+            rest = len(shape) - used
+            read += [slice(0, size) for size in shape[len(read) : len(read) + rest]]
+            after += [slice(None)] * rest
+        else:
+            forward, then = _axis_index(part, shape[len(read)], len(read))
+            read.append(forward)
+            after.append(then)
+    return tuple(read), tuple(after)
+
+
+def _is_integer(part: Any) -> bool:
+    return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
+
+
+def _axis_index(part: Any, size: int, axis: int) -> tuple[slice, Any]:
+    if not isinstance(part, slice):
+        position = part.__index__()
+        if not -size <= position < size:
+            raise IndexError(f'index {position} is out of bounds for axis {axis} with size {size}')
+        return slice(position % size, position % size + 1), 0
+    chosen = range(*part.indices(size))
+    if not chosen:
+        return slice(0, 0), slice(None)
+    if chosen.step > 0:
+        return slice(chosen[0], chosen[-1] + 1, chosen.step), slice(None)
+    return slice(chosen[-1], chosen[0] + 1, -chosen.step), slice(None, None, -1)

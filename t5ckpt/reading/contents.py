@@ -1,15 +1,19 @@
-"""Decodes the manifest, the facts and the file checksums of a located checkpoint, without reading arrays.
+"""Reads and decodes the manifest, the facts and the file checksums of a located checkpoint, without reading arrays.
 
-Notes: computes one checksum of the manifest. ``reading/raw_files.py`` reads the files.
+The file ``checkpoint`` holds manifest and facts. Steps of the earlier layout have the latter in a file
+(``catalog/facts_files.py``).
+
+Notes: computes one checksum of the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.facts_files import facts_file, facts_files
 from t5ckpt.catalog.layouts import is_levanter
 from t5ckpt.catalog.locate import Located, foreign_bytes
 from t5ckpt.core.gc_pause import paused
@@ -18,6 +22,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
 from t5ckpt.core.text import CURE_OF_DAMAGE, some_of, without_cure_of_damage
 from t5ckpt.errors import (
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     T5CkptError,
     TreeMismatchError,
@@ -26,19 +31,19 @@ from t5ckpt.errors import (
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves
 from t5ckpt.format.facts import NO_FACTS, Facts, TreeFacts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.manifest import Manifest, begins_state, decode_manifest, refuse_pointer
+from t5ckpt.format.manifest import Manifest, begins_state, decode_manifest, refuse_pointer, split_facts
 from t5ckpt.format.names import (
     COPIES,
     MANIFEST,
+    is_file_checksums,
     parse_step_dir,
     part_of,
 )
 from t5ckpt.format.safetensors import is_tensor_file
-from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.orbax import read_orbax, resolve_placeholders
-from t5ckpt.reading.raw_files import RawFiles, read_raw, with_lists
-from t5ckpt.reading.safetensors import decode_tensors
+from t5ckpt.reading.safetensors import decode_tensors, read_tensors, refuse_shard
 from t5ckpt.reading.zarr_tree import read_zarr_tree
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
@@ -49,6 +54,23 @@ _TRANSFORM_NOTE = (
     'A state transformation runs before arrays are read, so a stored array is an object with a shape and a dtype in it. '
     't5ckpt.open_checkpoint(path)[leaf][...] reads the values of one.'
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class RawFiles:
+    """The undecoded manifest, facts and file checksums; all empty for an Orbax directory.
+
+    Attributes:
+      manifest: the file ``checkpoint`` without the facts.
+      facts: those of the checkpoint, if it has any.
+      checksum_lists: the files with the file checksums by name, if checksums are to be compared.
+      versions: of the file ``checkpoint``, or of tensor files, by name, see ``Storage.version``.
+    """
+
+    manifest: bytes | None = None
+    facts: bytes | None = None
+    checksum_lists: Mapping[str, bytes] | None = None
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +90,7 @@ class Contents:
     manifest: Manifest
     facts: Facts
     checksums: FileChecksums | None = None
-    raw: RawFiles = RawFiles()  # noqa: RUF009 - frozen
+    raw: RawFiles = RawFiles()
     left_out: tuple[str, ...] = ()
     unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -127,6 +149,57 @@ class Contents:
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
         return leaves_of(self, (), {})[0]
+
+
+def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
+    """Reads a checkpoint's own files; with ``checksums`` also its file checksums.
+
+    Raises:
+      CheckpointNotFoundError: the checkpoint was deleted since it was located.
+      UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
+    """
+    storage, files = located.storage, CheckpointFiles.of(located)
+    if not located.manifest:
+        return RawFiles()
+    if is_tensor_file(located.manifest):
+        data, versions = read_tensors(files, located.manifest)
+        return RawFiles(data, versions=versions)
+    refuse_shard(located.manifest, located.url)
+    while True:
+        data, version = files.read_with_version(located.manifest)
+        manifest, facts = split_facts(data)
+        if facts is not None:
+            break
+        facts = _read_facts_file(located, files, manifest)
+        if facts is not None or storage.version(files.key(located.manifest)) == version:
+            break
+        # A save has replaced a step of the earlier layout, and the file with its facts is gone.
+    raw = RawFiles(manifest, facts, versions={located.manifest: version})
+    return with_lists(located, raw) if checksums else raw
+
+
+def _read_facts_file(located: Located, files: CheckpointFiles, manifest: bytes) -> bytes | None:
+    names = facts_files(located.storage, located.directory)
+    return files.read_if_there(facts_file(manifest, names)) if names else None
+
+
+def with_lists(located: Located, raw: RawFiles) -> RawFiles:
+    """Adds the lists of file checksums that the facts record; without facts, those in the directory."""
+    files, facts = CheckpointFiles.of(located), raw.facts
+    names: Collection[str] = ()
+    if facts is None:
+        names = [entry.name for entry in located.storage.entries(located.directory) if is_file_checksums(entry.name)]
+    else:
+        # Damaged facts are reported where they are decoded, as is a missing list.
+        with contextlib.suppress(CorruptCheckpointError):
+            names = decode_facts(facts, located.url).digests.lists
+    lists: dict[str, bytes] = {}
+    for name, data in in_threads(names, files.read, files.threads):
+        if isinstance(data, bytes):
+            lists[name] = data
+        elif not isinstance(data, CheckpointNotFoundError):
+            raise data
+    return dataclasses.replace(raw, checksum_lists=lists)
 
 
 def read_contents(located: Located, *, logs_items: bool = True) -> Contents:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.keys import is_inside, join
+from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path, path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
@@ -32,28 +32,23 @@ from t5ckpt.format.safetensors import (
     parse_header,
 )
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import unflatten, unique
 
 _log = logging.getLogger('t5ckpt')
 
 
-def read_tensors(
-    storage: Storage, directory: str, name: str, *, follow_links: bool = False
-) -> tuple[bytes, dict[str, Any]]:
+def read_tensors(files: CheckpointFiles, name: str) -> tuple[bytes, dict[str, Any]]:
     """The tensors of :func:`read_headers` as JSON for :func:`decode_tensors`, and the versions."""
-    files, versions = read_headers(storage, directory, name, follow_links=follow_links)
+    headers, versions = read_headers(files, name)
     arrays = [
         (name, array.location, array.shape, array.dtype.name, array.metadata)
-        for header in files.values()
+        for header in headers.values()
         for name, array in header.arrays
     ]
     return json.dumps(arrays).encode(), versions
 
 
-def read_headers(
-    storage: Storage, directory: str, name: str, *, follow_links: bool = False
-) -> tuple[dict[str, Header], dict[str, Any]]:
+def read_headers(source: CheckpointFiles, name: str) -> tuple[dict[str, Header], dict[str, Any]]:
     """The header of a file, or of each file that an index names.
 
     A tensor is in one of the headers. Logs the tensors that are left out because of their dtype.
@@ -66,19 +61,18 @@ def read_headers(
       CheckpointNotFoundError: a file that the index names is missing.
       CorruptCheckpointError: a header or the index does not decode, or the two disagree.
     """
-    source = CheckpointFiles.at(storage, directory, follow_links=follow_links)
     versions: dict[str, Any] = {}
 
     def header(file: str) -> Header:
-        versions[file] = storage.version(join(directory, file))
-        return _header(source, file, storage.url(join(directory, file)))
+        versions[file] = source.storage.version(source.key(file))
+        return _header(source, file, source.url(file))
 
-    where = storage.url(join(directory, name))
+    where = source.url(name)
     refuse_shard(name, where)
     if INDEX.fullmatch(name) is None:
         files = {name: header(name)}
     else:
-        versions[name] = storage.version(join(directory, name))
+        versions[name] = source.storage.version(source.key(name))
         index = source.read(name, limit=MAX_HEADER)
         by_tensor = weight_map(index, where)
         files = _chosen(by_tensor, {file: header(file) for file in sorted(set(by_tensor.values()))}, where)

@@ -56,7 +56,7 @@ def run_restore(request: RestoreRequest) -> Any:
         request.round.barrier(Phase.READ)
     with request.round.together(Phase.RESTORE):
         restored = finish()
-    request.note_step(planned.contents.located.step if request.call.path is None else None)
+    request.note_step(planned.contents.located.step if request.path is None else None)
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     leaves, data = summary
@@ -76,47 +76,40 @@ class _Planned:
     view: StateView
     contents: Contents
     plan: RestorePlan
-    fallback: LeafTable
 
 
 def _planned(request: RestoreRequest) -> _Planned:
-    if request.call.lazy and getattr(request.partitioner, 'params_on_devices', False):
+    if request.lazy and getattr(request.partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    planned = _plan(request, contents_to_restore(request))
-    report_plan(planned.plan, request, planned.contents, planned.view.table, planned.fallback)
-    return planned
-
-
-def _plan(request: RestoreRequest, contents: Contents) -> _Planned:
-    view = flatten_state(request.template)
-    template = unflatten(view.table)
-    leaves, tree_facts = leaves_of(contents, request.call.transforms, template)
-    fallback = flatten_state(request.call.fallback).table if request.call.fallback else {}
+    contents, view = contents_to_restore(request), flatten_state(request.template)
+    leaves, tree_facts = leaves_of(contents, request.transforms, unflatten(view.table))
+    fallback = flatten_state(request.fallback).table if request.fallback else {}
     options = RestoreOptions(
         request.cast,
         fallback,
         tree_facts.keys,
         knows_keys=contents.facts.knows_tree,
-        strict=request.call.strict,
-        on_devices=not request.call.lazy,
-        resize=request.call.resize,
+        strict=request.strict,
+        on_devices=not request.lazy,
+        resize=request.resize,
     )
-    templates = leaf_templates(view, request.template, request.partitioner, request.call.only)
+    templates = leaf_templates(view, request.template, request.partitioner, request.only)
     with contents.naming_unread():
         plan = plan_restore(leaves, templates, options, contents.located.url)
-    return _Planned(view, contents, plan, fallback)
+    report_plan(plan, request, contents, view.table, fallback)
+    return _Planned(view, contents, plan)
 
 
 def _chunk_files(request: RestoreRequest, plan: RestorePlan) -> list[str]:
-    return list(dict.fromkeys(file for read in plan.stored for file in read.chunk_files(whole=request.call.lazy)))
+    return list(dict.fromkeys(file for read in plan.stored for file in read.chunk_files(whole=request.lazy)))
 
 
 def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
     """Fetches the files that this process reads into its storage."""
-    dataset = None if request.call.leaves_iterator else request.dataset
+    dataset = None if request.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
     checksums = part.provide(request.round, _chunk_files(request, planned.plan), prefix)
     if not request.reading.verifies:
@@ -128,16 +121,16 @@ def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any]
     """Reads all values; returns a function that builds the state from them, and for the log what was read, and the data."""
     view, contents, plan = planned.view, planned.contents, planned.plan
     reader = reader_of(contents, request.reading)
-    if request.call.donate:
+    if request.donate:
         _free(view.table, [read.value for read in (*plan.inline, *plan.fallback)])
     with contents.identity.reading(), explicit_transfers():
         values, final_shardings, nbytes = (
-            lazy_leaves(reader, plan) if request.call.lazy else read_leaves(reader, plan, request)
+            lazy_leaves(reader, plan) if request.lazy else read_leaves(reader, plan, request)
         )
         values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
-    data = '' if request.call.leaves_iterator else _move_iterator(request, reader, contents)
+    data = '' if request.leaves_iterator else _move_iterator(request, reader, contents)
     summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
-    only = request.call.only
+    only = request.only
     gathered = functools.partial(gather, values, final_shardings)
     if only is not None:
         return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}, summary

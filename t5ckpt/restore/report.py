@@ -42,9 +42,9 @@ def report_plan(
         for text in _unused_options(request, contents.located, template, fallback):
             warn_caller(NoEffectWarning(text))
     warn_if_narrowed(plan)
-    if request.round.is_single_process and not request.call.lazy:
+    if request.round.is_single_process and not request.lazy:
         _warn_if_unsharded(plan, template, contents.facts.devices, request.notices)
-    elif not request.call.lazy:
+    elif not request.lazy:
         _warn_if_local(plan)
 
 
@@ -59,14 +59,14 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         _log.warning('t5ckpt: restored as in the checkpoint%s: %s', how, some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
-    elif request.call.resize.patterns:
-        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.call.resize.patterns)
+    elif request.resize.patterns:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.resize.patterns)
     if plan.ignored:
         # A template for inference omits the optimizer state, or takes an average in place of all parameters, on purpose.
         # Some omitted parameters are worth a warning.
         warned = {path[0] for path in template}.intersection(PARAMETER_ROOTS)
         named = sorted(plan.ignored, key=lambda path: path[0] not in warned)
-        is_meant = request.call.strict == 'contains' and named[0][0] not in warned
+        is_meant = request.strict == 'contains' and named[0][0] not in warned
         log = _log.info if is_meant else _log.warning
         count = counted(len(named), 'leaf', 'leaves')
         log('t5ckpt: left out %s that the template does not have: %s', count, _listed(named))
@@ -76,7 +76,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         filled = _listed([read.path for read in plan.fallback])
         count = counted(len(plan.fallback), 'leaf', 'leaves')
         _log.info('t5ckpt: %s as given (fallback_state, init_fn), not from the checkpoint: %s', count, filled)
-    if plan.skipped and request.call.only is None:
+    if plan.skipped and request.only is None:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 
 
@@ -95,7 +95,7 @@ def _unused_options(request: RestoreRequest, located: Located, template: LeafTab
             f'fallback_state holds leaves that the template lacks: {_listed(unknown)}. Correct their names; the template '
             f'begins with {roots}.'
         )
-    if request.call.donate and not any(is_jax_array(leaf) for leaf in template.values()):
+    if request.donate and not any(is_jax_array(leaf) for leaf in template.values()):
         texts.append('donate has no effect: the template holds no jax.Array. Leave it out.')
     if not located.storage.is_file_system:
         where = located.storage.url()

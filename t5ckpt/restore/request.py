@@ -19,27 +19,8 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.reading.read_options import ReadOptions
+from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.storage import Storage
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoreCall:
-    """The arguments of a call; see ``Checkpointer.restore`` for each field.
-
-    With ``only`` the result is a table of these leaves instead of a state.
-    """
-
-    resize: Resize
-    strict: str
-    transforms: Sequence[Any] = ()
-    step: int | None = None
-    path: str | os.PathLike[str] | None = None
-    fallback: Mapping[str, Any] | None = None
-    lazy: bool = False
-    donate: bool = False
-    leaves_iterator: bool = False
-    only: frozenset[Path] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +42,7 @@ class LocalPart:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequest:
-    """A call, and the arguments of its checkpointer.
+    """The arguments of a call, see ``Checkpointer.restore``, and of its checkpointer.
 
     Attributes:
       template: the state whose structure, dtypes and shardings the result has.
@@ -72,6 +53,7 @@ class RestoreRequest:
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: the options of reads, such as memory maps.
       continues: whether the caller may train on, so that data without its position is worth a warning.
+      only: the result is a table of these leaves instead of a state.
       note_read: called with the bytes of arrays that this process has read.
       sources: returns what the log line of the restore says of the tiers that the arrays came from.
       note_step: called after the restore, with the step of the run; None for one from a ``path``.
@@ -79,7 +61,6 @@ class RestoreRequest:
       local_part: in a job of several processes, the part that this process has on its disk; None reads ``storage`` or a ``path``.
     """
 
-    call: RestoreCall
     template: Any
     partitioner: Partitioner | None
     dataset: DatasetState | None
@@ -91,6 +72,16 @@ class RestoreRequest:
     reading: ReadOptions
     notices: Notices
     continues: bool
+    resize: Resize
+    strict: str
+    transforms: Sequence[Any] = ()
+    step: int | None = None
+    path: str | os.PathLike[str] | None = None
+    fallback: Mapping[str, Any] | None = None
+    lazy: bool = False
+    donate: bool = False
+    leaves_iterator: bool = False
+    only: frozenset[Path] | None = None
     note_read: Callable[[int], None] = lambda _: None
     sources: Callable[[], str] = lambda: ''
     note_step: Callable[[int | None], None] = lambda _: None

@@ -10,17 +10,14 @@ from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import lines_of_error
 from t5ckpt.errors import CheckpointNotFoundError, DisagreementError, RemoteError
-from t5ckpt.reading.contents import Contents, decode_contents
-from t5ckpt.reading.raw_files import RawFiles, read_raw
+from t5ckpt.reading.contents import Contents, RawFiles, decode_contents, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
 
 
 def _locate(request: RestoreRequest) -> Located:
-    if request.call.path is not None:
-        located = _locate_path(request, os.fspath(request.call.path))
-    else:
-        located = _locate_step(request, request.call.step)
+    path = request.path
+    located = _locate_step(request, request.step) if path is None else _locate_path(request, os.fspath(path))
     return dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
 
 
@@ -39,9 +36,9 @@ def _locate_path(request: RestoreRequest, url: str) -> Located:
 
 
 def _requested(request: RestoreRequest) -> str:
-    if request.call.path is not None:
-        return os.fspath(request.call.path)
-    return f'{"the latest step" if request.call.step is None else f"step {int(request.call.step)}"} of {request.storage.url()}'
+    if request.path is not None:
+        return os.fspath(request.path)
+    return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
 
 
 def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
@@ -82,13 +79,13 @@ def _find_and_broadcast(request: RestoreRequest) -> tuple[Located, RawFiles]:
     except Exception as error:
         request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
         raise
-    request.round.share('found', json.dumps(head).encode())
-    request.round.share('files', b''.join(data for data in files.values() if data is not None))
+    request.round.share('found', b''.join([json.dumps(head).encode(), b'\n', *filter(None, files.values())]))
     return located, raw
 
 
 def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    head = json.loads(request.round.share('found', None))
+    text, _, data = request.round.receive('found').partition(b'\n')
+    head = json.loads(text)
     if 'error' in head:
         raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
     if head['requested'] != _requested(request):
@@ -96,12 +93,11 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
             f'process 0 was asked to restore {head["requested"]}, process {request.round.processes.index} '
             f'{_requested(request)}. Every process has to restore the same step of the same directory.'
         )
-    data = request.round.share('files', None)
     shared: dict[str, bytes] = {}
     for name, size in head['sizes']:
         shared[name], data = data[:size], data[size:]
     located = (
-        Located(request.storage, *head['location']) if request.call.path is None else _locate_path(request, head['url'])
+        Located(request.storage, *head['location']) if request.path is None else _locate_path(request, head['url'])
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
     # A file system may number its files differently on each machine.

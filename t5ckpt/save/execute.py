@@ -186,8 +186,8 @@ class PreparedSave:
             started |= self._open()
         if not self._round.is_single_process:
             self._context.codec_selection.agreed = started['codecs']
-        if not self._commits and started['reuse']:
-            self._previous = self._context.previous
+        if not self._commits:
+            self._context.previous = self._previous = self._context.previous if started['reuse'] else None
         self._generation = generation = started['generation']
         directory = join(started['directory'], generation)
         written = write_arrays(self._context, directory, self.staging, self._previous)
@@ -290,9 +290,10 @@ class PreparedSave:
             except Exception:  # noqa: BLE001 - logged with its traceback
                 # A policy is the user's code. The checkpoint is committed, so the save itself has succeeded.
                 _log.exception('t5ckpt: retention after the save of step %d failed; the save is complete', step)
-        if context.reuses:
+        # Unless it may have linked a damaged chunk: then ``discard_previous`` was called.
+        if context.reuses and context.previous is self._previous:
             written.note_committed(storage, join(step_dir(step), self._generation), done['facts_checksum'])
-            context.take_previous(written)
+            context.previous = written
         return committed
 
     def _manifest(self, arrays: Mapping[Path, StoredArray]) -> bytes:

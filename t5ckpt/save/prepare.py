@@ -34,9 +34,10 @@ def prepare_save(request: SaveRequest, table: LeafTable, axes: LeafAxes, transfo
     files_of_others = [write.files_of_others(with_metadata=not is_leader) for write in plan.writes if in_parts]
     samples = context.codec_selection.samples(plan.writes) if is_leader and not is_single else {}
     writes_metadata = is_leader or in_parts
-    staging = Staging(plan, request.budget_bytes, in_background=request.in_background, writes_metadata=writes_metadata)
     with paused():
-        staging.start()
+        staging = Staging(
+            plan, request.budget_bytes, in_background=request.in_background, writes_metadata=writes_metadata
+        )
     devices = most_devices(table.values())
     facts = dataclasses.replace(request.facts, tree=plan.tree_facts, devices=devices if devices > 1 else None)
     return PreparedSave(request, facts, staging, text, samples, frozenset().union(*files_of_others))

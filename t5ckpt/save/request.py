@@ -44,7 +44,7 @@ class SaveContext:
       notices: the warnings that the checkpointer gives once.
       codec_selection: chooses the codecs that depend on the data.
       reuses: whether chunks are linked that equal those of the previous checkpoint.
-      previous: the checkpoint that was committed last, from which the next save links chunks; None links none.
+      previous: the arrays that were committed last, from which the next save links chunks; None links none.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SaveContext:
         self.progress, self.clock = progress, clock
         self.notices = Notices() if notices is None else notices
         self.codec_selection = CodecSelection(storage)
-        self.previous: WrittenArrays | None = None
         self.reuses = reuses and (storage.links or storage.copies)
-        self._has_searched = self._is_discarded = False
+        # Before the first save, one that is not there.
+        self.previous = WrittenArrays('') if self.reuses else None
 
     def find_previous(self, *, searches: bool) -> WrittenArrays | None:
         """The checkpoint to link chunks from, at the beginning of a save.
@@ -73,25 +73,14 @@ class SaveContext:
         ``searches``: on storage in the first save, and if the last one was deleted. In a job of several processes it is the last
         one that the job committed, which all of them know without reading storage.
         """
-        self._is_discarded = False
         # Another thread may discard it.
         previous = self.previous
-        if previous is not None and previous.is_there(self.storage):
-            return previous
-        if not searches or not self.reuses or (self._has_searched and self.previous is None):
-            return None
-        self._has_searched = True
-        self.previous = find_previous(self.storage)
-        return self.previous
-
-    def take_previous(self, previous: WrittenArrays) -> None:
-        """Takes the checkpoint that a save has committed, unless it may have chunks of a discarded one."""
-        if not self._is_discarded:
-            self.previous = previous
+        if previous is not None and not previous.is_there(self.storage):
+            previous = self.previous = find_previous(self.storage) if searches else None
+        return previous
 
     def discard_previous(self) -> None:
         """Links nothing in the next save, since a chunk on the disk is damaged; called from any thread."""
-        self._has_searched = self._is_discarded = True
         self.previous = None
 
 

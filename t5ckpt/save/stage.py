@@ -99,9 +99,9 @@ StagedWave = collections.deque[StagedLeaf]
 class Staging:
     """Stages a plan, wave after wave.
 
-    The caller stages the inline leaves and the first wave with :meth:`start`. The writer iterates over :meth:`waves`, which
-    stages each further wave in the writer's thread when the previous one is written. The caller must not change its arrays before
-    ``is_staged`` is set.
+    The constructor stages the inline leaves and the first wave. The writer iterates over :meth:`waves`, which stages each further
+    wave in the writer's thread when the previous one is written. The caller must not change its arrays before ``is_staged`` is
+    set.
 
     Attributes:
       writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
@@ -118,7 +118,7 @@ class Staging:
         in_background: bool = False,
         writes_metadata: bool = True,
     ):
-        """Splits the plan into waves; nothing is copied yet."""
+        """Splits the plan into waves, and stages the inline leaves and the first wave."""
         self.total_bytes = sum(write.chunk_bytes * len(write.chunks) for write in plan.writes)
         self.chunk_count = sum(len(write.chunks) for write in plan.writes)
         self.writes_metadata = writes_metadata
@@ -130,8 +130,14 @@ class Staging:
         self._waves = _split(map(self._leaf, plan.writes), self.limit)
         self._next: StagedWave | None = None
         self._interrupted = False
-        self._inline_writes = plan.inline
-        self._inline: list[tuple[InlineWrite, Any]] = []
+        values = [
+            np.array(whole_value(write.value))
+            if is_jax_array(write.value) and not self._is_copied(write.value)
+            else write.value
+            for write in plan.inline
+        ]
+        self._inline = list(zip(map(_without_inline_array, plan.inline), _copies(values), strict=True))
+        self._stage_next()
 
     def _is_copied(self, value: Any) -> bool:
         if is_jax_array(value):
@@ -142,18 +148,6 @@ class Staging:
         leaf = StagedLeaf(write, self._reading)
         leaf.is_copy = self._is_copied(write.value) and leaf.held_bytes <= self.limit
         return leaf
-
-    def start(self) -> None:
-        """Stages the inline leaves and the first wave."""
-        writes, self._inline_writes = self._inline_writes, ()
-        values = [
-            np.array(whole_value(write.value))
-            if is_jax_array(write.value) and not self._is_copied(write.value)
-            else write.value
-            for write in writes
-        ]
-        self._inline = list(zip(map(_without_inline_array, writes), _copies(values), strict=True))
-        self._stage_next()
 
     def inline_leaves(self) -> LeafTable:
         """The inline leaves as T5X expects them in the manifest, cast; waits for their transfer."""

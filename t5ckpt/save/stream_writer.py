@@ -61,7 +61,6 @@ def write_stream(
         write if source is None else source.linked(write) for write, source in zip(plan.writes, sources, strict=True)
     ]
     staging = Staging(dataclasses.replace(plan, writes=tuple(writes)), request.budget_bytes)
-    staging.start()
     facts = dataclasses.replace(request.facts, tree=plan.tree_facts)
     # A step that exists is an error of a conversion.
     return cast('CommittedCheckpoint', PreparedSave(request, facts, staging).run(lambda: None))

@@ -28,8 +28,7 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.format.zarray import ZARRAY, zarray_bytes
-from t5ckpt.reading.contents import Contents, decode_contents
-from t5ckpt.reading.raw_files import RawFiles
+from t5ckpt.reading.contents import Contents, RawFiles, decode_contents
 from t5ckpt.storage import Storage, means_damage
 from t5ckpt.tiers.coverage import ChunkNumbers, DiskStep, num_bits
 from t5ckpt.tiers.local_reads import LocalReads

@@ -52,9 +52,8 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
       CheckpointNotFoundError: no tier has the step.
       CorruptCheckpointError: it is damaged, and no other tier has it.
     """
-    choice = catalog.choose(request.call.step)
+    choice = catalog.choose(request.step)
     step, counted = choice.step, BytesRead()
-    call = dataclasses.replace(request.call, step=step)
     fetched, is_local = 0, choice.is_local
 
     def sources() -> str:
@@ -62,7 +61,7 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
         local_bytes, run_bytes = (max(0, counted.nbytes - fetched), fetched) if is_local else (0, counted.nbytes)
         return f'; {local_bytes} bytes of arrays from {catalog.local.url()}, {run_bytes} from {catalog.run.url()}'
 
-    from_run = dataclasses.replace(request, call=call, note_read=counted, sources=sources)
+    from_run = dataclasses.replace(request, step=step, note_read=counted, sources=sources)
     catalog.begin_restore(step)
     if step is None or not is_local:
         with catalog.noting_damage(step, catalog.run):
@@ -80,7 +79,7 @@ def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
                     restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
             if not is_local and not catalog.read_only:
                 try_to_rename_damaged(catalog.local, step, catalog.clock)
-    if request.call.step is None and step is not None:
+    if request.step is None and step is not None:
         for each, reason in sorted(catalog.unusable().items()):
             if each > step or (each == step and not choice.is_local):
                 _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)

@@ -27,7 +27,7 @@ from t5ckpt.errors import (
     T5CkptError,
 )
 from t5ckpt.format.facts import save_id
-from t5ckpt.reading.raw_files import read_raw
+from t5ckpt.reading.contents import read_raw
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.storage import Storage, is_disk_error, means_damage
@@ -83,7 +83,7 @@ class SharedRestore:
           CheckpointNotFoundError: there is no step.
           CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
         """
-        wanted = request.call.step
+        wanted = request.step
         self._catalog.begin_restore(wanted)
         for attempt in range(_ATTEMPTS):
             found, local = self.choose(request)
@@ -114,8 +114,8 @@ class SharedRestore:
 
     def choose(self, request: RestoreRequest) -> tuple[SharedChoice, LocalParts]:
         """The step to restore, and what the disk of this process has; every process calls it."""
-        wanted = request.call.step
-        positions = request.dataset is not None and not request.call.leaves_iterator
+        wanted = request.step
+        positions = request.dataset is not None and not request.leaves_iterator
         at = self._coordinator.round(CHOICE_ACTION)
         with at.failing_together(Phase.LOOK):
             local, self._known_parts = self._known_parts or parts_in(self._local, self._reads), None
@@ -146,10 +146,10 @@ class SharedRestore:
             raise CorruptCheckpointError(
                 f'the local directories have no complete step, and {self._run.url()} does not have it: {reasons}.'
             )
-        call = dataclasses.replace(request.call, step=request.call.step if found.step is None else found.step)
+        step = request.step if found.step is None else found.step
         read, at = BytesRead(), self._coordinator.round('a restore')
         of_run = dataclasses.replace(
-            request, call=call, round=at, note_read=read, sources=lambda: self._sources(Provided(run=read.nbytes))
+            request, step=step, round=at, note_read=read, sources=lambda: self._sources(Provided(run=read.nbytes))
         )
         return run_restore(of_run)
 
@@ -170,11 +170,10 @@ class SharedRestore:
             part = completed(at, part, self._local, step, found.sender, self._catalog.clock)
         run = self._run if found.in_run else None
         provider = Provider(self._coordinator, part, run, request.reading.budget_bytes, self._reads)
-        call = dataclasses.replace(request.call, step=step)
         local_part = LocalPart(part.located, part.manifest, part.facts, provider)
         of_part = dataclasses.replace(
             request,
-            call=call,
+            step=step,
             storage=self._local,
             local_part=local_part,
             round=self._coordinator.round('a restore'),

@@ -152,7 +152,7 @@ class Tiers(StepTiers):
         self._uploads.wait(step)
 
     def restore(self, request: RestoreRequest) -> Any:
-        if request.call.path is not None:
+        if request.path is not None:
             return run_restore(request)
         request = dataclasses.replace(request, no_step=self._catalog.no_step)
         if not self._is_single:

@@ -13,7 +13,7 @@ from t5ckpt.core.text import numbered_are
 from t5ckpt.errors import NotDurableError, NotPersistedError, T5CkptError
 from t5ckpt.save.arguments import TierOptions
 from t5ckpt.save.request import SaveRequest
-from t5ckpt.save.watched_metrics import WatchedMetrics
+from t5ckpt.save.schedule import WatchedMetrics
 from t5ckpt.tiers.catalog import TierCatalog
 from t5ckpt.tiers.coverage import NOWHERE, DiskStep
 from t5ckpt.tiers.intents import Intents, PersistSchedule

@@ -24,11 +24,9 @@ from t5ckpt.errors import (
     StorageError,
 )
 from t5ckpt.format.names import MANIFEST, step_dir
-from t5ckpt.reading.array_reader import reader_of
-from t5ckpt.reading.contents import decode_contents
+from t5ckpt.reading.array_reader import ReadOptions, reader_of
+from t5ckpt.reading.contents import decode_contents, read_raw
 from t5ckpt.reading.identity import ChangedMeanwhileError
-from t5ckpt.reading.raw_files import read_raw
-from t5ckpt.reading.read_options import ReadOptions
 
 OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, 'compression': None}
 """The options of each checkpointer: ``n`` goes into the manifest, and ``w`` into plain files, which no other step has."""

@@ -23,7 +23,7 @@ from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError, Unsup
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.safetensors import DTYPE_NAMES, MAX_HEADER, METADATA, is_tensor_file
 from t5ckpt.lazy import LazyThreadPoolArray
-from t5ckpt.reading.checkpoint_files import open_source
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, open_source
 from t5ckpt.reading.safetensors import read_headers
 from t5ckpt.storage import foreign_errors, open_storage, split_path
 
@@ -151,7 +151,7 @@ class TensorReader:
             raise UnsupportedFormatError(
                 f'{path} is not a safetensors file on a local disk, nor a directory with model.safetensors. Check the path.'
             )
-        headers, _ = read_headers(storage, directory, name, follow_links=True)
+        headers, _ = read_headers(CheckpointFiles.at(storage, directory, follow_links=True), name)
         self.files = [os.path.join(root, file) for file in headers]
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, np.ndarray] = {}

@@ -82,7 +82,7 @@ from t5ckpt.save.prepare import prepare_save
 from t5ckpt.save.request import LaterSteps, SaveContext, SaveRequest
 from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck
-from t5ckpt.save.transforms import LeafAxes
+from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, is_same_kind, require_directory
 from t5ckpt.tiers.one_tier import OneTier, StepTiers
@@ -488,7 +488,7 @@ class Checkpointer:
             if save_round.is_leader:
                 self._later_steps.note_save(step)
             self._check_before_save(state, table, request, has_transforms=bool(transforms))
-            return prepare_save(request, table, self._axes, transforms)
+            return prepare_save(request, *transformed(table, self._axes, transforms))
 
     def _check_before_save(self, state: Any, table: LeafTable, request: SaveRequest, *, has_transforms: bool) -> None:
         """Warns of metrics that do not come, and of what a restore could not restore."""

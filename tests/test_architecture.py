@@ -52,7 +52,6 @@ SCHEME_HOMES = {'convert', 'storage'}
 # Modules of rooms whose names users or other modules import from them, though another module defines some of them.
 PUBLIC_IN_ROOMS = {
     'convert.seqax',
-    'save.stream_writer',
 }
 
 HEAVY = ('flax', 'jax', 'jaxlib', 'optax', 'orbax', 'tensorboard', 'tensorflow', 'tensorstore', 'torch')

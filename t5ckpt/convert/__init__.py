@@ -1,7 +1,7 @@
 """Converts from and to other formats, and copies checkpoints with changes.
 
-A reader returns a table of LazyArrays, and a writer takes one; ``save/stream_writer.py`` is the writer of T5X's format. So every
-conversion reads one tensor, or a part of one, at a time. Optional dependencies are imported when they are needed.
+A reader returns a table of LazyArrays, and a writer takes one; ``save/prepare.write_stream`` is the writer of T5X's format. So
+every conversion reads one tensor, or a part of one, at a time. Optional dependencies are imported when they are needed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import step_dir
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, rehearse, write_stream
+from t5ckpt.save.prepare import rehearse, write_stream
+from t5ckpt.save.request import STREAM_BYTES, SaveContext, SaveRequest
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP

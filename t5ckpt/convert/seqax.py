@@ -51,7 +51,8 @@ from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.orbax import array_leaves
-from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, write_stream
+from t5ckpt.save.prepare import write_stream
+from t5ckpt.save.request import STREAM_BYTES, SaveContext, SaveRequest
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_jax_array

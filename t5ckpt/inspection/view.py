@@ -63,7 +63,7 @@ def open_checkpoint(
     reading = ReadOptions(mmap, verify, follow_links)
     contents = open_contents(path, step, storage_options, reading)
     leaves = contents.leaves()
-    return CheckpointView(contents, reader_of(contents, reading).within(contents.naming_part), leaves)
+    return CheckpointView(contents, reader_of(contents, reading), leaves)
 
 
 class CheckpointView(Mapping[str, LazyArray]):

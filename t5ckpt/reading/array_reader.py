@@ -123,6 +123,7 @@ class ArrayReader:
         checksums: Checksums = None,
         verifies_all: bool = True,
         identity: Identity | None = None,
+        around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         """Makes a reader.
 
@@ -133,12 +134,13 @@ class ArrayReader:
           verifies_all: reads all of each chunk, and verifies it, also if it is mapped or little of it is wanted.
           identity: each :meth:`read` checks that the checkpoint is still this one; None if the caller checks it once for
             many reads.
+          around_read: a context for each :meth:`read`.
         """
         self.files = CheckpointFiles.of(located, checksums)
         self._mmap = mmap and located.storage.is_file_system
         self._verifies_all = verifies_all
         self._identity = identity
-        self._around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._around_read = around_read
 
     def open(self, leaf: StoredArray, name: str) -> OpenArray:
         """Opens an array; raises as :func:`open_array`."""
@@ -187,12 +189,6 @@ class ArrayReader:
         """A reader for many reads, after which the caller checks the checkpoint's identity once."""
         reader = copy.copy(self)
         reader._identity = None  # noqa: SLF001 - a copy of itself
-        return reader
-
-    def within(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> Self:
-        """A reader each :meth:`read` of which runs in a context."""
-        reader = copy.copy(self)
-        reader._around_read = context  # noqa: SLF001 - a copy of itself
         return reader
 
     def _read(self, leaf: StoredArray, name: str, index: Any) -> np.ndarray:
@@ -259,6 +255,7 @@ def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
         checksums=functools.partial(contents.read_checksums, even_of_part=is_full) if reading.verifies else None,
         verifies_all=is_full,
         identity=contents.identity,
+        around_read=contents.naming_part,
     )
 
 

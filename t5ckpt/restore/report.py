@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, no_links_text
-from t5ckpt.core.call_site import Notices, warn_caller
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name
 from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import NarrowedDtypeWarning, NoEffectWarning, UnshardedTemplateWarning
@@ -42,10 +42,8 @@ def report_plan(
         for text in _unused_options(request, contents.located, template, fallback):
             warn_caller(NoEffectWarning(text))
     warn_if_narrowed(plan)
-    if request.round.is_single_process and not request.lazy:
-        _warn_if_unsharded(plan, template, contents.facts.devices, request.notices)
-    elif not request.lazy:
-        _warn_if_local(plan)
+    if not request.lazy:
+        _warn_if_unsharded(plan, request, template, contents.facts.devices or 1)
 
 
 def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -> None:
@@ -131,47 +129,36 @@ def _fits(read: StoredRead | InlineRead, dtype: np.dtype) -> bool:
     return value.size == 0 or (read.dtype.kind in 'iu' and bool((value.astype(dtype) == value).all()))
 
 
-def _warn_if_local(plan: RestorePlan) -> None:
-    """Warns of leaves that each process of a job restores separately, since the template names no devices for them."""
-    reads = (*plan.stored, *plan.inline)
-    local = [read.name for read in reads if read.template.device and read.template.sharding is None]
-    if local:
-        warn_caller(
-            UnshardedTemplateWarning(
-                f'{some_of(local, _SHOWN)}: the template gives no sharding over the devices of all processes, so each process '
-                'gets a separate array, which the next save refuses. Give the leaves of the template global shardings: '
-                'jax.ShapeDtypeStruct(shape, dtype, sharding=...).'
-            )
-        )
+def _warn_if_unsharded(plan: RestorePlan, request: RestoreRequest, template: LeafTable, saved_over: int) -> None:
+    """Warns of leaves for which the template names no devices.
 
-
-def _warn_if_unsharded(plan: RestorePlan, template: LeafTable, saved_over: int | None, notices: Notices) -> None:
-    """Warns once of abstract leaves without a sharding, if the checkpoint was saved from several devices.
-
-    A scalar needs no sharding, since JAX moves it to the devices of the computation. A NumPy array in the template is restored as
-    an array on the host.
+    Each process of a job gets its own array of such a leaf. In a single process it is put on one device, which gives one warning
+    if the leaf is abstract, and was saved from several. A scalar needs no sharding, since JAX moves it to the devices of the
+    computation. A NumPy array in the template is restored as an array on the host.
 
     Args:
-      plan: of a restore in a job of one process.
+      plan: of the restore.
+      request: of the caller.
       template: the template's leaves.
       saved_over: ``devices`` in the facts.
-      notices: of the checkpointer.
     """
-    if saved_over is None or saved_over < 2:
+    reads = [read for read in (*plan.stored, *plan.inline) if read.template.device and read.template.sharding is None]
+    if not request.round.is_single_process:
+        if reads:
+            warn_caller(
+                UnshardedTemplateWarning(
+                    f'{some_of([read.name for read in reads], _SHOWN)}: the template gives no sharding over the devices of all '
+                    'processes, so each process gets a separate array, which the next save refuses. Give the leaves of the '
+                    'template global shardings: jax.ShapeDtypeStruct(shape, dtype, sharding=...).'
+                )
+            )
         return
     import jax
 
-    names = [
-        read.name
-        for read in (*plan.stored, *plan.inline)
-        if read.template.device
-        and read.template.sharding is None
-        and read.template.shape
-        and is_abstract(template[read.path])
-    ]
-    if names and jax.device_count() > 1:
+    names = [read.name for read in reads if read.template.shape and is_abstract(template[read.path])]
+    if names and saved_over > 1 and jax.device_count() > 1:
         warning = unsharded_warning(
             f'{some_of(names, _SHOWN)}: the template names no sharding, so each is restored to one device; the checkpoint was '
             f'saved from {saved_over} devices.'
         )
-        notices.warn('unsharded', warning)
+        request.notices.warn('unsharded', warning)

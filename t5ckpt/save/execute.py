@@ -203,7 +203,7 @@ class PreparedSave:
             'checksums': list(entry),
             'bytes': sum(size for size, _ in own.values()),
             'files': len(own),
-            'others': {name: size for name, (size, _) in files.items()},
+            'others': list(files),
         }
         return vote, written
 

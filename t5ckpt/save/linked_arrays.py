@@ -124,6 +124,12 @@ class LinkedArray(LazyThreadPoolArray):
         return array
 
 
+def linked_write(write: ArrayWrite) -> ArrayWrite:
+    """The write with the files of a :class:`LinkedArray` as its value, if they can be linked."""
+    source = write.value.source if isinstance(write.value, LinkedArray) else None
+    return write if source is None else source.linked(write)
+
+
 def linked_leaves(contents: Contents, reader: ArrayReader | None = None) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 

@@ -124,7 +124,7 @@ class PendingSave:
         self._is_reported = self._is_cancelled = True
         work = self._work
         if work is not None:
-            work.staging.stop()
+            work.staging.is_interrupted = True
 
     def __repr__(self) -> str:
         state = f'failed: {self._error}' if self.failed() else 'done' if self.done() else 'under way'

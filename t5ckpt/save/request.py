@@ -29,6 +29,8 @@ from t5ckpt.save.chunk_reuse import WrittenArrays, find_previous
 from t5ckpt.save.encoding import CodecSelection
 from t5ckpt.storage import Storage
 
+STREAM_BYTES = 512 * 10**6
+"""Bytes in flight by default: enough for a few chunks of 64 MiB on their way to the disk."""
 _log = logging.getLogger('t5ckpt')
 
 

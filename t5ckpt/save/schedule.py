@@ -12,7 +12,6 @@ in every call, which costs microseconds.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -193,27 +192,20 @@ class SaveSchedule:
             raise
 
     def would_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether ``save_if_due`` would start a save, without side effects.
+        """Whether ``save_if_due`` would start a save; observes, as that does.
 
         Several processes use the state of the latest check-in, and do not communicate.
         """
         policy, numbers = self._given_policy('should_save'), metric_numbers(metrics)
-        is_single = self._coordinator.processes_of_job().count == 1
-        if self._view is None and is_single:
+        view = self._view
+        if self._coordinator.processes_of_job().count == 1:
             # A loop may call only ``should_save`` and ``save``; the interval begins now.
-            self._view = self._first_view(self._clock())
-        # Observing updates this object, and the state.
-        trial, trial._view = copy.copy(self), copy.copy(self._view)  # noqa: SLF001 - of this class
-        if not is_single:
+            view = self._view = self._observe(step, {})
+        elif view is None:
             # Before the first check-in each process knows only its own flag.
-            trial._channel = trial._preempted = None  # noqa: SLF001
-        is_known = self._view is not None and not is_single
-        view = trial._view if is_known else trial._observe(step, {})  # noqa: SLF001
-        return (
-            view is not None
-            and dataclasses.replace(view, metrics=self._watched.of(numbers)).reason(policy, step, self._previous)
-            is not None
-        )
+            view = dataclasses.replace(self._observe(step, {}), preempted=False)
+        view = dataclasses.replace(view, metrics=self._watched.of(numbers))
+        return view.reason(policy, step, self._previous) is not None
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""
@@ -304,7 +296,7 @@ class SaveSchedule:
         except StorageError as error:
             if not self._facts.may_be_away:
                 raise
-            # ``would_save`` calls this on a copy.
+            # ``would_save`` may call this before the first check-in.
             if self._notices.is_new('first view'):
                 _log.warning('t5ckpt: the save policy starts without the steps of the run: %s', error)
             self._notices.add('first view')

@@ -107,6 +107,7 @@ class Staging:
       writes_metadata: whether this process writes the metadata of every array, also of those whose chunks others write.
       total_bytes, chunk_count: of all leaves to write.
       in_background: whether the caller continues after staging, so that its host arrays are copied.
+      is_interrupted: set by the caller to make the writer fail at the next chunk.
       limit: the bytes that staged copies may take, half of the save's budget; the other half is for the writer.
     """
 
@@ -129,14 +130,13 @@ class Staging:
         self._reading = threading.Lock()
         self._waves = _split(map(self._leaf, plan.writes), self.limit)
         self._next: StagedWave | None = None
-        self._interrupted = False
-        values = [
-            np.array(whole_value(write.value))
-            if is_jax_array(write.value) and not self._is_copied(write.value)
-            else write.value
-            for write in plan.inline
-        ]
-        self._inline = list(zip(map(_without_inline_array, plan.inline), _copies(values), strict=True))
+        self.is_interrupted = False
+        values = [write.value for write in plan.inline]
+        copies = _copies(
+            [whole_value(leaf) if is_jax_array(leaf) and not self._is_copied(leaf) else leaf for leaf in values]
+        )
+        # Without the caller's arrays, which are not kept alive.
+        self._inline = [write._replace(value=copy) for write, copy in zip(plan.inline, copies, strict=True)]
         self._stage_next()
 
     def _is_copied(self, value: Any) -> bool:
@@ -151,16 +151,7 @@ class Staging:
 
     def inline_leaves(self) -> LeafTable:
         """The inline leaves as T5X expects them in the manifest, cast; waits for their transfer."""
-        return {write.path: _as_inline(write, value) for write, value in self._inline}
-
-    def stop(self) -> None:
-        """Makes the writer fail at the next chunk."""
-        self._interrupted = True
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether :meth:`stop` was called."""
-        return self._interrupted
+        return {write.path: _as_inline(write) for write in self._inline}
 
     def _stage_next(self) -> None:
         reads_caller = False
@@ -192,11 +183,6 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_jax_array(leaf)
 
 
-def _without_inline_array(write: InlineWrite) -> InlineWrite:
-    """The write without the caller's array, which is not kept alive."""
-    return InlineWrite(write.path, write.name, None, write.dtype) if _is_array(write.value) else write
-
-
 def _split(leaves: Iterable[StagedLeaf], limit: int) -> collections.deque[StagedWave]:
     """Groups leaves so that the copies of each group fit the limit."""
     waves: collections.deque[StagedWave] = collections.deque()
@@ -212,14 +198,10 @@ def _split(leaves: Iterable[StagedLeaf], limit: int) -> collections.deque[Staged
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Copies of arrays and numbers; a LazyArray and None are returned as they are."""
+    """Copies of arrays; numbers, LazyArrays and None are returned as they are."""
     on_device = iter(_device_copies([value for value in values if is_jax_array(value)]))
     return [
-        next(on_device)
-        if is_jax_array(value)
-        else value
-        if value is None or isinstance(value, LazyArray)
-        else np.array(value)
+        next(on_device) if is_jax_array(value) else np.array(value) if isinstance(value, np.ndarray) else value
         for value in values
     ]
 
@@ -243,21 +225,18 @@ def _device_copies(arrays: Sequence[Any]) -> Sequence[Any]:
     return copies
 
 
-def _as_inline(write: InlineWrite, value: Any) -> Any:
+def _as_inline(write: InlineWrite) -> Any:
     """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
+    value = write.value
     if value is None:
         return None
-    if write.value is None and type(value) is np.ndarray and value.dtype == write.dtype and value.flags.c_contiguous:
+    if type(value) is np.ndarray and value.dtype == write.dtype and value.flags.c_contiguous:
         # First, because most leaves are arrays that are not cast.
         return value
-    if isinstance(value, LazyArray):
-        value = values_of(value, write.name)
-    elif is_jax_array(value):
-        value = whole_value(value)
-    array = np.asarray(value)
+    array = whole_value(value) if is_jax_array(value) else values_of(value, write.name)
     if write.dtype is not None:
         array = cast(array, write.dtype, write.name)
-    was_scalar = isinstance(write.value, (bool, int, float, complex, np.generic))
+    was_scalar = isinstance(value, (bool, int, float, complex, np.generic))
     return array[()] if was_scalar else np.ascontiguousarray(array).reshape(array.shape)
 
 

@@ -6,7 +6,6 @@ transforms it is computed from the parameter infos that they returned.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,30 +75,17 @@ def _array_spec(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     return ts.Spec(spec_of(StoredArray(name.replace('/', '.'), shape, on_disk, on_disk, metadata), 'file'))
 
 
-@dataclasses.dataclass(frozen=True)
-class Transformed:
-    """The leaves to save.
-
-    Attributes:
-      leaves: after the transforms.
-      infos: by path, for the leaves that have one.
-      t5x_inlines: by path, whether T5X writes the leaf into the manifest, where that is known.
-    """
-
-    leaves: LeafTable
-    infos: Mapping[Path, ParameterInfo]
-    t5x_inlines: Mapping[Path, bool]
-
-
-def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> Transformed:
-    """The leaves and their infos after the transforms.
+def transformed(
+    table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]
+) -> tuple[LeafTable, Mapping[Path, ParameterInfo], Mapping[Path, bool]]:
+    """The leaves after the transforms, their infos, and for those of which it is known, whether T5X writes them inline.
 
     Raises:
       UnsupportedLeafError: a transform returned something else than two mappings, or the info of a leaf that it dropped.
     """
     if not transforms:
         # Without transforms each leaf is its own info.
-        return Transformed(table, {}, axes.t5x_inlines)
+        return table, {}, axes.t5x_inlines
     state: Any = unflatten(table)
     # Leaves without an array (None, numbers, empty) have None for an info, as in T5X.
     tree: Any = unflatten(
@@ -123,6 +109,6 @@ def transformed(table: LeafTable, axes: LeafAxes, transforms: Sequence[Any]) -> 
             f'{some_of([leaf_name(path) for path in stray], 5)}. A function that moves or drops a leaf does so with its info.'
         )
     if axes.partitioner is None:
-        return Transformed(leaves, infos, {})
+        return leaves, infos, {}
     kept_infos = {path: info for path, info in moved.items() if info is None or path in infos}
-    return Transformed(leaves, infos, {path: info is None or not info.is_stored for path, info in kept_infos.items()})
+    return leaves, infos, {path: info is None or not info.is_stored for path, info in kept_infos.items()}

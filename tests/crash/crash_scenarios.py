@@ -25,7 +25,8 @@ from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import T5CkptError
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest, write_stream
+from t5ckpt.save.prepare import write_stream
+from t5ckpt.save.request import STREAM_BYTES, SaveContext, SaveRequest
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock
 

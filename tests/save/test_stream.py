@@ -25,7 +25,7 @@ from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.contents import read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
-from t5ckpt.save.stream_writer import write_stream
+from t5ckpt.save.prepare import write_stream
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
@@ -193,7 +193,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 from support.leaf_by_leaf import ARRAYS, Source, request_for
 from t5ckpt.lazy import LazyThreadPoolArray
-from t5ckpt.save.stream_writer import write_stream
+from t5ckpt.save.prepare import write_stream
 # A shell starts what runs in the background with interrupts ignored, and Python keeps that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 source = Source(ARRAYS)

@@ -11,7 +11,7 @@ from support.bits import random_bits
 from t5ckpt.format.facts import Facts
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.save.stream_writer import STREAM_BYTES, SaveContext, SaveRequest
+from t5ckpt.save.request import STREAM_BYTES, SaveContext, SaveRequest
 from t5ckpt.storage import open_storage
 
 SMALL_CHUNKS = SaveOptions(chunk_bytes=2**16, inline_bytes=256)

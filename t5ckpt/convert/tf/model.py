@@ -16,7 +16,8 @@ from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.restore.make_leaf import make_inline_leaf
 from t5ckpt.restore.report import warn_if_narrowed
-from t5ckpt.save.stream_writer import SaveRequest, write_stream
+from t5ckpt.save.prepare import write_stream
+from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.template import leaf_templates
@@ -48,10 +49,10 @@ def convert_tf_to_model(
         raise ValueError(f'{_where(found)}: the step is unknown: no global_step, and no number at the end of its name.')
     plan = _plan(_in_template(found, axes.template), axes.template, axes.partitioner, RestoreOptions())
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
-    given = transformed(table, axes, fns)
+    leaves, _, t5x_inlines = transformed(table, axes, fns)
     try:
         step = dataclasses.replace(request, step=found.step, facts=Facts(source=found.source))
-        return write_stream(given.leaves, step, given.t5x_inlines)
+        return write_stream(leaves, step, t5x_inlines)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)
         return None

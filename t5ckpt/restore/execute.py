@@ -103,15 +103,12 @@ def _planned(request: RestoreRequest) -> _Planned:
     return _Planned(view, contents, plan)
 
 
-def _chunk_files(request: RestoreRequest, plan: RestorePlan) -> list[str]:
-    return list(dict.fromkeys(file for read in plan.stored for file in read.chunk_files(whole=request.lazy)))
-
-
 def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
     """Fetches the files that this process reads into its storage."""
     dataset = None if request.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
-    checksums = part.provide(request.round, _chunk_files(request, planned.plan), prefix)
+    files = dict.fromkeys(file for read in planned.plan.stored for file in read.chunk_files(whole=request.lazy))
+    checksums = part.provide(request.round, list(files), prefix)
     if not request.reading.verifies:
         return planned
     return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+from typing import Any
+
+import msgpack
 
 from t5ckpt.catalog.locate import Located, locate, locate_step
 from t5ckpt.core.keys import join
@@ -13,6 +15,9 @@ from t5ckpt.errors import CheckpointNotFoundError, DisagreementError, RemoteErro
 from t5ckpt.reading.contents import Contents, RawFiles, decode_contents, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
+
+# The name of a file may have any bytes.
+_UNICODE_ERRORS = 'surrogateescape'
 
 
 def _locate(request: RestoreRequest) -> Located:
@@ -68,39 +73,40 @@ def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:
     return _find_and_broadcast(request) if request.round.is_leader else _receive(request)
 
 
+def _packed(found: dict[str, Any]) -> bytes:
+    return msgpack.packb(found, unicode_errors=_UNICODE_ERRORS) or b''
+
+
 def _find_and_broadcast(request: RestoreRequest) -> tuple[Located, RawFiles]:
     try:
         located, raw = _find(request)
-        files = {'manifest': raw.manifest, 'facts': raw.facts, **(raw.checksum_lists or {})}
-        sizes = [[name, len(data)] for name, data in files.items() if data is not None]
-        location = [located.directory, located.manifest, located.step]
-        head = {'url': located.url, 'location': location, 'sizes': sizes, 'versions': list(raw.versions)}
-        head['requested'] = _requested(request)
+        found = {
+            'requested': _requested(request),
+            'url': located.url,
+            'location': [located.directory, located.manifest, located.step],
+            'files': [raw.manifest, raw.facts, raw.checksum_lists],
+            'versions': list(raw.versions),
+        }
     except Exception as error:
-        request.round.share('found', json.dumps({'error': lines_of_error(error)}).encode())
+        request.round.share('found', _packed({'error': lines_of_error(error)}))
         raise
-    request.round.share('found', b''.join([json.dumps(head).encode(), b'\n', *filter(None, files.values())]))
+    request.round.share('found', _packed(found))
     return located, raw
 
 
 def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
-    text, _, data = request.round.receive('found').partition(b'\n')
-    head = json.loads(text)
-    if 'error' in head:
-        raise RemoteError(f'process 0 found no checkpoint to restore: {head["error"]}', (0,))
-    if head['requested'] != _requested(request):
+    found = msgpack.unpackb(request.round.receive('found'), unicode_errors=_UNICODE_ERRORS)
+    if 'error' in found:
+        raise RemoteError(f'process 0 found no checkpoint to restore: {found["error"]}', (0,))
+    if found['requested'] != _requested(request):
         raise DisagreementError(
-            f'process 0 was asked to restore {head["requested"]}, process {request.round.processes.index} '
+            f'process 0 was asked to restore {found["requested"]}, process {request.round.processes.index} '
             f'{_requested(request)}. Every process has to restore the same step of the same directory.'
         )
-    shared: dict[str, bytes] = {}
-    for name, size in head['sizes']:
-        shared[name], data = data[:size], data[size:]
     located = (
-        Located(request.storage, *head['location']) if request.path is None else _locate_path(request, head['url'])
+        Located(request.storage, *found['location']) if request.path is None else _locate_path(request, found['url'])
     )
     located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
     # A file system may number its files differently on each machine.
-    versions = {name: located.storage.version(join(located.directory, name)) for name in head['versions']}
-    raw = RawFiles(shared.pop('manifest', None), shared.pop('facts', None), versions=versions)
-    return located, dataclasses.replace(raw, checksum_lists=shared if request.reading.verifies else None)
+    versions = {name: located.storage.version(join(located.directory, name)) for name in found['versions']}
+    return located, RawFiles(*found['files'], versions=versions)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,7 +58,7 @@ def compression_for(compression: str | None, storage: Storage) -> str | None:
 
 
 class CodecSelection:
-    """Chooses codecs for the saves of one run, and measures its storage. Safe from any thread.
+    """Chooses codecs for the saves of one run, and measures its storage. One save runs at a time.
 
     Attributes:
       agreed: in a job of several processes, the codecs by array directory that process 0 has chosen from its data. All processes
@@ -70,22 +69,20 @@ class CodecSelection:
         """Takes the run's storage."""
         self._typical = _TYPICAL_DISK if storage.is_file_system else _TYPICAL_BUCKET
         self.agreed: dict[str, Any] | None = None
-        self._guard = threading.Lock()
         self._bytes = 0
         self._seconds = 0.0
 
     @property
     def rate(self) -> float:
         """Bytes per second that the storage takes."""
-        return self._bytes / self._seconds if self._bytes >= _LEAST_BYTES else self._typical
+        return self._bytes / self._seconds if self._bytes else self._typical
 
     def measured(self, nbytes: int, seconds: float) -> None:
         """Adds the bytes that a save wrote, and the time from its first write to the end of its last."""
         if nbytes >= _LEAST_BYTES and seconds > 0:
-            with self._guard:
-                # The last saves count most.
-                self._bytes = self._bytes // 2 + nbytes
-                self._seconds = self._seconds / 2 + seconds
+            # The last saves count most.
+            self._bytes = self._bytes // 2 + nbytes
+            self._seconds = self._seconds / 2 + seconds
 
     def samples(self, writes: Sequence[ArrayWrite]) -> dict[str, tuple[Any, np.dtype]]:
         """By array directory, a sample of process 0's values from which the codec is chosen; fetched in the background.

@@ -17,11 +17,11 @@ and the manifest if its own differs.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import msgpack
 
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.transaction import Transaction
@@ -51,8 +51,8 @@ def send_positions(request: SaveRequest) -> None:
     """Sends the position of the data iterator to the process half a job away, so that it is on two disks."""
     if request.files:
         is_small = sum(map(len, request.files.values())) <= _MOST_POSITION_BYTES
-        own = {name: base64.b64encode(data).decode() for name, data in request.files.items()} if is_small else {}
-        request.round.put_for_peer('positions', json.dumps(own).encode())
+        own = dict(request.files) if is_small else {}
+        request.round.put_for_peer('positions', msgpack.packb(own) or b'')
 
 
 def write_copies(
@@ -65,8 +65,8 @@ def write_copies(
     storage = request.context.storage
     index, count = request.round.processes.index, request.round.processes.count
     peer = (index + count // 2) % count
-    found = json.loads(request.round.get_from_peer('positions', peer)) if peer in having else {}
-    positions = {name: base64.b64decode(data) for name, data in found.items() if name not in request.files}
+    found = msgpack.unpackb(request.round.get_from_peer('positions', peer)) if peer in having else {}
+    positions = {name: data for name, data in found.items() if name not in request.files}
     listed = {**copies, **write_files(storage, directory, positions)}
     storage.write(join(directory, COPIES), FileChecksums(listed).encode())
     return list(positions)

@@ -2,7 +2,8 @@
 
 A task takes the values of a chunk as they are stored, encodes them if the array has a codec, and computes the checksum of the
 bytes. It links or copies the file of the previous checkpoint if that is equal (``save/chunk_reuse.py``), and otherwise writes
-them (``Storage.write_chunk``). Another task writes the ``.zarray`` file of the array. Chunks equal to the fill value are
+them (``Storage.write_chunk``). Another task writes the ``.zarray`` file of the array. The files of an array of another checkpoint
+are linked or copied by one task (``save/linked_arrays.py``). Chunks equal to the fill value are
 written, too: a missing chunk is an error when it is read, never zeros.
 
 Notes: blocks until everything is durable; raises the first error after all started writes have ended.

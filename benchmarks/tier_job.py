@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import t5ckpt
 import t5ckpt.storage.gcs
-import t5ckpt.tiers.tiers
+import t5ckpt.tiers.tier
 
 # Imported once, before the processes are forked: a restart's seconds are not those of Python's compiler.
-_IMPORTED = (jaxlib.mlir.dialects.mhlo, t5ckpt.storage.gcs, t5ckpt.tiers.tiers)
+_IMPORTED = (jaxlib.mlir.dialects.mhlo, t5ckpt.storage.gcs, t5ckpt.tiers.tier)
 _ROWS, _COLUMNS = 1024, 1024
 STEP = 1
 
@@ -85,7 +85,7 @@ def _own_bytes(leaves: int) -> int:
 def save(leaves: int, plain: str, run: str, local: str, concurrent_gb: float) -> dict[str, Any]:
     """Saves to a shared directory, then to the local directories, and uploads; the peaks of memory above the state."""
     state, peaks = jax.block_until_ready(_state(leaves)), {}
-    for kind, directory, tiers in (('plain', plain, {}), ('local', run, {'local_dir': local})):
+    for kind, directory, tiers in (('plain', plain, {}), ('local', run, {'local': t5ckpt.LocalTier(local)})):
         with t5ckpt.Checkpointer(state, None, directory, **tiers) as checkpointer:
             _barrier(f'save {kind}')
             peak = probe.PeakMemory()
@@ -113,10 +113,10 @@ def restore(leaves: int, run: str, local: str | None, concurrent_gb: float) -> d
     logger = logging.getLogger('t5ckpt')
     logger.addHandler(sources)
     logger.setLevel(logging.INFO)
-    tiers = {} if local is None else {'local_dir': local, 'persist_policy': t5ckpt.SaveAt([])}
+    tier = None if local is None else t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([]))
     _barrier('restore')
     peak, began = probe.PeakMemory(), time.perf_counter()
-    checkpointer = t5ckpt.Checkpointer(template, None, run, restore_concurrent_gb=concurrent_gb, **tiers)
+    checkpointer = t5ckpt.Checkpointer(template, None, run, restore_concurrent_gb=concurrent_gb, local=tier)
     restored = jax.block_until_ready(checkpointer.restore())
     seconds, above = time.perf_counter() - began, peak.above_start() - _own_bytes(leaves)
     for leaf in range(leaves):

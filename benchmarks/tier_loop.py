@@ -7,7 +7,7 @@ with each of four checkpointers, in an order that rotates:
 
     plain           to a directory
     plain again     the same with another directory: how much two equal saves differ in this run
-    local           to ``local_dir`` on the same disk; nothing is uploaded
+    local           to a local directory on the same disk; nothing is uploaded
     local, upload   the same, and each step is uploaded to memory of this process, without a network
 
 A save is under way from its call until it is committed, and uploaded, and three steps more, in which the old step is deleted. The
@@ -110,12 +110,12 @@ def _clocks() -> np.ndarray:
 
 
 def _checkpointer(kind: str, home: pathlib.Path, state: Any) -> t5ckpt.Checkpointer:
-    directory, tiers = home / kind.replace(' ', '-').replace(',', ''), dict[str, Any]()
+    directory, tier = home / kind.replace(' ', '-').replace(',', ''), None
     if kind.startswith('local'):
         policy = None if kind == 'local, upload' else t5ckpt.SaveAt([])
-        tiers = {'local_dir': directory, 'persist_policy': policy}
-    run = f'memory://{secrets.token_hex(8)}/run' if tiers else directory
-    return t5ckpt.Checkpointer(state, None, run, keep=2, **tiers)
+        tier = t5ckpt.LocalTier(directory, persist=policy)
+    run = f'memory://{secrets.token_hex(8)}/run' if tier else directory
+    return t5ckpt.Checkpointer(state, None, run, keep=2, local=tier)
 
 
 def _saved(loop: _Loop, kind: str, checkpointer: t5ckpt.Checkpointer) -> Callable[[np.ndarray], Save]:

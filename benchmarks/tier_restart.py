@@ -6,10 +6,10 @@ Every shard is on the devices, and the local disks, of two processes. The step i
 and in a bucket: a server on the loopback, behind a proxy that counts the bytes. Each restore is the first of four new processes,
 which are killed afterwards. A round restores once in each of these ways, with the files in the page cache:
 
-    plain           from the shared directory, without ``local_dir``
+    plain           from the shared directory, without ``local``
     plain again     the same: how much two equal restores differ in this run
-    intact disks    with ``local_dir``
-    a lost disk     with ``local_dir``, after the directory of one process was deleted
+    intact disks    with ``local``
+    a lost disk     with ``local``, after the directory of one process was deleted
     no disks        once, with the bucket alone: what the proxy counts then
 
 The seconds are those of the slowest process, from the constructor of the checkpointer to the arrays on the devices. The peak is

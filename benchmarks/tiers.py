@@ -1,12 +1,13 @@
-"""The costs of two tiers: saves in a training loop, restarts of four processes, and the votes of 1,024 hosts.
+"""The costs of two tiers: saves in a training loop, and restarts of four processes.
 
     python benchmarks/tiers.py                           all parts, less than six minutes on two quiet cores
-    python benchmarks/tiers.py loop restart votes        some of them
+    python benchmarks/tiers.py restart                   one of them
     python benchmarks/tiers.py --directory /mnt/ssd      on another disk
     python benchmarks/tiers.py --short                   only shows that everything works
 
-Prints a table in Markdown for each part, and all numbers as one line of JSON. ``tier_loop.py``, ``tier_restart.py`` and
-``tier_votes.py`` say what the numbers are. Times are compared within a part: plain saves and restores are in each of them, twice,
+Prints a table in Markdown for each part, and all numbers as one line of JSON. ``tier_loop.py`` and
+``tier_restart.py`` say what the numbers are.
+Times are compared within a part: plain saves and restores are in each of them, twice,
 so that the table also says how much two equal ones differ.
 """
 
@@ -21,19 +22,16 @@ from typing import Any
 
 import tier_loop
 import tier_restart
-import tier_votes
 
-_PARTS = ('loop', 'restart', 'votes')
+_PARTS = ('loop', 'restart')
 
 
 def _run(part: str, directory: pathlib.Path, *, short: bool) -> tuple[list[str], dict[str, Any]]:
     if part == 'loop':
         return tier_loop.run(*((4, 1) if short else (256, 16)), directory)
-    if part == 'restart':
-        return tier_restart.run(*((8, 1) if short else (512, 8)), directory)
-    if part != 'votes':
+    if part != 'restart':
         raise SystemExit(f'unknown part: {part}')
-    return tier_votes.run(tier_votes.SHORT if short else tier_votes.Model(), clients=3 if short else 256)
+    return tier_restart.run(*((8, 1) if short else (512, 8)), directory)
 
 
 def main() -> None:

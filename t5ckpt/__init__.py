@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         pin_checkpoint,
         unpin_checkpoint,
     )
+    from t5ckpt.tiers.local_tier import LocalTier
     from t5ckpt.translate import CheckpointTranslator, apply_assignment_map, intersect_state
     from t5ckpt.watch import checkpoints_iterator
 
@@ -117,6 +118,7 @@ __all__ = [
     'LazyThreadPoolArray',
     'LeafDiff',
     'LeafStats',
+    'LocalTier',
     'MetricModeWarning',
     'MissingMetricWarning',
     'Moment',
@@ -222,6 +224,7 @@ _NAMES = {
         'all_dataset_checkpoint_steps all_steps find_checkpoint get_checkpoint_dir is_pinned_checkpoint '
         'latest_step pin_checkpoint unpin_checkpoint'
     ),
+    'tiers.local_tier': 'LocalTier',
     'translate': 'CheckpointTranslator apply_assignment_map intersect_state',
     'watch': 'checkpoints_iterator',
 }

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import log_other_contents, open_run_storage
+from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.retention import Retention, dataset_count
+from t5ckpt.commit.retention import Retention, RunFacts, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
@@ -44,9 +45,9 @@ from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import (
-    CheckpointNotFoundError,
     ClosedError,
     DisagreementError,
+    NoEffectWarning,
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
@@ -61,12 +62,12 @@ from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
 from t5ckpt.reading.array_reader import ReadOptions
+from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest, check_source
 from t5ckpt.save.arguments import (
-    LOCAL_KEEP,
-    TierOptions,
     check_no_directory,
     check_policies,
+    check_preemption,
     in_order,
     metric_numbers,
     ordered,
@@ -85,10 +86,13 @@ from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage, is_same_kind, require_directory
-from t5ckpt.tiers.one_tier import OneTier, StepTiers
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
+
+if TYPE_CHECKING:
+    from t5ckpt.tiers.local_tier import LocalTier
+    from t5ckpt.tiers.tier import Tier
 
 __all__ = ['Checkpointer']
 
@@ -135,11 +139,8 @@ class Checkpointer:
       follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
       strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
-      local_dir: a directory of this machine to which saves are written, one for each process; uploads to ``checkpoints_dir``
-        follow in the background, and ``restore`` takes the newest step of both. See docs/tiers.md.
-      local_keep: the number of latest checkpoints to keep in ``local_dir``; those that wait for their upload stay, too.
-      persist_policy: a SavePolicy that decides which saves are uploaded; None uploads every save.
-      upload_gbps: the limit on the rate of a process' uploads, in gigabits (10^9 bits) per second; None sets none.
+      local: a LocalTier: saves are written to its directory of this machine, and uploads to ``checkpoints_dir`` follow in the
+        background. See docs/tiers.md.
       use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
     Notes:
@@ -181,10 +182,7 @@ class Checkpointer:
         follow_links: bool = False,
         strict_save: bool = False,
         read_only: bool = False,
-        local_dir: str | os.PathLike[str] | None = None,
-        local_keep: int = LOCAL_KEEP,
-        persist_policy: SavePolicy | None = None,
-        upload_gbps: float | None = None,
+        local: LocalTier | None = None,
         use_gda: bool | None = None,
     ):
         warn_of_gda(use_gda)
@@ -194,8 +192,7 @@ class Checkpointer:
         check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
         check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
         check_flags(share_replicated=share_replicated, strict_save=strict_save)
-        self._storage = open_run_storage(checkpoints_dir, storage_options)
-        self._storage_options = storage_options
+        self._storage, self._storage_options = open_run_storage(checkpoints_dir, storage_options), storage_options
         # Absolute, so that a later chdir does not change it.
         self.checkpoints_dir = self._storage.url()
         cast, restore_cast = casts_of(save_dtype, restore_dtype, cast_leaves)
@@ -210,30 +207,31 @@ class Checkpointer:
         self._retention = Retention(self._storage, policy, clock, datasets, metric_source)
         flags = {'follow_links': follow_links, 'read_only': read_only, 'share_replicated': share_replicated}
         alike = {name: bool(value) for name, value in (flags | {'strict_save': strict_save}).items()}
-        alike |= {'local_dir': None if local_dir is None else 'a directory', 'verify': verify}
+        alike |= {'local': None if local is None else 'a LocalTier', 'verify': verify}
         self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), alike)
         self._clock, self._is_read_only = clock, read_only
         self._has_source, self._notices = metric_source is not None, Notices()
-        tier_options = TierOptions.of(local_dir, local_keep, persist_policy, upload_gbps, preempted)
-        self._tiers = tiers = self._tiers_of(tier_options)
-        save_options = SaveOptions(cast, compression_for(compression, tiers.local), chunk_bytes, inline_bytes)
+        # The local directory, and what it adds; saves go to it.
+        self._tier = tier = None if local is None else self._tier_of(local, preempted)
+        self._steps: RunFacts = self._retention if tier is None else tier
+        saves_to, retention = (self._storage, self._retention) if tier is None else (tier.storage, tier.retention)
+        save_options = SaveOptions(cast, compression_for(compression, saves_to), chunk_bytes, inline_bytes)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
-        self._keep, self._is_closed = keep, False
-        # Makes a policy of ``keep``; None if the caller passed a policy.
-        self._policy_of_keep = _latest if keep_policy is None else None
+        # The last makes a policy of ``keep``; None if the caller passed a policy.
+        self._keep, self._is_closed, self._policy_of_keep = keep, False, _latest if keep_policy is None else None
         self._save_context = SaveContext(
-            tiers.local, save_options, tiers.retention, progress, clock, self._notices, reuses=reuse_unchanged
+            saves_to, save_options, retention, progress, clock, self._notices, reuses=reuse_unchanged
         )
         budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
         self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
         self._monitored = monitored_metrics(policy, save_policy)
-        self._later_steps = LaterSteps(tiers.local)
+        self._later_steps = LaterSteps(saves_to)
         # Nothing here may refer to this object: its template and data iterator are freed with it, not by a later collection.
         self._template_check = TemplateCheck(self._axes, self._notices, is_strict=strict_save)
         self._pending: PendingSave | None = None
-        self._schedule = SaveSchedule(save_policy, self._coordinator, tiers.facts, clock, preempted, self._notices)
+        self._schedule = SaveSchedule(save_policy, self._coordinator, self._steps, clock, preempted, self._notices)
         self._restored_leaves: list[Callable[[], Any]] = []
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
@@ -265,17 +263,16 @@ class Checkpointer:
             f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
         )
 
-    def _tiers_of(self, options: TierOptions | None) -> StepTiers:
-        """The tiers of the run: one, or two with a local directory."""
-        if options is None:
-            return OneTier(self._storage, self._retention, self._clock, self._notices)
+    def _tier_of(self, local: LocalTier, preempted: Any) -> Tier:
         # Imported here, because only a checkpointer with a local directory needs it.
-        from t5ckpt.tiers.tiers import Tiers
+        from t5ckpt.tiers.local_tier import LocalTier
+        from t5ckpt.tiers.tier import Tier
 
+        check_kind('local', local, LocalTier, "local=LocalTier('/ssd/run')")
+        check_preemption(local.persist, preempted, 'uploads')
         require_directory(self._storage)
-        return Tiers(
-            options, self._storage, self._retention, self._clock, self._coordinator, read_only=self._is_read_only
-        )
+        read_only = self._is_read_only
+        return Tier(local, self._storage, self._retention, self._clock, self._coordinator, read_only=read_only)
 
     @property
     def storage(self) -> Storage:
@@ -293,7 +290,11 @@ class Checkpointer:
         return self._train_state
 
     def __repr__(self) -> str:
-        latest = None if self._storage.is_absent else self._tiers.catalog.latest_or_error()
+        latest: Any = None
+        try:
+            latest = None if self._storage.is_absent else self._steps.latest()
+        except T5CkptError as error:
+            latest = f'<{type(error).__name__}>'
         return f'{type(self).__name__}({self.checkpoints_dir!r}, latest_step={latest})'
 
     @property
@@ -460,7 +461,6 @@ class Checkpointer:
         with finished_before_exit():
             # No frame refers to the prepared save, which has the staged arrays.
             pending = PendingSave(self._prepared(state, transforms, named, budget, overwrite, facts, in_background))
-            self._tiers.note_save(pending.done)
             self._pending = pending  # known before it is started
             pending.start()
             if not in_background:
@@ -474,9 +474,11 @@ class Checkpointer:
         """Plans a save, and stages its first arrays; ``named`` is the step that the caller has named, or None."""
         save_round = self._round('a save' if named is None else f'the save of step {named}')
         with save_round.failing_together(Phase.PLAN):
+            if self._tier is not None:
+                # All processes take part in it.
+                self._tier.begin_save()
             self.check_for_errors()
             table = flatten_state(state).table
-            self._tiers.begin_save()
             step = step_to_save(state, table, named)
             request = SaveRequest(
                 self._save_context, step, budget, overwrite, facts, round=save_round, in_background=in_background,
@@ -484,7 +486,8 @@ class Checkpointer:
                 # The iterator advances as soon as the caller continues.
                 files={} if self._dataset is None else self._dataset.snapshot(save_round.processes),
             )  # fmt: skip
-            request = self._tiers.with_upload(request, preempted=self.should_stop)
+            if self._tier is not None:
+                request = self._tier.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
                 self._later_steps.note_save(step)
             self._check_before_save(state, table, request, has_transforms=bool(transforms))
@@ -506,9 +509,12 @@ class Checkpointer:
     def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.
 
-        Votes and answer are of JSON's types. In a single process, this calls ``decide``.
+        Votes and answer are of JSON's types; ``note`` is a vote, or returns one. In a single process, this calls ``decide``.
         """
-        return self._round(action).reduce_on_leader(Phase.AGREE, note, decide)
+        at = self._round(action)
+        with at.failing_together(Phase.AGREE):
+            vote = note() if callable(note) else note
+        return at.reduce_on_leader(Phase.AGREE, vote, decide)
 
     def _round(self, action: str) -> CoordinationRound:
         # A restore finds the step of the save that is running; and a round removes the keys of the previous one.
@@ -532,26 +538,35 @@ class Checkpointer:
     def wait_until_persisted(self, step: int | None = None) -> None:
         """Waits until a step is in ``checkpoints_dir``; None waits for all steps that are to be uploaded.
 
-        Without ``local_dir``, waits for the save that is running, and warns once that this is the only effect.
+        Without ``local``, waits for the save that is running, and warns once that this is the only effect.
 
         Raises:
           NotPersistedError: an attempt to upload it failed during the wait, or the step is not uploaded: the persist policy did
             not take it, a newer step was uploaded instead, or it is damaged. Without a step, if a step could not be uploaded.
-          ClosedError: the checkpointer, with ``local_dir``, is closed.
+          ClosedError: the checkpointer, with ``local``, is closed.
           SaveFailedError: as for :meth:`check_for_errors`.
         """
         self.wait_until_finished()
-        self._tiers.wait_until_persisted(None if step is None else integer('step', step))
+        wanted = None if step is None else integer('step', step)
+        if self._tier is not None:
+            self._tier.wait_until_persisted(wanted)
+            return
+        text = (
+            'wait_until_persisted has no effect without local=, except that it waits for a running save. Pass '
+            'local=LocalTier(...) to the constructor, or call wait_until_finished.'
+        )
+        self._notices.warn('wait_until_persisted', NoEffectWarning(text))
 
     def close(self) -> None:
         """Waits for saves and uploads in the background, and raises the error of a save that no call has raised yet.
 
-        Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local_dir`` also ``delete`` and
-        ``wait_until_persisted``. ``restore`` still works, except with ``local_dir`` in a job of several processes.
+        Afterwards ``save`` and ``save_async`` raise ClosedError, and with ``local`` also ``delete`` and
+        ``wait_until_persisted``. ``restore`` still works, except with ``local`` in a job of several processes.
         """
         self._is_closed = True
         self._wait()
-        self._tiers.close()
+        if self._tier is not None:
+            self._tier.close()
         self.check_for_errors()
         if self._pending is not None:
             self._schedule.warn_if_unused()
@@ -634,7 +649,7 @@ class Checkpointer:
             note_step=self._note_step,
             **call,
         )
-        state = self._tiers.restore(request)
+        state = run_restore(request) if self._tier is None else self._tier.restore(request)
         self._restored_leaves = [_reference(leaf) for leaf in jax.tree.leaves(state)]
         return state
 
@@ -781,7 +796,7 @@ class Checkpointer:
           CheckpointNotFoundError: there is no such step.
         """
         self._wait()
-        return dict(self._tiers.facts.metrics_at(None if step is None else integer('step', step)))
+        return dict(self._steps.metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The step with the best value of a metric; the newest of equal ones. NaN is never the best.
@@ -801,7 +816,7 @@ class Checkpointer:
         self._schedule.is_used = True
         # A reader, such as an evaluator, does not provide the metric; the source may return it later.
         awaited = [name for name, _ in self._monitored] if self._is_read_only and self._has_source else ()
-        return best_step_of(self._tiers.facts, self._monitored, metric, mode, awaited)
+        return best_step_of(self._steps, self._monitored, metric, mode, awaited)
 
     def delete(self, step: int) -> None:
         """Deletes one step: hides it in one atomic operation, and then removes it. All processes of the job call it.
@@ -814,30 +829,29 @@ class Checkpointer:
         step_to_delete = integer('step', step)
         self._refuse_if_read_only(f'delete step {step_to_delete}')
 
-        def decide(votes: Sequence[Any]) -> tuple[int | None, bool]:
+        tier = self._tier
+
+        def decide(votes: Sequence[Any]) -> int | None:
             steps, refusals, parts = zip(*votes, strict=True)
             if any(step != step_to_delete for step in steps):
                 raise DisagreementError(f'the processes were asked to delete different steps: {steps}.')
             if any(refusals):
                 raise StepKeptError(next(filter(None, refusals)))
-            try:
-                self._tiers.delete(step_to_delete)
-            except CheckpointNotFoundError:
-                # A lost disk: the other processes delete theirs.
-                if not any(parts):
-                    raise
-            return self.latest_step(), any(parts)
+            if tier is None:
+                delete_step(self._storage, step_to_delete, self._clock)
+            else:
+                tier.delete(step_to_delete, is_local=any(parts))
+            return self.latest_step()
 
         deletion = self._round(f'the deletion of step {step_to_delete}')
         with deletion.failing_together(Phase.DELETE):
-            self._tiers.begin_deletion()
-            vote = (step_to_delete, *(('', False) if deletion.is_leader else self._tiers.deletion_vote(step_to_delete)))
-        latest, has_parts = deletion.reduce_on_leader(Phase.DELETE, vote, decide)
-        self._schedule.forget(step_to_delete, latest)
-        if has_parts:
+            vote = (step_to_delete, *(('', False) if tier is None else tier.deletion_vote(step_to_delete)))
+        latest = deletion.reduce_on_leader(Phase.DELETE, vote, decide)
+        if tier is not None and not deletion.is_single_process:
             with deletion.together(Phase.COMMIT):
                 if not deletion.is_leader:
-                    self._tiers.delete_part(step_to_delete)
+                    tier.delete_local(step_to_delete)
+        self._schedule.forget(step_to_delete, latest)
 
     def _refuse_if_read_only(self, action: str) -> None:
         require_directory(self._storage)
@@ -851,39 +865,39 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """The complete steps, ascending.
 
-        With ``local_dir``, each process of a job lists its own disk and ``checkpoints_dir``, so the lists may differ after a lost
+        With ``local``, each process of a job lists its own disk and ``checkpoints_dir``, so the lists may differ after a lost
         disk. ``restore_or_init`` chooses one step for all processes.
         """
-        return self._tiers.catalog.steps()
+        return self._steps.steps()
 
     def latest_step(self) -> int | None:
-        """The largest complete step, or None, logged as by ``t5ckpt.latest_step``; see :meth:`all_steps` for ``local_dir``."""
-        step = self._tiers.catalog.latest()
+        """The largest complete step, or None, logged as by ``t5ckpt.latest_step``; see :meth:`all_steps` for ``local``."""
+        step = self._steps.latest()
         if step is None:
             log_other_contents(self._storage)
         return step
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
         """The steps with data-iterator state, ascending."""
-        return self._tiers.catalog.dataset_steps()
+        return self._steps.dataset_steps()
 
-    def steps_to_restore(self, local: Sequence[Sequence[int]] = ()) -> list[int]:
-        """The steps that ``restore_or_init`` tries, ascending, with the ``local`` ones of all processes."""
-        on_disks = set[int]().union(*local)
+    def steps_to_restore(self, local: Sequence[Any] = ()) -> list[int]:
+        """The steps that ``restore_or_init`` tries, ascending, with the ``local_steps`` of all processes."""
         if self._storage.commits_by_rename and not self._is_read_only:
             # It publishes the step that a killed overwrite has hidden. If the storage is away, the next line says so.
             with contextlib.suppress(T5CkptError):
                 collect(self._storage, self._clock)
-        return sorted({*self._tiers.catalog.to_restore(on_disks), *on_disks})
+        return self._steps.steps() if self._tier is None else self._tier.steps(local)
 
-    def local_steps(self) -> list[int]:
-        """The steps in ``local_dir``, ascending, for ``restore_or_init``; empty without one. Waits for a running save."""
-        self._wait()
-        return self._tiers.catalog.local_part_steps()
+    def local_steps(self) -> Any:
+        """The local steps of this process for ``restore_or_init``, see ``Tier.local_steps``; None without a local directory."""
+        return None if self._tier is None else self._tier.local_steps()
 
     def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
-        """See :meth:`StepCatalog.damaged_copies`; for ``restore_or_init``."""
-        return self._tiers.catalog.damaged_copies(step, shared=shared)
+        """The storages that may have damaged copies of a step that was not restored, in this process or ``shared`` by all."""
+        if self._tier is None:
+            return [self._storage] if shared else []
+        return self._tier.damaged_copies(step, shared=shared)
 
 
 def _latest(keep: int | None) -> KeepPolicy:

@@ -31,8 +31,8 @@
     ├── ProcessMissingError       TimeoutError                    a process did not arrive within the time-out
     ├── CoordinationError         RuntimeError                    a process died, or JAX's coordination service failed
     ├── RemoteError               RuntimeError                    another process failed, and the job's save or restore with it
-    ├── LocalDirError             RuntimeError                    local_dir is in use, or has the steps of another run
-    ├── NotPersistedError         RuntimeError                    a step of local_dir is not in the run's storage
+    ├── LocalDirError             RuntimeError                    a local directory is in use, or has the steps of another run
+    ├── NotPersistedError         RuntimeError                    a local step is not in the run's storage
     ├── UnsupportedTopologyError  RuntimeError                    the processes or devices of the job are not supported
     ├── NotEnoughMemoryError      MemoryError                     an array is larger than this machine's memory
     └── MissingDependencyError    ImportError                     an optional extra is not installed
@@ -213,7 +213,7 @@ class SaveFailedError(T5CkptError, RuntimeError):
 
 
 class ClosedError(T5CkptError, ValueError):
-    """A save with a checkpointer that was closed; with ``local_dir`` also a deletion or a wait for uploads."""
+    """A save with a checkpointer that was closed; with ``local`` also a deletion or a wait for uploads."""
 
 
 class ReadOnlyError(T5CkptError, ValueError):
@@ -267,11 +267,11 @@ class RemoteError(T5CkptError, RuntimeError):
 
 
 class LocalDirError(T5CkptError, RuntimeError):
-    """``local_dir`` is in use by another process, or has the checkpoints of another run."""
+    """The local directory is in use by another process, or has the checkpoints of another run."""
 
 
 class NotPersistedError(T5CkptError, RuntimeError):
-    """A step is not in the run's storage; ``__cause__`` is the error of its upload from ``local_dir``, if there is one."""
+    """A step is not in the run's storage; ``__cause__`` is the error of its upload from the local directory, if there is one."""
 
 
 class UnsupportedTopologyError(T5CkptError, RuntimeError):

@@ -179,7 +179,7 @@ def restore_or_init(
     """
     check_word('fallback', fallback, ('older', None))
     sources = _sources(initial_checkpoint)
-    steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps(), checkpointer.steps_to_restore)
+    steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps, checkpointer.steps_to_restore)
     if steps:
         log_newer_of_flax(checkpointer.storage, steps[-1])
     failed: list[int] = []

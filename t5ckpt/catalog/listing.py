@@ -74,7 +74,7 @@ def dataset_steps_in(storage: Storage) -> list[int]:
 
 
 def waiting_steps(storage: Storage) -> set[int]:
-    """The steps of a local directory that wait for their upload, see ``tiers/intents.py``; no request in a bucket."""
+    """The steps of a local directory that wait for their upload, see ``tiers/waiting.py``; no request in a bucket."""
     names = storage.names(TO_PERSIST, '') if storage.commits_by_rename else []
     return {int(name) for name in names if name.isdecimal()}
 

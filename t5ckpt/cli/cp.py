@@ -90,7 +90,7 @@ def command(source: str, target: str, step: int | None, as_json: bool, **argumen
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
     checksum, and the copy is listed when it is complete. A copy with changes takes bounded memory; on the same file system,
-    unchanged files are hard-linked.
+    unchanged chunks are hard-linked.
 
     \b
     Examples:

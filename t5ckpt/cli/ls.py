@@ -27,7 +27,7 @@ from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 
 if TYPE_CHECKING:
-    from t5ckpt.tiers.local_dir import TierRecord
+    from t5ckpt.tiers.directory import TierRecord
 
 
 # Other metrics than those of the keep policy that are listed without --metrics.
@@ -54,7 +54,7 @@ def command(path: str, show_all: bool, show_metrics: bool, tier: str | None, as_
     step that cannot be read is listed with the reason. The size is that of the files that the save wrote. For a step
     that another program wrote, size and time are those of its files. The reason is that of the keep policy of the latest
     save. The metrics that it compares come first; more than three others are listed with --metrics, and in JSON. A local
-    directory (local_dir=) is listed together with the run to which its steps are uploaded.
+    directory (LocalTier) is listed together with the run to which its steps are uploaded.
 
     \b
     Examples:
@@ -68,7 +68,9 @@ def command(path: str, show_all: bool, show_metrics: bool, tier: str | None, as_
     for name, location in paths.items():
         try:
             with naming_record(path, name):
-                rows += [_Row(name, entry) for entry in _steps_at(location, show_all, name, record)]
+                rows += [
+                    _Row(name, entry) for entry in _steps_at(location, show_all, name, record, is_beside=len(paths) > 1)
+                ]
         except T5CkptError as error:
             if name != PERSISTENT or len(paths) == 1:
                 raise
@@ -92,7 +94,7 @@ def command(path: str, show_all: bool, show_metrics: bool, tier: str | None, as_
 
 def _warn_of_another_run(record: TierRecord) -> None:
     """Prints that the local steps are not those of the run at the recorded URL, if the ids differ."""
-    from t5ckpt.tiers.local_dir import read_run_id
+    from t5ckpt.tiers.directory import read_run_id
 
     identity = read_run_id(open_run_storage(record.run))
     if identity and identity != record.id:
@@ -110,12 +112,14 @@ class _Row(NamedTuple):
     entry: StepSummary
 
 
-def _steps_at(path: str, show_all: bool, tier: str | None, record: TierRecord | None) -> list[StepSummary]:
-    """The steps of one run or local directory, each with the reasons to keep it."""
+def _steps_at(
+    path: str, show_all: bool, tier: str | None, record: TierRecord | None, *, is_beside: bool
+) -> list[StepSummary]:
+    """The steps of one run or local directory, each with the reasons to keep it; ``is_beside`` another tier, it may have none."""
     storage = run_at(path) if tier != PERSISTENT else open_run_storage(path)
     entries = summaries(storage)
     listed = [entry for entry in entries if entry.complete or entry.reason or show_all]
-    if not listed and (record is None or (tier == PERSISTENT and record.is_shared)):
+    if not listed and (record is None or not is_beside):
         check_exists(storage)
         if not entries:
             refuse_other_contents(storage)

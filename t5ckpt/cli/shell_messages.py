@@ -36,7 +36,7 @@ _RULES = tuple(
         (r'\bstorage_options:', '--storage-option:'),
         (r'\banonymous=True', '--anonymous'),
         (
-            r'keep fewer checkpoints \(keep= and local_keep= of a Checkpointer\)',
+            r'keep fewer checkpoints \(keep= of Checkpointer and of LocalTier\)',
             'delete steps (t5ckpt rm, t5ckpt prune)',
         ),
         (r'pass smaller chunk_bytes', 'write elsewhere'),

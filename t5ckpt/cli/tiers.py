@@ -18,7 +18,7 @@ from t5ckpt.format.names import TIER_RECORD
 from t5ckpt.storage import open_storage, split_path
 
 if TYPE_CHECKING:
-    from t5ckpt.tiers.local_dir import TierRecord
+    from t5ckpt.tiers.directory import TierRecord
 
 
 LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
@@ -27,7 +27,7 @@ LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
 def tier_option(*, both: bool) -> Any:
     """``--tier``; ``both``: whether the verb takes both tiers at once."""
     choices = [LOCAL, PERSISTENT, *[BOTH] * both]
-    text = 'If PATH is in a local directory (local_dir=): its steps, or those of the run to which they are uploaded'
+    text = 'If PATH is in a local directory (LocalTier): its steps, or those of the run to which they are uploaded'
     return click.option('--tier', type=click.Choice(choices), help=f'{text}, or both.' if both else f'{text}.')
 
 
@@ -40,7 +40,7 @@ def record_in(directory: str) -> TierRecord | None:
     storage = open_storage(directory)
     if not storage.is_file_system or not storage.is_file(TIER_RECORD):
         return None
-    from t5ckpt.tiers.local_dir import read_record
+    from t5ckpt.tiers.directory import read_record
 
     return read_record(storage)
 
@@ -100,7 +100,7 @@ def tier_paths(path: str, tier: str | None, *, default: str = LOCAL) -> dict[str
     if run is None:
         if tier is not None:
             raise click.UsageError(
-                f'--tier is for local directories (local_dir=), and {path} has no {TIER_RECORD}. Leave it out.'
+                f'--tier is for local directories (LocalTier), and {path} has no {TIER_RECORD}. Leave it out.'
             )
         return {None: path}
     paths: dict[str | None, str] = {LOCAL: path, PERSISTENT: run}

@@ -213,7 +213,7 @@ def check_not_kept(storage: Storage, listed: ListedStep, held: Collection[int], 
         return
     cures = {
         HELD: 'Try again when the reader is done.',
-        WAITS: 'The next start of its run with this local_dir uploads it; t5ckpt rm --force deletes it without.',
+        WAITS: 'The next start of its run with this local directory uploads it; t5ckpt rm --force deletes it without.',
     }
     verb = '' if reason == WAITS else 'is '
     cure = cures.get(reason, 'Unpin it first.')

@@ -18,7 +18,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from t5ckpt.catalog.layouts import ListedStep, inspected, readable
-from t5ckpt.catalog.listing import facts_of, listing, newest, steps_in, waiting_steps
+from t5ckpt.catalog.listing import dataset_steps_in, facts_of, listing, newest, steps_in, waiting_steps
 from t5ckpt.catalog.locate import no_checkpoint
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.deletion import announced, find_step, hide
@@ -69,6 +69,14 @@ class RunFacts(Protocol):
         """The complete steps, ascending."""
         ...
 
+    def latest(self) -> int | None:
+        """The largest step, or None."""
+        ...
+
+    def dataset_steps(self) -> list[int]:
+        """The steps with states of data iterators, ascending."""
+        ...
+
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts of the steps, ascending."""
         ...
@@ -116,6 +124,15 @@ class Retention:
     def steps(self) -> list[int]:
         """The complete steps, ascending, in any layout."""
         return steps_in(self._storage)
+
+    def latest(self) -> int | None:
+        """The largest step, in any layout, or None."""
+        found = newest(self._storage)
+        return None if found is None else found.step
+
+    def dataset_steps(self) -> list[int]:
+        """The steps with states of data iterators, ascending."""
+        return dataset_steps_in(self._storage)
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts that a policy takes, ascending by step, in any layout; ``names`` replaces the policy's metric names.

@@ -1,8 +1,9 @@
 """Copies a checkpoint to another run, byte for byte, between any two storages.
 
-Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. The manifest is written
-last, by the same commit as that of a save, so a copy is visible only when it is complete. In a bucket, the files are below a
-directory of the copy, as those of a save, and the manifest names this directory (``format/relocation.py``).
+Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. Metadata of arrays that the
+manifest implies is written from it, so a lost or damaged ``.zarray`` costs nothing. The manifest is written last, by the same
+commit as that of a save, so a copy is visible only when it is complete. In a bucket, the files are below a directory of the copy,
+as those of a save, and the manifest names this directory (``format/relocation.py``).
 
 A copy that was cut off leaves its files to garbage collection, and the next one begins again.
 """
@@ -28,6 +29,7 @@ from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import file_with_facts, version_of
@@ -44,8 +46,9 @@ from t5ckpt.format.names import (
     without_generation,
 )
 from t5ckpt.format.relocation import relocated
+from t5ckpt.format.zarray import implied_metadata
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import listed_files, read_raw
+from t5ckpt.reading.contents import decode_contents, read_raw
 from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Storage
 
@@ -135,6 +138,7 @@ class _Plan:
       manifest: its bytes without the facts.
       facts: the bytes of the facts; None if it has none.
       checksums: of its files, as far as they are known.
+      implied: files whose bytes follow from the manifest, by name.
       sizes: of all files but the manifest, by name; 0 if unknown.
       left_out: files that are not copied: the pin, and those of other programs.
     """
@@ -143,18 +147,13 @@ class _Plan:
     manifest: bytes
     facts: bytes | None
     checksums: FileChecksums
+    implied: Mapping[str, bytes]
     sizes: Mapping[str, int]
     left_out: tuple[str, ...]
 
-    def check(self, name: str, data: bytes) -> FileEntry:
-        """The entry of a file; raises CorruptCheckpointError if it differs from its checksum."""
-        located, entry = self.source.located, entry_of(data)
-        self.checksums.check(name, entry, located.storage.url(join(located.directory, name)), _CURE)
-        return entry
-
 
 def _plan(source: Identity) -> _Plan:
-    """Lists the files of a checkpoint, and compares its manifest.
+    """Lists the files of a checkpoint, and decodes its manifest.
 
     Raises:
       CorruptCheckpointError: a file is missing, or the manifest differs from its checksum.
@@ -171,22 +170,27 @@ def _plan(source: Identity) -> _Plan:
                 )
     listed = {key.removeprefix(f'{located.directory}/'): size for key, size in located.storage.walk(located.directory)}
     raw = read_raw(located, checksums=True)
-    manifest, checksums = raw.manifest or b'', listed_files(located, raw)
+    manifest = raw.manifest or b''
     if has_placeholder(manifest):
         raise UnsupportedFormatError(f'{located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.')
+    contents = decode_contents(located, raw)
+    checksums = FileChecksums({**contents.facts.digests, **(contents.checksums or {})})
+    implied: dict[str, bytes] = {}
     if raw.facts is None:
         # Also the files of other programs, but not those of other saves, nor T5X's names of positions.
         directories = directories_of(manifest)
         own = {name for name in listed if generation_of(name) in directories and name != FACTS_FILE}
         own -= {PINNED, *positions_for_t5x(own)}
     else:
-        own = listed.keys() & {*checksums, *removal_marks(checksums.keys() - {located.manifest})}
+        for array in contents.leaves().values():
+            if isinstance(array, StoredArray):
+                implied |= implied_metadata(array, checksums)
+        own = {*listed, *implied} & {*checksums, *removal_marks(checksums.keys() - {located.manifest})}
     left_out = ({PINNED} & listed.keys()) | ({*foreign_keys(listed)} - own)
-    sizes = {name: listed[name] or checksums.get(name, (0,))[0] for name in sorted(own - {located.manifest})}
-    plan = _Plan(source, manifest, raw.facts, checksums, sizes, tuple(sorted(left_out)))
-    plan.check(located.manifest, manifest)
+    sizes = {name: checksums.get(name, (listed.get(name),))[0] or 0 for name in sorted(own - {located.manifest})}
+    plan = _Plan(source, manifest, raw.facts, checksums, implied, sizes, tuple(sorted(left_out)))
     has_removed = any(without_generation(name) == DATASET_REMOVED for name in own)
-    for name in sorted(checksums.keys() - listed.keys()):
+    for name in sorted(checksums.keys() - own):
         if not (has_removed and is_position(name)):
             raise CorruptCheckpointError(f'{located.storage.url(join(located.directory, name))} is missing. {_CURE}')
     return plan
@@ -210,8 +214,11 @@ def _carry_out(
 
         def read_checked(name: str) -> bytes:
             # A damaged file may be larger than the memory.
-            data = files.read(name, limit=plan.checksums.get(name, (None,))[0])
-            entries[relocated(name, work.generation)] = plan.check(name, data)
+            data = plan.implied.get(name)
+            if data is None:
+                data = files.read(name, limit=plan.checksums.get(name, (None,))[0])
+            entries[relocated(name, work.generation)] = entry = entry_of(data)
+            plan.checksums.check(name, entry, files.url(name), _CURE)
             return data
 
         with plan.source.reading('copied'):

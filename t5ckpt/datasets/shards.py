@@ -161,7 +161,7 @@ class DatasetState:
             return f'data iterator continues, from {counted(count, "data shard")}'
         names = some_of([position.prefix for position in positions], 4)
         cure = (
-            'Restore without local_dir, if checkpoints_dir has the step.'
+            'Restore without local=, if checkpoints_dir has the step.'
             if is_part
             else 'Pass Checkpointer(map_positions=), which makes the state of a new data shard from those of the old ones '
             '(docs/data-iterators.md); lambda positions: None starts the data afresh. open_checkpoint(...).data_positions() '

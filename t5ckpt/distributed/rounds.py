@@ -40,8 +40,8 @@ class Phase(enum.StrEnum):
     WRITE = 'write'  # a save: all chunks are written, and process 0 commits
     COMMIT = 'commit'  # a save to local directories: each process has committed its own
     LOOK = 'look'  # local directories: each process has listed its own
-    NEED = 'need'  # a restore from local directories: each process has listed the files that its directory lacks
-    SEND = 'send'  # a restore from local directories: each file to send has a sender
+    NEED = 'need'  # a restore from local directories: each process has listed the arrays that its directory lacks
+    SEND = 'send'  # a restore from local directories: all processes plan the same collectives, and begin them
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree

@@ -18,6 +18,7 @@ from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.codecs import codec_text, is_decodable
 from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
+from t5ckpt.format.file_checksums import FileEntry, entry_of
 
 ZARRAY = '.zarray'
 _OTHER_TOOL = 'Read the array with the program that wrote it, or with zarr.open_array.'
@@ -39,6 +40,22 @@ def zarray_of(array: StoredArray) -> dict[str, Any]:
 def zarray_bytes(array: StoredArray) -> bytes:
     """The ``.zarray`` of an array."""
     return json.dumps(zarray_of(array), separators=(',', ':'), sort_keys=True).encode()
+
+
+def zarray_file(array: StoredArray) -> str:
+    """The name of an array's ``.zarray``, relative to the checkpoint's directory."""
+    return f'{array.location}/{ZARRAY}'
+
+
+def implied_metadata(array: StoredArray, checksums: Mapping[str, FileEntry]) -> dict[str, bytes]:
+    """The ``.zarray`` of an array by its name, if its recorded checksum is that of the manifest's metadata; else empty.
+
+    The file need not be read.
+    """
+    if not array.is_zarr_directory or not {'chunks', 'compressor'} <= array.metadata.keys():
+        return {}
+    file, data = zarray_file(array), zarray_bytes(array)
+    return {file: data} if checksums.get(file) == entry_of(data) else {}
 
 
 @dataclasses.dataclass(frozen=True)

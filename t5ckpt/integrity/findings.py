@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from t5ckpt.errors import CheckpointNotFoundError, StorageError, T5CkptError, UnsafeSpecError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, size_text
+from t5ckpt.format.zarray import implied_metadata
 from t5ckpt.integrity.implied_files import located_in_leaf
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import means_damage
+
+_IMPLIED = 'only t5ckpt opens the array without it, and t5ckpt cp writes it again'
 
 
 class Findings:
@@ -18,6 +23,7 @@ class Findings:
     Attributes:
       damages: in the order in which they were found.
       leaves: name and stored leaf, by the directory of its array.
+      checksums: the file checksums of all processes.
     """
 
     def __init__(self, files: CheckpointFiles):
@@ -25,14 +31,15 @@ class Findings:
         self._files = files
         self.damages: list[Damage] = []
         self.leaves: dict[str, tuple[str, StoredArray]] = {}
+        self.checksums = FileChecksums()
 
-    def differs(self, name: str, recorded: FileEntry, entry: FileEntry, checksums: FileChecksums) -> None:
+    def differs(self, name: str, recorded: FileEntry, entry: FileEntry) -> None:
         """Adds a file whose size or checksum is not the recorded one; the message names another file with these bytes."""
         if entry[0] != recorded[0]:
             self.size_differs(name, entry[0], recorded[0])
             return
         text = f'xxh3-64 is {entry[1]}, expected {recorded[1]}'
-        other = next((file for file, listed in checksums.items() if listed == entry and file != name), None)
+        other = next((file for file, listed in self.checksums.items() if listed == entry and file != name), None)
         offsets = (0, entry[0])
         if other is not None:
             text += f'; these are the bytes of {other}'
@@ -89,5 +96,7 @@ class Findings:
             location = '/'.join(parts[:length])
             if location in self.leaves:
                 name, leaf = self.leaves[location]
+                if damage.file in implied_metadata(leaf, self.checksums):
+                    damage = dataclasses.replace(damage, text=f'{_IMPLIED}: {damage.text}')
                 return located_in_leaf(damage, name, leaf, '/'.join(parts[length:]))
         return damage

@@ -16,6 +16,7 @@ from t5ckpt.format.array_spec import METADATA_FILES, StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.file_checksums import FileChecksums, size_text
 from t5ckpt.format.orbax import DATABASE_FILE
+from t5ckpt.format.zarray import zarray_file
 from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.array_reader import open_array
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
@@ -80,7 +81,7 @@ class ImpliedFiles:
             array.sizes.update(self._database(location))
         metadata = METADATA_FILES.get(stored.driver)
         if metadata is not None and not stored.is_in_database and metadata not in present:
-            text = 'only t5ckpt can open the array without it'
+            text = 'only t5ckpt opens the array without it'
             array.damages.append(Damage('missing', f'{location}/{metadata}', text, name))
         implied = grid
         if array.array.is_filled:
@@ -162,7 +163,7 @@ def located_in_leaf(damage: Damage, name: str, leaf: StoredArray, key: str) -> D
 def has_checksums(array: StoredArray, checksums: FileChecksums) -> bool:
     """Whether every file of an array has a checksum. Those of one process may be lost."""
     chunks = array.metadata.get('chunks', ())
-    if f'{array.location}/.zarray' not in checksums or len(chunks) != len(array.shape):
+    if zarray_file(array) not in checksums or len(chunks) != len(array.shape):
         return False
     # Other writers may use slashes in chunk names, which only the .zarray records.
     grids = [ChunkGrid(array.shape, tuple(chunks), separator) for separator in ('.', '/')]

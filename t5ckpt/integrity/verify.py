@@ -120,7 +120,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
         path=located.url,
         step=located.step,
         full=full,
-        has_checksums=bool(check.checksums) or check.is_listed,
+        has_checksums=bool(findings.checksums) or check.is_listed,
         damages=tuple(sorted(findings.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
         part=check.part,
@@ -155,12 +155,11 @@ class _Check:
     """A verification under way.
 
     Attributes:
-      findings: the damages and the stored leaves so far.
+      findings: the damages, the stored leaves and the file checksums so far.
       implied: lists the files of arrays without file checksums.
       part: the process whose files they are, if they are a part.
       notes: so far.
-      checksums: the file checksums of all processes.
-      unlisted: these files.
+      unlisted: the files of arrays without file checksums.
       sizes: of the existing files that were checked.
       read: files whose bytes have been compared already.
       dirs: the subdirectories.
@@ -174,7 +173,6 @@ class _Check:
     implied: ImpliedFiles
     part: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
-    checksums: FileChecksums = dataclasses.field(default_factory=FileChecksums)
     unlisted: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     read: set[str] = dataclasses.field(default_factory=set[str])
@@ -246,12 +244,12 @@ class _Check:
         except FormatError as error:
             self.findings.failed(name, error)
             return
-        twice = [file for file, entry in entries.items() if not self.checksums.matches(file, entry)]
+        twice = [file for file, entry in entries.items() if not self.findings.checksums.matches(file, entry)]
         if twice:
             self.findings.add(
                 'contradiction', name, f'records another checksum of {min(twice)} than the other file checksums'
             )
-        self.checksums = FileChecksums({**self.checksums, **entries})
+        self.findings.checksums = FileChecksums({**self.findings.checksums, **entries})
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with the recorded checksum; adds a damage and returns None if it cannot be read."""
@@ -267,7 +265,7 @@ class _Check:
 
     def _compare(self, name: str, data: bytes, recorded: FileChecksums) -> None:
         if name in recorded and not recorded.matches(name, entry := entry_of(data)):
-            self.findings.differs(name, recorded[name], entry, self.checksums)
+            self.findings.differs(name, recorded[name], entry)
 
     # --- arrays -------------------------------------------------------------------------------------------------------
 
@@ -293,7 +291,9 @@ class _Check:
         if self.part is not None:
             # The checksums of the other files are on other disks.
             return
-        unlisted = {location: item for location, item in leaves.items() if not has_checksums(item[1], self.checksums)}
+        unlisted = {
+            location: item for location, item in leaves.items() if not has_checksums(item[1], self.findings.checksums)
+        }
         for location, files in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
             name, _ = leaves[location]
             if isinstance(files, T5CkptError):
@@ -314,7 +314,7 @@ class _Check:
 
     def presence(self) -> None:
         """Compares presence and size of every file, with one listing per directory."""
-        expected = set(self.checksums) - self.read
+        expected = set(self.findings.checksums) - self.read
         parents = {name.rpartition('/')[0] for name in expected}
         listed_sizes: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
@@ -324,11 +324,11 @@ class _Check:
                 name = join(parent, entry.name)
                 if not entry.is_dir:
                     # A listing without sizes; a full verification compares them.
-                    recorded = self.checksums.get(name, (0,))[0]
+                    recorded = self.findings.checksums.get(name, (0,))[0]
                     listed_sizes[name] = recorded if entry.size is None else entry.size
         removed = {name for name in expected if self._is_removed(name, listed_sizes)}
         for name in sorted(expected - removed):
-            size = self.checksums[name][0]
+            size = self.findings.checksums[name][0]
             if name not in listed_sizes:
                 self.findings.add('missing', name, f'{size:,} bytes are recorded')
             else:
@@ -344,12 +344,12 @@ class _Check:
             self.sizes |= array.sizes
             self.findings.damages += array.damages
         expected_files = {*expected, *self.sizes, *_OWN, *removal_marks(expected), *positions_for_t5x(expected)}
-        used = {name.partition('/')[0] for name in (*self.checksums, *self.findings.leaves)}
+        used = {name.partition('/')[0] for name in (*self.findings.checksums, *self.findings.leaves)}
         unknown_files = [
             *(name for name in listed_sizes if name not in expected_files),
             *(f'{name}/' for name in self.dirs - used),
         ]
-        if unknown_files and self.checksums:
+        if unknown_files and self.findings.checksums:
             self.notes.append(
                 f'{counted(len(unknown_files), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown_files), 5)}'
             )
@@ -373,7 +373,11 @@ class _Check:
     def contents(self, progress: Progress | None) -> None:
         """Reads all files that have the recorded size."""
         wrong = {damage.file for damage in self.findings.damages}
-        listed = [name for name in self.checksums if name in self.sizes and name not in wrong and name not in self.read]
+        listed = [
+            name
+            for name in self.findings.checksums
+            if name in self.sizes and name not in wrong and name not in self.read
+        ]
         listed.sort(key=lambda name: -self.sizes[name])
         chunks = [(array, chunk_index) for array in self.unlisted for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
@@ -381,13 +385,13 @@ class _Check:
         for name, result in in_threads(listed, self.files.digest):
             if isinstance(result, T5CkptError):
                 self.findings.failed(name, result)
-            elif not self.checksums.matches(name, result):
-                self.findings.differs(name, self.checksums[name], result, self.checksums)
+            elif not self.findings.checksums.matches(name, result):
+                self.findings.differs(name, self.findings.checksums[name], result)
             meter.add(self.sizes[name])
         for (name, own), result in in_threads(
             positions_for_t5x(listed).items(), lambda item: self.files.digest(item[0])
         ):
-            if not isinstance(result, T5CkptError) and not self.checksums.matches(own, result):
+            if not isinstance(result, T5CkptError) and not self.findings.checksums.matches(own, result):
                 self.notes.append(
                     f'T5X reads the position in the data from {name}, which is not that of {own}. Copy it there.'
                 )

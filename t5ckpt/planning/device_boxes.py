@@ -10,6 +10,7 @@ without the array's name. A restore reports all of them before it reads.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from t5ckpt.format.chunk_grid import Box
@@ -20,8 +21,21 @@ def boxes_wanted(template: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes that this process's devices hold, or the whole array for a host template."""
     if not template.device or template.sharding is None:
         return [Box.whole(shape)]
-    indices = template.sharding.addressable_devices_indices_map(shape)
-    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
+    return _distinct(template.sharding.addressable_devices_indices_map(shape).values(), shape)
+
+
+def boxes_by_process(template: LeafTemplate, shape: tuple[int, ...], count: int) -> list[list[Box]]:
+    """For each of ``count`` processes, the boxes that :func:`boxes_wanted` returns in it."""
+    if not template.device or template.sharding is None:
+        return [[Box.whole(shape)]] * count
+    indices: list[list[Any]] = [[] for _ in range(count)]
+    for device, index in template.sharding.devices_indices_map(shape).items():
+        indices[device.process_index].append(index)
+    return [_distinct(of_process, shape) for of_process in indices]
+
+
+def _distinct(indices: Iterable[Any], shape: tuple[int, ...]) -> list[Box]:
+    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices))
 
 
 def uses_host_buffer(template: LeafTemplate) -> bool:

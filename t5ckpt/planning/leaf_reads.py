@@ -12,7 +12,7 @@ import numpy as np
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.planning.device_boxes import boxes_wanted, uses_host_buffer
+from t5ckpt.planning.device_boxes import boxes_by_process, boxes_wanted, uses_host_buffer
 from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.tree.leaves import LeafTemplate
 
@@ -36,6 +36,11 @@ class StoredRead:
     def source_boxes(self) -> list[Box]:
         """The boxes of the stored array from which ``boxes`` are filled; they differ for a leaf that is resized."""
         return source_boxes(self.boxes, self.leaf.shape)
+
+    def source_boxes_by_process(self, count: int) -> list[list[Box]]:
+        """For each of ``count`` processes, its ``source_boxes``."""
+        boxes = boxes_by_process(self.template, self.template.shape, count)
+        return [source_boxes(of_process, self.leaf.shape) for of_process in boxes]
 
     def chunk_files(self, *, whole: bool) -> Iterator[str]:
         """Yields the chunk files of ``source_boxes`` or of the whole array, by the manifest; some of them more than once."""

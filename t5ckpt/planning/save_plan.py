@@ -34,6 +34,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.codecs import CODECS, takes
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.format.facts import TreeFacts
+from t5ckpt.format.zarray import zarray_file
 from t5ckpt.planning.casts import Cast, dtypes_after_cast
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
@@ -94,25 +95,16 @@ class ArrayWrite:
         return math.prod(self.array.metadata['chunks']) * self.array.disk_dtype.itemsize
 
     @property
-    def zarray(self) -> str:
-        """The file of the array's metadata, relative to the checkpoint's directory."""
-        return f'{self.array.location}/.zarray'
-
-    @property
     def chunk_files(self) -> list[str]:
         """The files of ``chunks``, relative to the checkpoint's directory."""
         grid, location = self.array.grid, self.array.location
         return [f'{location}/{grid.key(grid.index_of(chunk.box))}' for chunk in self.chunks]
 
-    def files(self, *, with_metadata: bool = True) -> list[str]:
-        """The ``chunk_files`` and, before them, the file of the metadata if this process writes it."""
-        return [self.zarray, *self.chunk_files] if with_metadata else self.chunk_files
-
     def files_of_others(self, *, with_metadata: bool) -> list[str]:
-        """Those of ``files`` that are assigned to other processes, which write the metadata."""
+        """Those of ``chunk_files`` that are assigned to other processes and, before them, the metadata if these write it."""
         chunks = zip(self.chunk_files, self.chunks, strict=True)
         files = [file for file, chunk in chunks if chunk.box in self.boxes_of_others]
-        return [self.zarray, *files] if with_metadata else files
+        return [zarray_file(self.array), *files] if with_metadata else files
 
 
 class InlineWrite(NamedTuple):

@@ -89,7 +89,8 @@ class WriteAssignment:
     def __init__(self, index: int = 0, count: int = 1, *, with_copies: bool = False):
         """Takes the index of this process and the number of processes.
 
-        ``with_copies`` also writes the chunks that are assigned to other processes, of the shards that this one holds.
+        ``with_copies`` also writes the chunks that are assigned to other processes, of the shards and the host arrays that this
+        one holds.
         """
         self.with_copies = with_copies
         self.index = index
@@ -152,7 +153,8 @@ class WriteAssignment:
         of_others: set[Box] = set()
         for shard in shards:
             boxes = self.chunks_of_this_process(shard, grid, itemsize)
-            if self.with_copies and self.index in shard.holders:
+            # Every process has a host array.
+            if self.with_copies and (shard.index is None or self.index in shard.holders):
                 own_boxes, boxes = frozenset(boxes), grid.split(shard.box)
                 of_others.update(box for box in boxes if box not in own_boxes)
             # For a shard at the array's origin both boxes are one object, which halves memory and time.

@@ -26,7 +26,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast
 from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.names import DATASET_REMOVED
-from t5ckpt.format.zarray import ZARRAY, decode_zarray, layout_in_manifest, layout_of_range, zarray_bytes
+from t5ckpt.format.zarray import decode_zarray, implied_metadata, layout_in_manifest, layout_of_range, zarray_file
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, Checksums
 from t5ckpt.reading.chunks import ChunkedArray, OpenArray
@@ -67,7 +67,7 @@ class ReadOptions:
 def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies_all: bool = False) -> OpenArray:
     """Opens an array of a checkpoint.
 
-    A missing ``.zarray`` is replaced by the metadata in the manifest.
+    A ``.zarray`` that is missing, or that the manifest implies, is replaced by the metadata in the manifest.
 
     Args:
       files: of the checkpoint.
@@ -87,10 +87,10 @@ def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies
         from t5ckpt.reading.tensorstore_array import TensorStoreArray
 
         return TensorStoreArray(leaf, name, files)
-    file = f'{leaf.location}/{ZARRAY}'
+    file = zarray_file(leaf)
     where = files.where(file, name)
     try:
-        data = _recorded_zarray(files, leaf, file)
+        data = implied_metadata(leaf, files.checksums or {}).get(file)
         if data is None:
             data = files.read(file, name, _MAX_ZARRAY_BYTES)
             files.compare(file, name, entry_of(data))
@@ -102,14 +102,6 @@ def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies
     if layout.fill is None:
         check_count(layout.grid.num_chunks, lambda: sum(1 for _ in files.storage.walk(files.key(leaf.location))), where)
     return ChunkedArray(leaf, name, files, layout, verifies_all=verifies_all)
-
-
-def _recorded_zarray(files: CheckpointFiles, leaf: StoredArray, file: str) -> bytes | None:
-    """The ``.zarray`` in a bucket, without a request, if its recorded checksum is that of the manifest's metadata."""
-    if files.storage.is_file_system or not {'chunks', 'compressor'} <= leaf.metadata.keys():
-        return None
-    data = zarray_bytes(leaf)
-    return data if (files.checksums or {}).get(file) == entry_of(data) else None
 
 
 class ArrayReader:

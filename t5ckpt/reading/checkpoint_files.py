@@ -41,7 +41,6 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
-from t5ckpt.format.zarray import ZARRAY
 from t5ckpt.reading.aligned_memory import SpareMemory
 from t5ckpt.storage import Storage, foreign_errors
 from t5ckpt.storage.memory_limit import check_whole_read
@@ -59,7 +58,6 @@ _CURE = (
     f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --drop" copies the step without these '
     'leaves.'
 )
-_CURE_OF_METADATA = 'Remove this file: the manifest has the same metadata, and is then used.'
 
 
 def open_source(path: str) -> BinaryIO:
@@ -291,8 +289,7 @@ class CheckpointFiles(abc.ABC):
             return
         if file not in checksums:
             raise CorruptCheckpointError(f'{self.where(file, name)} has no checksum in this checkpoint. {_CURE}')
-        cure = _CURE_OF_METADATA if file.endswith(f'/{ZARRAY}') else _CURE
-        checksums.check(file, entry, self.where(file, name), cure)
+        checksums.check(file, entry, self.where(file, name), _CURE)
 
     def verify(self, file: str, name: str) -> None:
         """Reads a file and compares it with its recorded checksum.

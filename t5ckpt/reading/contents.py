@@ -305,18 +305,8 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
         raise CorruptCheckpointError(
             f'{located.storage.url(located.directory)} is the part of {part}: the other files are on the disks of the other '
             'processes. Restore it in a job of several processes (or of one, if it has all chunks) with '
-            'Checkpointer(local_dir=...), or read the copy in checkpoints_dir.'
+            'Checkpointer(local=LocalTier(...)), or read the copy in checkpoints_dir.'
         )
-
-
-def listed_files(located: Located, raw: RawFiles) -> FileChecksums:
-    """All files that the facts and the file checksums name, of a checkpoint that was read with them.
-
-    Raises:
-      CorruptCheckpointError: the facts, or one of the files that hold the checksums, are missing or damaged.
-    """
-    recorded = _facts(located, raw).digests
-    return FileChecksums({**recorded, **(_file_checksums(located, raw, recorded) or {})})
 
 
 def leaves_of(

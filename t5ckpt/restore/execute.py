@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -45,11 +46,13 @@ def run_restore(request: RestoreRequest) -> Any:
     """
     started = time.monotonic()
     last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
-    with request.round.failing_together(last if request.local_part is None else Phase.NEED):
+    part = request.local_part
+    with request.round.failing_together(last if part is None else Phase.NEED):
         planned = _planned(request)
-    if request.local_part is not None:
-        planned = _provided(request, request.local_part, planned)
-    with request.round.failing_together(last):
+        if part is not None:
+            _agree(request, part, planned)
+    in_collectives = contextlib.nullcontext() if part is None else request.round.failing_together(Phase.SEND)
+    with request.round.failing_together(last), in_collectives:
         finish, summary = _read(request, planned)
     if request.reading.share_replicated:
         # A collective follows, which must not begin before all processes are known to have succeeded.
@@ -103,15 +106,11 @@ def _planned(request: RestoreRequest) -> _Planned:
     return _Planned(view, contents, plan)
 
 
-def _provided(request: RestoreRequest, part: LocalPart, planned: _Planned) -> _Planned:
-    """Fetches the files that this process reads into its storage."""
+def _agree(request: RestoreRequest, part: LocalPart, planned: _Planned) -> None:
+    """Agrees with the other processes on what each of them reads from its own storage."""
     dataset = None if request.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
-    files = dict.fromkeys(file for read in planned.plan.stored for file in read.chunk_files(whole=request.lazy))
-    checksums = part.provide(request.round, list(files), prefix)
-    if not request.reading.verifies:
-        return planned
-    return dataclasses.replace(planned, contents=dataclasses.replace(planned.contents, checksums=checksums))
+    part.agree(request.round, planned.plan.stored, prefix)
 
 
 def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any], tuple[str, str]]:
@@ -155,13 +154,13 @@ def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Conte
       Where the data continues, for the log; empty if the iterator is unchanged.
     """
     dataset, located, below = request.dataset, contents.located, contents.facts.positions_in
-    directory = join(located.directory, below)
+    storage, directory = located.storage, join(located.directory, below)
     if dataset is not None:
         is_part = request.local_part is not None
         processes = request.round.processes
+        received = None if request.local_part is None else request.local_part.positions()
         text = dataset.load(
-            located.storage,
-            directory,
+            *(received or (storage, directory)),
             processes,
             lambda prefix: reader.check_prefixed(join(below, prefix)),
             of_orbax=not located.manifest,
@@ -169,5 +168,5 @@ def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Conte
         )
         return '' if text is None else f'; {text}'
     if request.round.is_leader and request.continues:
-        warn_of_unused(located.storage, directory, of_orbax=not located.manifest)
+        warn_of_unused(storage, directory, of_orbax=not located.manifest)
     return ''

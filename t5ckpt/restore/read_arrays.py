@@ -40,7 +40,7 @@ from t5ckpt.tree.leaf_table import LeafTable
 _log = logging.getLogger('t5ckpt')
 # Of a tensor file, of which parts are read.
 _LARGE_CHUNK = 64 * 2**20
-_Buffers: TypeAlias = dict[Box, np.ndarray]
+Buffers: TypeAlias = dict[Box, np.ndarray]
 
 
 def read_leaves(
@@ -52,7 +52,10 @@ def read_leaves(
         plan.stored, request.round.processes.count if request.reading.share_replicated else 1
     )
     budget = ByteBudget(request.reading.budget_bytes)
-    values |= read_arrays(reader, reads, budget, request.progress)
+    if request.local_part is None:
+        values |= read_arrays(reader, reads, budget, meter_of(reads, request.progress))
+    else:
+        values |= request.local_part.read(request.round, reader, reads, budget, request.progress)
     _log.debug('t5ckpt: at most %d bytes of arrays were in flight at once', budget.peak)
     stored = sum(map(_bytes_read, reads))
     request.note_read(stored)
@@ -75,7 +78,7 @@ def _lazy(reader: ArrayReader, read: StoredRead | InlineRead, leaf: Any) -> Lazy
 
 
 def read_arrays(
-    reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget, progress: Progress | None = None
+    reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget, meter: Meter | None = None
 ) -> dict[Path, Any]:
     """Reads stored leaves and puts them on the devices of their templates.
 
@@ -83,29 +86,45 @@ def read_arrays(
       reader: of the checkpoint.
       reads: from ``plan_restore``.
       budget: bounds the host bytes of leaves from the start of their read to the end of their transfer.
-      progress: called with (bytes done, bytes in total).
+      meter: counts the bytes of leaves that are done.
 
     Returns:
       The values by path: jax.Array, numpy array, or Python number, depending on the template of each leaf.
     """
+    meter = meter_of(reads) if meter is None else meter
     values: dict[Path, Any] = {}
     for read in reads:
         hosts = _mapped(reader, read)
         if hosts is not None:
             values[read.path] = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
     rest = [read for read in reads if read.path not in values]
-    meter = Meter(progress, sum(read.leaf.nbytes for read in reads))
     meter.add(sum(read.leaf.nbytes for read in reads if read.path in values))
-    in_host = [read for read in rest if read.uses_host_buffer]
-    if in_host:
-        more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
-        check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
+    check_host_memory(rest)
     if rest:
         # A thread keeps memory of a chunk, and of its encoded bytes.
         at_once = budget.limit * len(rest) // max(1, 2 * sum(_chunk_bytes(read.leaf) for read in rest))
         with Pool(min(reader.files.threads, max(2, at_once))) as pool:
             values |= _RestoreScheduler(reader, budget, meter, pool).run(rest)
     return values
+
+
+def meter_of(reads: Sequence[StoredRead], progress: Progress | None = None) -> Meter:
+    """Counts the bytes of stored leaves; ``progress`` is called with (bytes done, bytes in total)."""
+    return Meter(progress, sum(read.leaf.nbytes for read in reads))
+
+
+def check_host_memory(reads: Sequence[StoredRead]) -> None:
+    """Checks that the leaves that stay in host memory fit there; raises as ``check_memory``."""
+    in_host = [read for read in reads if read.uses_host_buffer]
+    if in_host:
+        more = f' and {len(in_host) - 1} more leaves' if len(in_host) > 1 else ''
+        check_memory(sum(map(_bytes_wanted, in_host)), f'{in_host[0].name}{more}')
+
+
+def leaf_of(read: StoredRead, buffers: Buffers) -> Any:
+    """The value of a leaf from the buffers of its ``source_boxes``, which must not be written to afterwards."""
+    hosts = _padded(read, buffers) if read.resizes else buffers
+    return make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
 
 
 def _mapped(reader: ArrayReader, read: StoredRead) -> dict[Box, np.ndarray] | None:
@@ -126,7 +145,7 @@ class _RestoreScheduler:
         self._budget = budget
         self._meter = meter
         self._pool = pool
-        self._reading: collections.deque[tuple[StoredRead, _Buffers, list[Future[None]]]] = collections.deque()
+        self._reading: collections.deque[tuple[StoredRead, Buffers, list[Future[None]]]] = collections.deque()
         self._moving: collections.deque[tuple[StoredRead, Any]] = collections.deque()
         self._values: dict[Path, Any] = {}
 
@@ -162,8 +181,7 @@ class _RestoreScheduler:
         read, buffers, tasks = self._reading.popleft()
         for task in tasks:
             task.result()
-        hosts = _padded(read, buffers) if read.resizes else buffers
-        leaf = make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
+        leaf = leaf_of(read, buffers)
         self._values[read.path] = leaf
         self._meter.add(read.leaf.nbytes)
         if read.uses_host_buffer:

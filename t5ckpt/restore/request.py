@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.arguments import given_step
+from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import Notices
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Partitioner, Progress
@@ -18,26 +20,47 @@ from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.planning.casts import Cast
+from t5ckpt.planning.leaf_reads import StoredRead
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.reading.array_reader import ReadOptions
+from t5ckpt.reading.array_reader import ArrayReader, ReadOptions
 from t5ckpt.storage import Storage
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalPart:
+class LocalPart(ABC):
     """A checkpoint of which each process has a part in a storage of its own.
 
     Attributes:
       located: the part of this process.
       manifest, facts: of the checkpoint, the same in all processes.
-      provide: called in all processes with the round, the chunk files that this process reads, and the prefix of its position of
-        the data iterator; makes these files available in ``located`` and returns their checksums.
+      checksums: of the files of the part.
     """
 
     located: Located
     manifest: bytes
     facts: bytes
-    provide: Callable[[CoordinationRound, Sequence[str], str | None], FileChecksums]
+    checksums: FileChecksums
+
+    @abstractmethod
+    def agree(self, at: CoordinationRound, reads: Sequence[StoredRead], position: str | None) -> None:
+        """Agrees with the other processes, which call it too, on where each array comes from.
+
+        ``position`` is the prefix of the position of this process's data iterator, or None.
+        """
+
+    @abstractmethod
+    def read(
+        self,
+        at: CoordinationRound,
+        reader: ArrayReader,
+        reads: Sequence[StoredRead],
+        budget: ByteBudget,
+        progress: Progress | None,
+    ) -> dict[Path, Any]:
+        """Reads arrays, as ``read_arrays``, after a vote in ``Phase.SEND``; all processes call it."""
+
+    @abstractmethod
+    def positions(self) -> tuple[Storage, str] | None:
+        """The storage and the directory of the position of this process; None if it is in ``located``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,10 +59,11 @@ def contents_to_restore(request: RestoreRequest) -> Contents:
       FormatError: it is damaged, or of a newer version.
     """
     located, raw = _located_files(request)
-    contents = decode_contents(located, raw)
-    if request.local_part is None:
+    contents, part = decode_contents(located, raw), request.local_part
+    if part is None:
         contents.check_not_part()
-    return contents
+        return contents
+    return dataclasses.replace(contents, checksums=part.checksums) if request.reading.verifies else contents
 
 
 def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:

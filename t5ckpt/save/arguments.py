@@ -5,7 +5,6 @@ A save takes T5X's order (state, transforms) and Orbax's (step, state).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import operator
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_kind, check_transforms, integer, number
+from t5ckpt.core.arguments import check_kind, check_transforms
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
@@ -24,8 +23,6 @@ from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
 from t5ckpt.tree.transfers import explicit_transfers
 
-LOCAL_KEEP = 2
-"""The default of ``local_keep``."""
 _CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'
 
 
@@ -158,42 +155,6 @@ def _is_step(value: Any) -> bool:
 def _are_transforms(value: Any) -> bool:
     """Whether a value is a list of transforms, possibly empty, and therefore not a state."""
     return isinstance(value, (list, tuple)) and all(map(callable, value))
-
-
-@dataclasses.dataclass(frozen=True)
-class TierOptions:
-    """The options of ``Checkpointer`` for its local directory."""
-
-    local_dir: str | os.PathLike[str]
-    keep: int
-    policy: SavePolicy | None
-    gbps: float | None
-
-    @classmethod
-    def of(
-        cls, local_dir: Any, keep: int, policy: SavePolicy | None, gbps: float | None, preempted: Any
-    ) -> TierOptions | None:
-        """Checks the options; returns None without a local directory, and warns of the others then.
-
-        Raises:
-          ValueError: an option is invalid, or the policy waits for a preemption without ``preempted``.
-        """
-        check_kind('persist_policy', policy, SavePolicy, 'SaveEvery(1000)')
-        count = integer('local_keep', keep, 1)
-        rate = None if gbps is None else number('upload_gbps', gbps)
-        if local_dir is not None:
-            check_preemption(policy, preempted, 'uploads')
-            return cls(local_dir, count, policy, rate)
-        given = {
-            'local_keep': count != LOCAL_KEEP,
-            'persist_policy': policy is not None,
-            'upload_gbps': rate is not None,
-        }
-        idle = [name for name, is_given in given.items() if is_given]
-        if idle:
-            text = f'{" and ".join(idle)} has no effect without local_dir. Pass local_dir=, or leave it out.'
-            warn_caller(NoEffectWarning(text))
-        return None
 
 
 def check_policies(keep: int | None, keep_policy: Any, save_policy: Any, metric_source: Any) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
-from t5ckpt.format.zarray import ZARRAY, zarray_of
+from t5ckpt.format.zarray import implied_metadata, zarray_bytes, zarray_file, zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
@@ -62,11 +62,14 @@ class ArraySource:
         if not leaf.is_zarr_directory or write.dtype != leaf.dtype or leaf.disk_dtype != write.array.disk_dtype:
             return write
         try:
-            zarray = json.loads(files.read(join(leaf.location, ZARRAY)))
-            metadata = {'chunks': tuple(zarray['chunks']), 'compressor': zarray['compressor']}
+            metadata = {'chunks': tuple(leaf.metadata['chunks']), 'compressor': leaf.metadata['compressor']}
             array = dataclasses.replace(write.array, metadata=metadata)
+            file = zarray_file(leaf)
+            data = implied_metadata(leaf, files.checksums or {}).get(file)
+            zarray = json.loads(data or files.read(file))
             same = {**zarray, 'dimension_separator': separator_of(zarray)} == zarray_of(array)
-        except (CheckpointNotFoundError, ValueError, TypeError, KeyError):
+        except (T5CkptError, ValueError, TypeError, KeyError):
+            # If the file is damaged, the reader of the values says so.
             return write
         if not same:
             return write
@@ -75,7 +78,7 @@ class ArraySource:
         return dataclasses.replace(write, value=self, array=array, chunks=chunks)
 
     def link(self, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
-        """Links or copies the files of :meth:`linked` into ``directory``; returns their entries.
+        """Writes the metadata of :meth:`linked` into ``directory``, and links or copies its chunks; returns their entries.
 
         Raises:
           CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
@@ -83,10 +86,12 @@ class ArraySource:
           UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
         """
         files, leaf = self.reader.files, self.leaf
-        entries: dict[str, FileEntry] = {}
-        chunk_files = set(write.chunk_files)
+        metadata, data = zarray_file(write.array), zarray_bytes(write.array)
+        storage.make_dir(join(directory, write.array.location))
+        storage.write(join(directory, metadata), data)
+        entries = {metadata: entry_of(data)}
         with self.reader.identified(leaf):
-            for name in write.files():
+            for name in write.chunk_files:
                 old = join(leaf.location, name.rpartition('/')[2])
                 source, target = files.key(old), join(directory, name)
                 where = f'{write.name}: {files.storage.url(source)}'
@@ -96,11 +101,9 @@ class ArraySource:
                     raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
                 entry = entry_of(data)
                 (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
-                is_plain = name in chunk_files and write.array.metadata['compressor'] is None
-                if is_plain and len(data) != write.chunk_bytes:
+                if write.array.metadata['compressor'] is None and len(data) != write.chunk_bytes:
                     raise CorruptCheckpointError(f'{where} {size_text(len(data), write.chunk_bytes)}. {_CURE}')
                 if not storage.link(source, target, files.storage):
-                    storage.make_dir(join(directory, write.array.location))
                     storage.write(target, data)
                 entries[name] = entry
         return entries

@@ -8,8 +8,7 @@ same manifest and the same facts, whose checksum therefore identifies the save:
     train_ds-*                  its position, and that of the process half a job away
 
 A directory is renamed to its final name only after all processes have agreed that all files are durable. A crash between the
-first and the last rename leaves a step that some directories lack; ``tiers/shared_choice.py`` decides whether the others have all
-of it.
+first and the last rename leaves a step that some directories lack; ``tiers/choice.py`` decides whether the others have all of it.
 
 Notes: agreement is by the coordination service, never by a device collective. Each process receives the facts from process 0,
 and the manifest if its own differs.

@@ -38,7 +38,7 @@ class SaveContext:
     """The objects that all saves of a checkpointer share, or the one of a converter.
 
     Attributes:
-      storage: the run, or the local directory of a checkpointer with ``local_dir``.
+      storage: the run, or the local directory of a checkpointer with ``local``.
       options: of the plans, such as the codec and the size of chunks.
       retention: of ``storage``, carried out after a commit; None for a converter.
       progress: called with (bytes done, bytes in all).

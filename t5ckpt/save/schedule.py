@@ -89,7 +89,7 @@ class WatchedMetrics:
     """The metrics that a policy compares; warns of one that is never passed."""
 
     def __init__(self, policy: SavePolicy | None, option: str, patience: int):
-        """Takes the policy and its option of the constructor: ``save_policy`` or ``persist_policy``.
+        """Takes the policy and its option of the constructor: ``save_policy``, or ``persist`` of LocalTier.
 
         ``patience`` is the number of calls without any metric before the warning. Such calls are normal if the model is evaluated
         only now and then.
@@ -114,7 +114,7 @@ class WatchedMetrics:
         if not self._awaited or (not given and self._calls <= self._patience):
             return
         event, effect, calls = f'maybe_save was called at step {step}', 'save', 'calls'
-        if self._option == 'persist_policy':
+        if self._option == 'persist':
             event, effect, calls = f'step {step} is saved', 'upload a step', 'saves'
         names = ', '.join(map(repr, sorted(self._awaited)))
         shown = ', '.join(map(str, given)) or f'none in the first {self._patience} {calls}'

@@ -27,7 +27,7 @@ from t5ckpt.errors import SaveFailedError, StorageError
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.codecs import AUTO, encode, takes
 from t5ckpt.format.file_checksums import FileEntry, entry_of
-from t5ckpt.format.zarray import zarray_bytes
+from t5ckpt.format.zarray import zarray_bytes, zarray_file
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.save.chunk_reuse import WrittenArrays
 from t5ckpt.save.linked_arrays import ArraySource
@@ -119,8 +119,7 @@ class _Writer:
         self.report.arrays[write.path] = array
         self.report.codecs[array.location] = array.metadata['compressor']
         if self._staging.writes_metadata:
-            data = zarray_bytes(array)
-            self._start(0, self._write_file, write.zarray, data, write.name)
+            self._start(0, self._write_file, zarray_file(array), zarray_bytes(array), write.name)
         for chunk, key in files:
             self._start(write.chunk_bytes, self._write_chunk, leaf, chunk, key, array.metadata['compressor'], values)
             values = None

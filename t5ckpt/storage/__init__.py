@@ -10,7 +10,7 @@ from __future__ import annotations
 from t5ckpt.storage.absent import AbsentStorage, require_directory
 from t5ckpt.storage.base import Entry, Storage
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors, is_disk_error, means_damage
-from t5ckpt.storage.open import is_same_kind, open_storage, option_values, split_path
+from t5ckpt.storage.open import is_same_kind, open_in_memory, open_storage, option_values, split_path
 from t5ckpt.storage.options import storage_defaults
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     'is_disk_error',
     'is_same_kind',
     'means_damage',
+    'open_in_memory',
     'open_storage',
     'option_values',
     'require_directory',

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import re
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -174,6 +175,14 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 def is_same_kind(path: str, storage: Storage) -> bool:
     """Whether a path or URL is on the same kind of storage; always True for an ``AbsentStorage``."""
     return storage.is_absent or _parse(path)[0] == _parse(storage.url())[0]
+
+
+def open_in_memory(files: Mapping[str, bytes]) -> Storage:
+    """Opens a new storage in memory, with these files."""
+    storage = open_storage(f'memory://t5ckpt-{secrets.token_hex(8)}')
+    for name, data in files.items():
+        storage.write(name, data)
+    return storage
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -1,242 +1,285 @@
-"""Sends files between the processes of a job with a device collective, at a restore.
+"""Brings boxes of arrays from the disks that have them to the processes that need them, with JAX's collectives.
 
-Each sender puts its files one after the other into rows of bytes. An all-reduce sums the rows of as many senders as the budget
-allows. The other processes add zeros, so all processes receive every row. The rows say whether more follow, so all processes
-enter the same number of collectives. A sender whose disk fails sends no further row, and raises its error afterwards.
+A step on local disks was saved by as many processes as restore it. The disk that process p of the saved job wrote, the *role* p,
+has the boxes that process p needs now. The disk may be at another process, lost, or damaged; another role that has the same box
+stands in for it.
 
-Notes: all bytes that are sent pass through every process, twice with a ring. Half of the byte budget of the restore is for the
-rows. Memory has up to nine copies of them with those that the allocator keeps, and five without, which have at most 256 MiB.
-The other half is for files: the one that this process sends, and the one that it receives from each sender. Therefore only as
-many processes send at once as the budget has room for files. A row has 64 KiB to 1 MiB, since glibc keeps larger blocks that
-are freed, and one process always sends.
+All processes compute the same moves. They exchange the bytes of several leaves at a time, in rows: each process sends at most one
+row at once, and receives at most one. A row is spread over the devices of its process, so that all their links are used, and has
+unsigned words, whose bits no device changes. Pairs of processes that exchange rows at once stay the same, since each set of pairs
+is a program to compile.
+
+Notes: half of the byte budget is for the boxes that a process sends and receives, the other half for rows. The boxes that a
+process has of a leaf that it receives are read for one leaf at a time. The bytes between two processes are a stream, in which
+boxes begin at multiples of 64 bytes: chunks are decoded into it, and the CPU backend uses it without a copy.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import contextlib
 import functools
-import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast
+import itertools
+import operator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from t5ckpt.format.file_checksums import FileEntry
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Progress
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.planning.leaf_reads import StoredRead
+from t5ckpt.reading.aligned_memory import ALIGNMENT, aligned_empty
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.chunks import run_tasks
+from t5ckpt.restore.read_arrays import Buffers, check_host_memory, leaf_of, meter_of, read_arrays
 
-# Of the sender: its rows on the host and on the device; of all processes: the sum on both, and a buffer of the collective.
-_BYTES_OF_ROWS, _COPIES_OF_ROWS = 256 * 2**20, 5
-# Of rows up to 1 MiB, glibc keeps the freed copies in the arenas of XLA's threads: in all, 5 to 8 of each row were measured.
-_KEPT_COPIES = 9
-_MOST_BYTES, _LEAST_BYTES = 2**20, 2**16
-# Rows are summed as these, which all devices can; each byte is zero in all rows but one.
+_LEAST_ROW_BYTES, _MOST_ROW_BYTES = 2**16, 64 * 2**20
+# Half of the budget is for five rows, which were measured: on the host and on the devices, some of them of the round before.
+_ROWS_IN_BUDGET = 10
 _WORD = np.dtype(np.uint32)
-# Of a row: the bytes that it has, and whether more rows follow.
-_HEAD = 16
-# Before each file: the length of its description.
-_LENGTH = 8
 
-File = tuple[str, FileEntry, bytes]
-"""The name of a file, its entry, and its bytes."""
+_Exchange: TypeAlias = Callable[[Sequence['Move'], np.ndarray, np.ndarray], None]
+"""Called with the moves of all processes: sends a stream, with zeros after its end, and receives another."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ExchangePlan:
-    """The senders of an exchange and its memory, which all processes know.
+class Move(NamedTuple):
+    """A box of a leaf that a process sends to another.
+
+    A named tuple, since a large job has millions, and a frozen dataclass takes three times as long to make.
 
     Attributes:
-      senders: the processes that send, ascending.
-      budget_bytes: for rows and files.
-      largest_bytes: the size of the largest file that is sent.
+      leaf: the index of its read.
+      box: in the coordinates of the stored array.
+      source, target: the processes.
+      nbytes: of the box in the dtype of the read.
     """
 
-    senders: tuple[int, ...]
-    budget_bytes: int
-    largest_bytes: int
+    leaf: int
+    box: Box
+    source: int
+    target: int
+    nbytes: int
 
-    def slots(self) -> int:
-        """The number of processes that send at once; a process may send a file while it receives one from each of them."""
-        at_once = self.budget_bytes // 2 // max(1, self.largest_bytes) - 1
-        return max(1, min(len(self.senders), at_once))
-
-    def row_bytes(self) -> int:
-        """The size of a row, a multiple of 64 KiB below 1 MiB."""
-        in_all = min(_BYTES_OF_ROWS // _COPIES_OF_ROWS, self.budget_bytes // 2 // _KEPT_COPIES) // self.slots()
-        return max(_LEAST_BYTES, min(_MOST_BYTES, in_all // _LEAST_BYTES * _LEAST_BYTES))
+    @property
+    def space(self) -> int:
+        """The bytes that it takes in a stream."""
+        return self.nbytes + -self.nbytes % ALIGNMENT
 
 
-def exchange(
-    files: Iterator[File], wanted: Collection[str], receive: Callable[[File], None], plan: ExchangePlan
-) -> None:
-    """Sends files to all processes; every process calls it.
+def plan_moves(
+    reads: Sequence[StoredRead], roles: Mapping[int, int], lacks: Mapping[int, Collection[str]], count: int
+) -> tuple[list[Move], list[str]]:
+    """Plans which process sends which boxes to which; the same in all processes.
 
     Args:
-      files: to send; none in a process that does not send.
-      wanted: the names of the files that this process takes.
-      receive: called with each of them.
-      plan: the same in all processes.
+      reads: of the restore, in the same order in all processes.
+      roles: by role, the process that has its disk; without lost disks.
+      lacks: by role, the locations of the arrays that its disk does not have intact.
+      count: of the processes.
+
+    Returns:
+      The moves in the order of the reads, and the names of the leaves of which a box is on no disk.
+    """
+    moves, missing = list[Move](), set[str]()
+    role_at = {process: role for role, process in roles.items()}
+    sent: collections.Counter[int] = collections.Counter()
+    # By target, the roles that send to it: few pairs of processes are few programs.
+    chosen: dict[int, set[int]] = collections.defaultdict(set)
+    # Most leaves share their shape and sharding with others.
+    known: dict[Any, list[tuple[int, Box, set[int]]]] = {}
+    for leaf, read in enumerate(reads):
+        lacking = frozenset(role for role, locations in lacks.items() if read.leaf.location in locations)
+        key = read.template, read.leaf.shape, lacking
+        if key not in known:
+            boxes = read.source_boxes_by_process(count)
+            holders: dict[Box, set[int]] = collections.defaultdict(set)
+            for role in roles.keys() - lacking:
+                for box in boxes[role]:
+                    holders[box].add(role)
+            known[key] = [
+                (process, box, holders[box])
+                for process in range(count)
+                for box in boxes[process]
+                if role_at.get(process) not in holders[box]
+            ]
+        for target, box, having in known[key]:
+            if not having:
+                missing.add(read.name)
+                continue
+            role = target
+            if target not in having:
+                role = min(chosen[target] & having or having, key=lambda role: (sent[role], role))
+            chosen[target].add(role)
+            nbytes = box.size * read.dtype.itemsize
+            sent[role] += nbytes
+            moves.append(Move(leaf, box, roles[role], target, nbytes))
+    return moves, sorted(missing)
+
+
+def read_with_moves(
+    reader: ArrayReader,
+    reads: Sequence[StoredRead],
+    moves: Sequence[Move],
+    index: int,
+    budget: ByteBudget,
+    progress: Progress | None = None,
+) -> dict[Path, Any]:
+    """Reads leaves from the disk of this process and from other processes, all of which call it in ``explicit_transfers``.
+
+    If a process fails, the others may return zeros in place of values: the caller votes before it uses them.
+
+    Args:
+      reader: of the disk of this process.
+      reads: see :func:`plan_moves`.
+      moves: from it.
+      index: of this process.
+      budget: bounds the host memory of leaves until they are on their devices.
+      progress: called with (bytes done, bytes in total).
+
+    Returns:
+      The values as :func:`read_arrays` returns them.
 
     Raises:
-      Exception: an error of ``files`` or ``receive``, after all processes have sent everything.
+      Exception: of a read; after the collectives, which all processes enter.
     """
-    if not plan.senders:
-        return
-    rows = _Rows(plan)
-    stream, errors = _Stream(files), list[Exception]()
-    parsers = {process: _Parser(wanted) for process in plan.senders}
-    left = list(plan.senders)
-    while left:
-        sending = left[: plan.slots()]
-        summed = rows.sum(*_own_row(rows, sending, stream, errors))
-        for process, row in zip(sending, summed, strict=False):
-            used, follows = row[:_HEAD].view(np.int64)
-            if not follows:
-                left.remove(process)
-            for file in parsers[process].feed(row.data[_HEAD : _HEAD + int(used)]):
-                _tried(functools.partial(receive, file), None, errors)
-                del file
-            # Its base has the rows of all senders.
-            del row
-        del summed
+    meter, values, errors = meter_of(reads, progress), dict[Path, Any](), list[Exception]()
+    received = {move.leaf for move in moves if move.target == index}
+    with _deferred(errors):
+        check_host_memory([reads[leaf] for leaf in received])
+        values |= read_arrays(reader, [read for leaf, read in enumerate(reads) if leaf not in received], budget, meter)
+    exchanges = _exchanges(moves, budget.limit) if moves else []
+    for window in _windows(moves, budget.limit // 4):
+        held: dict[int, Buffers] = collections.defaultdict(dict)
+        for pairs, exchange in exchanges:
+            moved = [move for move in window if pairs.get(move.source) == move.target]
+            sent = taken = np.empty(0, np.uint8)
+            with _deferred(errors):
+                taken, boxes = _stream(reads, [move for move in moved if move.target == index])
+                for leaf, buffers in boxes.items():
+                    held[leaf] |= buffers
+                data, boxes = _stream(reads, [move for move in moved if move.source == index])
+                for leaf, buffers in boxes.items():
+                    _fill(reader, reads[leaf], buffers)
+                sent = data
+            exchange(moved, sent, taken)
+        with _deferred(errors):
+            for leaf in held if not errors else ():
+                read = reads[leaf]
+                values[read.path] = _assembled(reader, read, held[leaf])
+                meter.add(read.leaf.nbytes)
     if errors:
         raise errors[0]
+    return values
 
 
-def _own_row(
-    rows: _Rows, sending: Sequence[int], stream: _Stream, errors: list[Exception]
-) -> tuple[int, np.ndarray] | tuple[None, None]:
-    """The slot and the row of this process; None for both if it does not send."""
-    if rows.index not in sending:
-        return None, None
-    row = np.zeros(rows.row_bytes, np.uint8)
-    fill = functools.partial(stream.fill, row.data[_HEAD:])
-    row[:_HEAD] = np.array(_tried(fill, (0, False), errors), np.int64).view(np.uint8)
-    return sending.index(rows.index), row
-
-
-def _tried(action: Callable[[], Any], otherwise: Any, errors: list[Exception]) -> Any:
-    """The result of an action; ``otherwise`` if it, or an earlier one, failed."""
-    if errors:
-        return otherwise
+@contextlib.contextmanager
+def _deferred(errors: list[Exception]) -> Generator[None]:
+    """Notes the error of a block, to be raised when the collectives are over."""
     try:
-        return action()
-    except Exception as error:  # noqa: BLE001 - raised when the collectives are over
+        yield
+    except Exception as error:  # noqa: BLE001 - raised by the caller
         errors.append(error)
-        return otherwise
 
 
-class _Rows:
-    """Sums one row of bytes of each sender over one device of each process.
-
-    Attributes:
-      index: of this process.
-      row_bytes: the size of a row.
-    """
-
-    def __init__(self, plan: ExchangePlan) -> None:
-        import jax
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-        first: dict[int, Any] = {}
-        for device in jax.devices():
-            first.setdefault(device.process_index, device)
-        self.index, self.row_bytes = jax.process_index(), plan.row_bytes()
-        self._own_shape = 1, plan.slots(), self.row_bytes // _WORD.itemsize
-        self._shape = len(first), *self._own_shape[1:]
-        mesh = Mesh(np.array([first[process] for process in sorted(first)]), ('process',))
-        self._sharding = NamedSharding(mesh, PartitionSpec('process'))
-        replicated = NamedSharding(mesh, PartitionSpec())
-        self._sum = jax.jit(lambda rows: rows.sum(axis=0, dtype=_WORD), out_shardings=replicated)
-        self._make = jax.make_array_from_process_local_data
-        self._nothing = self._global(np.zeros(self._own_shape, _WORD))
-
-    def _global(self, own: np.ndarray) -> Any:
-        with explicit_transfers():
-            return self._make(self._sharding, own, self._shape)
-
-    def sum(self, slot: int | None, row: np.ndarray | None) -> np.ndarray:
-        """The rows of all senders by slot, as uint8; ``row`` is that of this process in ``slot``, None if it sends nothing."""
-        rows = self._nothing
-        if slot is not None and row is not None:
-            own = np.zeros(self._own_shape, _WORD)
-            own[0, slot] = row.view(_WORD)
-            rows = self._global(own)
-        with explicit_transfers():
-            return np.asarray(self._sum(rows).addressable_data(0)).view(np.uint8)
+def _windows(moves: Sequence[Move], limit: int) -> Iterator[list[Move]]:
+    """The moves of consecutive leaves of which no process receives more than ``limit`` bytes, or of one leaf."""
+    window: list[Move] = []
+    most = 0
+    for _, group in itertools.groupby(moves, operator.attrgetter('leaf')):
+        of_leaf = list(group)
+        nbytes: collections.Counter[int] = collections.Counter()
+        for move in of_leaf:
+            nbytes[move.target] += move.space
+        most += max(nbytes.values())
+        if window and most > limit:
+            yield window
+            window, most = [], max(nbytes.values())
+        window += of_leaf
+    yield window
 
 
-class _Stream:
-    """Files as one sequence of bytes, of which at most one file is in memory."""
-
-    def __init__(self, files: Iterator[File]):
-        self._files = files
-        self._left = deque[memoryview]()
-        self._ended = False
-
-    def fill(self, row: memoryview) -> tuple[int, bool]:
-        """Fills a row; returns the number of bytes, and whether more may follow."""
-        used = 0
-        while used < len(row) and self._has_bytes():
-            part = self._left[0][: len(row) - used]
-            row[used : used + len(part)] = part
-            used += len(part)
-            self._left[0] = self._left[0][len(part) :]
-        return used, bool(self._left) or not self._ended
-
-    def _has_bytes(self) -> bool:
-        """Whether there are bytes to send; reads the next file if the previous one is sent."""
-        while self._left and not self._left[0]:
-            self._left.popleft()
-        if not self._left and not self._ended:
-            file = next(self._files, None)
-            self._ended = file is None
-            if file is not None:
-                name, entry, data = file
-                head = json.dumps([name, *entry]).encode()
-                self._left.extend([memoryview(len(head).to_bytes(_LENGTH) + head), memoryview(data)])
-        return bool(self._left)
+def _stream(reads: Sequence[StoredRead], moves: Sequence[Move]) -> tuple[np.ndarray, dict[int, Buffers]]:
+    """The memory of a stream, and by leaf its parts as buffers of boxes."""
+    data = aligned_empty([sum(move.space for move in moves)], np.dtype(np.uint8))
+    buffers: dict[int, Buffers] = collections.defaultdict(dict)
+    start = 0
+    for move in moves:
+        part = data[start : start + move.nbytes].view(reads[move.leaf].dtype)
+        buffers[move.leaf][move.box] = part.reshape(move.box.shape)
+        start += move.space
+    return data, buffers
 
 
-class _Parser:
-    """The files of one sender; keeps the bytes of those that are wanted."""
+def _fill(reader: ArrayReader, read: StoredRead, buffers: Buffers) -> None:
+    run_tasks(reader.open(read.leaf, read.name).tasks(buffers), reader.files.threads)
 
-    def __init__(self, wanted: Collection[str]):
-        self._wanted = wanted
-        self._head = bytearray()
-        self._file: tuple[str, FileEntry] | None = None
-        # Of the file: its bytes so far if it is wanted, and how many follow.
-        self._data: bytearray | None = None
-        self._left = 0
 
-    def feed(self, data: memoryview) -> Iterator[File]:
-        """Takes the next bytes; yields the wanted files that they complete."""
-        while data:
-            if self._file is None:
-                data = self._read_head(data)
-            else:
-                part = data[: self._left]
-                if self._data is not None:
-                    start = len(self._data) - self._left
-                    self._data[start : start + len(part)] = part
-                self._left -= len(part)
-                data = data[len(part) :]
-            if self._file is not None and self._left == 0:
-                (name, entry), complete = self._file, self._data
-                self._file = self._data = None
-                if complete is not None:
-                    # A copy would take as much memory again.
-                    yield name, entry, cast('bytes', complete)
-                del complete
+def _assembled(reader: ArrayReader, read: StoredRead, held: Buffers) -> Any:
+    """The value of a leaf of which this process has received some boxes."""
+    own = {box: aligned_empty(box.shape, read.dtype) for box in read.source_boxes if box not in held}
+    if own:
+        _fill(reader, read, own)
+    if not read.template.device:
+        # A view would keep the memory of other leaves.
+        held = {box: values.copy() for box, values in held.items()}
+    leaf = leaf_of(read, held | own)
+    if not read.uses_host_buffer:
+        leaf.block_until_ready()
+    return leaf
 
-    def _read_head(self, data: memoryview) -> memoryview:
-        """Reads the description of the next file, as far as it has arrived; returns the bytes after it."""
-        end = _LENGTH if len(self._head) < _LENGTH else _LENGTH + int.from_bytes(self._head[:_LENGTH])
-        taken = end - len(self._head)
-        self._head += data[:taken]
-        if len(self._head) == end and end > _LENGTH:
-            name, size, checksum = json.loads(self._head[_LENGTH:])
-            self._head.clear()
-            self._file, self._left = (name, (size, checksum)), size
-            self._data = bytearray(size) if name in self._wanted else None
-        return data[taken:]
+
+def _exchanges(moves: Sequence[Move], limit: int) -> list[tuple[dict[int, int], _Exchange]]:
+    """Pairs of processes that exchange rows at once, each target by its source, and the function that exchanges streams."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    totals: collections.Counter[tuple[int, int]] = collections.Counter()
+    for move in moves:
+        totals[move.source, move.target] += move.space
+    devices = [jax.local_devices(process_index=process) for process in range(jax.process_count())]
+    each = min(map(len, devices))
+    mesh = Mesh(np.array([of_process[:each] for of_process in devices]), ('process', 'device'))
+    spec = PartitionSpec(*mesh.axis_names)
+    wanted = min(_MOST_ROW_BYTES, limit // _ROWS_IN_BUDGET, 2 * max(totals.values()))
+    words = max(_LEAST_ROW_BYTES, wanted) // (_WORD.itemsize * each)
+
+    def exchange(program: Any, moved: Sequence[Move], sent: np.ndarray, taken: np.ndarray) -> None:
+        lengths: collections.Counter[int] = collections.Counter()
+        for move in moved:
+            lengths[move.source] += move.space
+        start = 0
+        while start < max(lengths.values(), default=0):
+            # A power of two, so that few sizes of rows are compiled.
+            row = np.zeros((1, each, 1 << words.bit_length() - 1), _WORD)
+            part = sent[start : start + row.nbytes]
+            row.reshape(-1).view(np.uint8)[: part.size] = part
+            # The caller may have set another mesh.
+            with jax.set_mesh(mesh):
+                rows = program(jax.make_array_from_process_local_data(NamedSharding(mesh, spec), row))
+            for shard in sorted(rows.addressable_shards, key=lambda shard: shard.index[1].start or 0):
+                values = np.asarray(shard.data).reshape(-1).view(np.uint8)
+                part = taken[start : start + values.size]
+                part[...] = values[: part.size]
+                start += values.size
+
+    def exchange_of(pairs: dict[int, int]) -> _Exchange:
+        permute = functools.partial(jax.lax.ppermute, axis_name='process', perm=[*pairs.items()])
+        program = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
+        return functools.partial(exchange, program)
+
+    return [(pairs, exchange_of(pairs)) for pairs in _matchings(totals)]
+
+
+def _matchings(totals: collections.Counter[tuple[int, int]]) -> list[dict[int, int]]:
+    """Sets of pairs in each of which a process sends at most once and receives at most once, similar totals together."""
+    matchings: list[dict[int, int]] = []
+    for (source, target), _ in totals.most_common():
+        free = [pairs for pairs in matchings if source not in pairs and target not in pairs.values()]
+        if not free:
+            free = [{}]
+            matchings += free
+        free[0][source] = target
+    return matchings

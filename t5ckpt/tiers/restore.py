@@ -1,126 +1,378 @@
-"""Restores the newest step of either tier, in a job of one process.
+"""Restores the newest step of the local disks or the run's storage.
 
-A local step is read like any other checkpoint. If one of its files is damaged, the file is fetched from the run's storage if that
-has the same save. Otherwise the run's copy of the step is read; without one, the error is raised, as without tiers. A read that
-fails because of the disk is first repeated. Other errors of reads, such as too many open files, are raised.
+    agree on a step      each process lists what its disk has; process 0 chooses, see ``tiers/choice.py``
+    agree on the arrays  each process says of which arrays its disk lacks files; a step with an array that no disk has is refused
+    read                 from the own disk; what is on another one comes by a collective, see ``tiers/exchange.py``
+
+A local file that is damaged, gone or cannot be read counts as absent, and the processes choose again. A job of one process does
+the same, without messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import has_step
+import msgpack
+
+from t5ckpt.catalog.listing import has_step, newest, steps_in
+from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.deletion import try_to_rename_damaged
-from t5ckpt.core.text import without_cure_of_damage
+from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.text import some_of
+from t5ckpt.distributed.coordinator import Coordinator
+from t5ckpt.distributed.processes import Processes
+from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import (
     CheckpointNotFoundError,
+    CoordinationError,
     CorruptCheckpointError,
+    ProcessMissingError,
+    RemoteError,
     StorageError,
     T5CkptError,
+    UnsupportedTopologyError,
 )
 from t5ckpt.format.file_checksums import FileChecksums
-from t5ckpt.format.names import step_dir
+from t5ckpt.format.names import MANIFEST, step_dir
+from t5ckpt.planning.leaf_reads import StoredRead
+from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import LocalPart, RestoreRequest
-from t5ckpt.storage import means_damage
-from t5ckpt.tiers.catalog import TierCatalog
-from t5ckpt.tiers.complete import complete_from
-from t5ckpt.tiers.local_reads import LocalReads
-from t5ckpt.tiers.part import part_alone
+from t5ckpt.storage import Storage, is_disk_error, means_damage, open_in_memory
+from t5ckpt.tiers.choice import SavedStep, saved_steps
+from t5ckpt.tiers.directory import LocalDirectory
+from t5ckpt.tiers.disk_step import DiskStep, why_lost
+from t5ckpt.tiers.exchange import Move, plan_moves, read_with_moves
 
-_log = logging.getLogger('t5ckpt')
+_ACTION = 'a restore from local directories'
 _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
+_SHOWN, _ATTEMPTS = 5, 5
+_log = logging.getLogger('t5ckpt')
 
 
-class BytesRead:
-    """The bytes of arrays that the latest restore of a request has read in this process."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def __call__(self, nbytes: int) -> None:
-        """Takes the bytes of a restore."""
-        self.nbytes = nbytes
+class _StepOnNoDiskError(T5CkptError):
+    """The disks do not have all arrays of a step; raised in all processes."""
 
 
-def restore_from_tiers(catalog: TierCatalog, request: RestoreRequest) -> Any:
-    """Restores a step of either tier, and logs which, and how many bytes were read from each tier.
+class LocalRestore:
+    """One restore; every process makes one, and calls it at the same point."""
 
-    Raises:
-      CheckpointNotFoundError: no tier has the step.
-      CorruptCheckpointError: it is damaged, and no other tier has it.
-    """
-    choice = catalog.choose(request.step)
-    step, counted = choice.step, BytesRead()
-    fetched, is_local = 0, choice.is_local
+    def __init__(
+        self,
+        directory: LocalDirectory,
+        coordinator: Coordinator,
+        clock: Clock,
+        query_run: Callable[[Callable[[], list[int]], list[int] | None], list[int]],
+    ):
+        """Reads nothing; ``query_run`` is that of ``tiers/tier.py``."""
+        self._directory, self._clock, self._query_run = directory, clock, query_run
+        self._local, self._run = directory.storage, directory.run
+        self._coordinator = coordinator
+        self._processes = coordinator.processes_of_job()
+        # Why saves are not restored from the disks; in process 0.
+        self._refused: dict[tuple[int, str], str] = {}
+        # The files of this disk that count as absent, by save.
+        self._lost_files: dict[str, frozenset[str]] = {}
 
-    def sources() -> str:
-        # The files that were fetched are read from the local directory, too.
-        local_bytes, run_bytes = (max(0, counted.nbytes - fetched), fetched) if is_local else (0, counted.nbytes)
-        return f'; {local_bytes} bytes of arrays from {catalog.local.url()}, {run_bytes} from {catalog.run.url()}'
+    def restore(self, request: RestoreRequest) -> Any:
+        """Restores a step, and logs which, and how many bytes came from where.
 
-    from_run = dataclasses.replace(request, step=step, note_read=counted, sources=sources)
-    catalog.begin_restore(step)
-    if step is None or not is_local:
-        with catalog.noting_damage(step, catalog.run):
-            restored = run_restore(from_run)
-    else:
-        try:
-            restored = LocalReads().repeated(lambda: run_restore(_of_disk(catalog, from_run, step)))
-        except _DAMAGES as error:
-            if not means_damage(error):
+        Raises:
+          CheckpointNotFoundError: there is no step.
+          CorruptCheckpointError: the disks do not have all of the step, and the run's storage does not have it.
+          UnsupportedTopologyError: as before, and another number of processes saved the step; or lazy parameters, of which no
+            disk has all.
+        """
+        if request.lazy and self._processes.count > 1:
+            raise UnsupportedTopologyError(
+                'lazy_parameters: each disk has a part of the arrays. Restore without it, or with a Checkpointer without local=.'
+            )
+        wanted = request.step
+        needs_positions = request.dataset is not None and not request.leaves_iterator
+        attempts = 0
+        while True:
+            at = self._coordinator.round(_ACTION)
+            with at.failing_together(Phase.LOOK):
+                self._directory.open()
+                disks, damaged = self._disk_steps(wanted)
+                vote = needs_positions, [disk.vote() for disk in disks.values()], [*damaged.items()]
+            chosen = at.reduce_on_leader(Phase.LOOK, vote, functools.partial(self._choose, wanted=wanted))
+            if not chosen['save']:
+                restored = self._of_run(request, chosen)
+                break
+            disk = disks.get(chosen['step'])
+            disk = disk if disk is not None and disk.identity.save == chosen['save'] else None
+            part = self._part(at, disk, chosen)
+            try:
+                restored = self._of_disks(request, part, chosen['step'])
+                break
+            except (CoordinationError, ProcessMissingError):
                 raise
-            with catalog.noting_damage(step, catalog.local):
-                found = _mended(catalog, step, error)
-                fetched, is_local = found or 0, found is not None
-                with catalog.noting_damage(step, *([] if is_local else [catalog.run])):
-                    restored = run_restore(_of_disk(catalog, from_run, step) if is_local else from_run)
-            if not is_local and not catalog.read_only:
-                try_to_rename_damaged(catalog.local, step, catalog.clock)
-    if request.step is None and step is not None:
-        for each, reason in sorted(catalog.unusable().items()):
-            if each > step or (each == step and not choice.is_local):
-                _log.warning('t5ckpt: local step %d was not restored: %s', each, reason)
-        catalog.warn_of_parts(step)
-    return restored
+            except _StepOnNoDiskError as error:
+                self._refused[chosen['step'], chosen['save']] = str(error)
+            except Exception as error:
+                # The other processes have a RemoteError and come here, too.
+                attempts += 1
+                if not self._is_worth_another(error, disk) or attempts == _ATTEMPTS:
+                    raise
+        if wanted is None:
+            self._report_newer(request, {*disks, *damaged}, chosen)
+        return restored
+
+    def _disk_steps(self, wanted: int | None) -> tuple[dict[int, DiskStep], dict[int, str]]:
+        """The steps of this disk, or the one that is ``wanted``; and why some count as absent: their manifest is damaged."""
+        found: dict[int, DiskStep] = {}
+        damaged: dict[int, str] = {}
+        there = [] if self._local.kind('') is None else steps_in(self._local)
+        for step in [each for each in there if wanted in (None, each)]:
+
+            def read(step: int = step) -> None:
+                disk = DiskStep.read(self._local, step)
+                lost = self._lost_files.get(disk.identity.save, frozenset())
+                found[step] = dataclasses.replace(disk, there=disk.there - lost)
+
+            if why := why_lost(read):
+                damaged[step] = why
+        return found, damaged
+
+    def _choose(self, votes: Sequence[Any], wanted: int | None) -> dict[str, Any]:
+        """In process 0: the newest step that the disks may have or, with the empty ``save``, that of the run's storage."""
+        needs_positions = any(needs for needs, _, _ in votes)
+        known = saved_steps([disk for _, disk, _ in votes])
+        # By step, the reason, and whether only another job can restore it; of the steps that are not older than the answer.
+        why: dict[int, tuple[str, bool]] = {}
+        chosen: SavedStep | None = None
+        for each in known:
+            reason = self._refused.get((each.step, each.save)) or each.reason_against(
+                self._processes.count, needs_positions=needs_positions
+            )
+            if not reason:
+                chosen = each
+                break
+            why.setdefault(each.step, (reason, each.count != self._processes.count))
+        newest_local = -1 if chosen is None else chosen.step
+        for step, text in (each for _, _, damaged in votes for each in damaged):
+            if step > newest_local:
+                why.setdefault(step, (text, False))
+        step_of_run = self._step_of_run(wanted, has_local=bool(known or why))
+        if chosen is not None and (step_of_run is None or step_of_run <= chosen.step):
+            answer: dict[str, Any] = {'step': chosen.step, 'save': chosen.save, 'roles': [*chosen.roles.items()]}
+        else:
+            answer = {'step': step_of_run, 'save': ''}
+        why = {step: reason for step, reason in why.items() if answer['step'] is None or step >= answer['step']}
+        return answer | {'why': [[step, *reason] for step, reason in why.items()]}
+
+    def _step_of_run(self, wanted: int | None, *, has_local: bool) -> int | None:
+        def query() -> list[int]:
+            if wanted is not None:
+                return [wanted] if has_step(self._run, wanted) else []
+            found = newest(self._run)
+            return [] if found is None else [found.step]
+
+        return next(iter(self._query_run(query, [] if has_local else None)), None)
+
+    def _of_run(self, request: RestoreRequest, chosen: Mapping[str, Any]) -> Any:
+        """Restores from the run's storage, as without local directories."""
+        step, why = chosen['step'], chosen['why']
+        if step is None and why:
+            reasons = '; '.join(f'step {each}: {reason}' for each, reason, _ in sorted(why))
+            text = f'the local directories have no complete step, and {self._run.url()} does not have it: {reasons}.'
+            is_of_others = all(of_others for _, _, of_others in why)
+            if is_of_others:
+                raise UnsupportedTopologyError(f'{text} Start as many processes.')
+            raise CorruptCheckpointError(text)
+        nbytes: list[int] = []
+        return run_restore(
+            dataclasses.replace(
+                request,
+                step=request.step if step is None else step,
+                round=self._coordinator.round('a restore'),
+                note_read=nbytes.append,
+                sources=lambda: self._sources(0, 0, sum(nbytes)),
+            )
+        )
+
+    def _sources(self, own: int, peers: int, run: int) -> str:
+        return f'; {own} bytes of arrays from {self._local.url()}, {peers} from other processes, {run} from {self._run.url()}'
+
+    def _part(self, at: CoordinationRound, disk: DiskStep | None, chosen: Mapping[str, Any]) -> DiskPart:
+        """The part of a step that this process has; the manifest and the facts come from another one, if its disk has none."""
+        roles: dict[int, int] = dict(chosen['roles'])
+        having = {*roles.values()}
+        if disk is None:
+            manifest, facts = at.receive('manifest'), at.receive('facts')
+        else:
+            manifest, facts = disk.manifest, disk.facts
+        if len(having) < self._processes.count and self._processes.index == min(having):
+            at.share('manifest', manifest)
+            at.share('facts', facts)
+        located = Located(self._local, step_dir(chosen['step']), MANIFEST, chosen['step'])
+        checksums = FileChecksums() if disk is None else disk.checksums
+        return DiskPart(located, manifest, facts, checksums, disk, roles, self._processes)
+
+    def _of_disks(self, request: RestoreRequest, part: DiskPart, step: int) -> Any:
+        nbytes: list[int] = []
+        reading = dataclasses.replace(request.reading, share_replicated=False)
+        return run_restore(
+            dataclasses.replace(
+                request,
+                step=step,
+                storage=self._local,
+                local_part=part,
+                reading=reading,
+                round=self._coordinator.round('a restore'),
+                note_read=nbytes.append,
+                sources=lambda: self._sources(sum(nbytes) - part.received_bytes, part.received_bytes, 0),
+            )
+        )
+
+    def _is_worth_another(self, error: Exception, disk: DiskStep | None) -> bool:
+        """Looks for the files that the restore could not read; returns, in all processes, whether to choose again.
+
+        They do not if the error of any process says nothing about a file.
+        """
+        at = self._coordinator.round(_ACTION)
+        kind = 'other'
+        with at.failing_together(Phase.NEED):
+            if isinstance(error, RemoteError):
+                kind = 'none'
+            elif isinstance(error, _DAMAGES) and means_damage(error):
+                lost = frozenset() if disk is None else disk.unreadable_files()
+                if disk is not None and lost:
+                    known = self._lost_files.get(disk.identity.save, frozenset())
+                    self._lost_files[disk.identity.save] = known | lost
+                    for name in sorted(lost)[:_SHOWN]:
+                        _log.warning('t5ckpt: %s is damaged, and counts as absent', disk.storage.url(disk.key(name)))
+                # A disk may have failed for a moment.
+                kind = 'again' if lost or is_disk_error(error) else 'none'
+
+        def decide(kinds: Sequence[str]) -> bool:
+            return 'again' in kinds and 'other' not in kinds
+
+        return at.reduce_on_leader(Phase.NEED, kind, decide)
+
+    def _report_newer(self, request: RestoreRequest, disks: Collection[int], chosen: Mapping[str, Any]) -> None:
+        """Logs which newer local steps were not restored, and renames them: training reaches them again."""
+        for step, reason, _ in chosen['why'] if self._processes.index == 0 else ():
+            _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
+        refused = {step for step, _, of_others in chosen['why'] if not of_others and step > chosen['step']}
+        for step in sorted(refused.intersection(disks)) if request.continues else ():
+            try_to_rename_damaged(self._local, step, self._clock)
 
 
-def _of_disk(catalog: TierCatalog, request: RestoreRequest, step: int) -> RestoreRequest:
-    """The request of a restore from the local directory; also of a part with all chunks, without the lists of other processes."""
-    local = dataclasses.replace(request, storage=catalog.local)
-    part = part_alone(catalog.local, step)
-    if part is None or not part.has_all_chunks():
-        return local
-    there = FileChecksums({name: part.checksums[name] for name in part.there})
-    return dataclasses.replace(local, local_part=LocalPart(part.located, part.manifest, part.facts, lambda *_: there))
+@dataclasses.dataclass
+class DiskPart(LocalPart):
+    """The part of a step that a process restores from: its own disk, and what comes from the others.
 
-
-def _mended(catalog: TierCatalog, step: int, error: T5CkptError) -> int | None:
-    """Finds the step elsewhere after its local files failed.
-
-    Returns:
-      The bytes of arrays that were fetched from the run's storage; None if the step is to be read from there.
-
-    Raises:
-      T5CkptError: ``error``, if the run does not have the step; a CorruptCheckpointError if a local file cannot be read.
+    Attributes:
+      located, manifest, facts, checksums: as for :class:`LocalPart`.
+      disk: what the disk has; None if it has none of the save.
+      roles: by role, the process that has the disk.
+      processes: of the job.
+      received_bytes: of arrays, from other processes.
     """
-    where = catalog.local.url(step_dir(step))
-    text = without_cure_of_damage(str(error))
-    _log.warning('t5ckpt: %s is damaged, looking for its files in %s: %s', where, catalog.run.url(), text)
-    try:
-        nbytes = None if catalog.read_only else complete_from(catalog.run, catalog.local, step)
-        is_there = nbytes is not None or has_step(catalog.run, step)
-    except StorageError as second:
-        _log.warning('t5ckpt: the files of %s could not be fetched from %s: %s', where, catalog.run.url(), second)
-        raise error from second
-    if not is_there and isinstance(error, StorageError):
-        raise CorruptCheckpointError(
-            f'{where} cannot be read, and {catalog.run.url()} does not have it: {error}'
-        ) from error
-    if not is_there:
-        raise error
-    if nbytes is None:
-        _log.warning('t5ckpt: step %d is read from %s', step, catalog.run.url())
-    return nbytes
+
+    located: Located
+    manifest: bytes
+    facts: bytes
+    checksums: FileChecksums
+    disk: DiskStep | None
+    roles: Mapping[int, int]
+    processes: Processes
+    received_bytes: int = 0
+    moves: Sequence[Move] = ()
+    received_positions: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+
+    def agree(self, at: CoordinationRound, reads: Sequence[StoredRead], position: str | None) -> None:
+        """Agrees with the other processes on what each of them gets from where; every process calls it.
+
+        Raises:
+          _StepOnNoDiskError: an array is on no disk.
+        """
+        disk = self.disk
+        own = {} if disk is None else disk.positions()
+        has = [prefix for prefix, files in own.items() if files]
+        lacks = [] if disk is None else self._lacking(reads, disk)
+        wanted = None if position in has else position
+        vote = {'lacks': lacks, 'has': has, 'damaged': [*own.keys() - {*has}], 'position': wanted}
+
+        def decide(votes: Sequence[Any]) -> dict[str, Any]:
+            by_role = {role: votes[process]['lacks'] for role, process in self.roles.items()}
+            _, missing = plan_moves(reads, self.roles, by_role, self.processes.count)
+            positions = sorted({each['position'] for each in votes if each['position'] is not None})
+            senders = {
+                each: next((index for index, other in enumerate(votes) if each in other['has']), None)
+                for each in positions
+            }
+            missing = [f'a part of {name}' for name in missing]
+            damaged = {prefix for each in votes for prefix in each['damaged']}
+            missing += [
+                f'the position {prefix}' for prefix in positions if prefix in damaged and senders[prefix] is None
+            ]
+            return {'lacks': [*by_role.items()], 'missing': missing[:_SHOWN], 'senders': senders}
+
+        agreed = at.reduce_on_leader(Phase.NEED, vote, decide)
+        if agreed['missing']:
+            raise _StepOnNoDiskError(f'{some_of(agreed["missing"], 4)} is on no disk')
+        self.moves, _ = plan_moves(reads, self.roles, dict(agreed['lacks']), self.processes.count)
+        self._exchange_positions(at, agreed['senders'], own, wanted)
+
+    def _lacking(self, reads: Sequence[StoredRead], disk: DiskStep) -> list[str]:
+        """The locations of the arrays of which the disk lacks files that its role needs."""
+        role, count = disk.identity.role, self.processes.count
+        return [
+            read.leaf.location
+            for read in reads
+            if any(
+                f'{read.leaf.location}/{read.leaf.grid.key(index)}' not in disk.there
+                for box in read.source_boxes_by_process(count)[role]
+                for index in read.leaf.grid.chunks_of(box)
+            )
+        ]
+
+    def _exchange_positions(
+        self,
+        at: CoordinationRound,
+        senders: Mapping[str, int | None],
+        own: Mapping[str, Mapping[str, bytes]],
+        wanted: str | None,
+    ) -> None:
+        """Brings the positions of data iterators that are on another disk."""
+        for prefix, sender in senders.items():
+            if sender == self.processes.index:
+                at.share(f'positions-{prefix}', msgpack.packb(own[prefix]) or b'')
+        if wanted is not None and senders.get(wanted) is not None:
+            self.received_positions = msgpack.unpackb(at.receive(f'positions-{wanted}'))
+
+    def read(
+        self,
+        at: CoordinationRound,
+        reader: ArrayReader,
+        reads: Sequence[StoredRead],
+        budget: ByteBudget,
+        progress: Progress | None,
+    ) -> dict[Path, Any]:
+        """Reads the arrays, as ``read_arrays``; every process calls it."""
+
+        def decide(plans: Sequence[int]) -> None:
+            if len({*plans}) > 1:
+                raise UnsupportedTopologyError(
+                    'the processes do not plan alike: restore_concurrent_gb differs, or the sharding of a leaf has the devices '
+                    'of one process alone. Pass it alike, and shardings over the devices of the job, or leave out local=.'
+                )
+
+        # A process that fails before it would leave the others in a collective.
+        at.reduce_on_leader(Phase.SEND, hash((budget.limit, *self.moves)) if self.moves else 0, decide)
+        index = self.processes.index
+        self.received_bytes = sum(move.nbytes for move in self.moves if move.target == index)
+        return read_with_moves(reader, reads, self.moves, index, budget, progress)
+
+    def positions(self) -> tuple[Storage, str] | None:
+        """The position of this process, if it came from another disk."""
+        return (open_in_memory(self.received_positions), '') if self.received_positions else None

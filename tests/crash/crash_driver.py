@@ -37,7 +37,7 @@ import t5ckpt.checkpointer
 import t5ckpt.save.execute
 import t5ckpt.testing
 import t5ckpt.tiers.restore
-import t5ckpt.tiers.tiers
+import t5ckpt.tiers.tier
 from t5ckpt.errors import SaveFailedError, T5CkptError
 
 SHIM = Shim()

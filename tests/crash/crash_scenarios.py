@@ -76,9 +76,9 @@ class Trainer:
         """Touches nothing on disk."""
         self.root = root
         options = {'inline_bytes': 64, 'chunk_bytes': 2**13, 'clock': FakeClock()} | options
-        self.is_persisted, self.has_tiers = False, 'local_dir' in options
+        self.is_persisted, self.has_tiers = False, 'local' in options
         if self.has_tiers:
-            options['local_dir'] = root / LOCAL
+            options['local'] = dataclasses.replace(options['local'], directory=root / LOCAL)
         run = root / BUCKET if self.has_tiers else root
         self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=run, **options)
 
@@ -123,7 +123,7 @@ class Scenario:
     @property
     def has_tiers(self) -> bool:
         """Whether the trainer has two tiers."""
-        return 'local_dir' in self.options
+        return 'local' in self.options
 
     def run(self, root: pathlib.Path) -> pathlib.Path:
         """Where the trainer saves."""
@@ -241,7 +241,7 @@ def _save_twice(trainer: Trainer) -> None:
 
 _ONE, _TWO = frozenset({1}), frozenset({2})
 _PLAIN = {'reuse_unchanged': False}
-_TIERS = {'local_dir': LOCAL, 'local_keep': 1, 'keep': 2}
+_TIERS = {'local': t5ckpt.LocalTier(LOCAL, keep=1), 'keep': 2}
 
 SCENARIOS = {
     'first save': Scenario(_nothing, lambda t: t.save(1), adds=_ONE),

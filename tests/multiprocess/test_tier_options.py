@@ -21,5 +21,5 @@ def test_a_local_directory_in_one_process_alone(two, tmp_path, action, given):
         assert kind == 'DisagreementError', text
         assert 'DisagreementError' not in text
         texts = ['None in process', 'None in process']
-        texts[given] = 'a directory in process'
-        assert f'local_dir is {texts[0]} 0, and {texts[1]} 1' in text
+        texts[given] = 'a LocalTier in process'
+        assert f'local is {texts[0]} 0, and {texts[1]} 1' in text

@@ -1,7 +1,6 @@
 """The ends of uploads in jobs of two processes: overwrites, failures of process 0, close, and a job of one process in between."""
 
 import shutil
-import time
 
 import pytest
 from job import Job
@@ -107,7 +106,7 @@ def test_a_wait_after_close_is_an_error_in_all_processes(job, place):
 
 
 def test_a_job_of_one_process_in_between_leaves_a_step_that_waits(job, place):
-    """Its disk has a part, which only a job of both can upload. A disk without the record has the part all the same."""
+    """Its disk has a part, which only a job of both can upload: it drops its own record, and the other disk has one."""
     place.begin(job)
     job.run('tiers_save', 1)
     job.run('tiers_wait')
@@ -122,8 +121,7 @@ def test_a_job_of_one_process_in_between_leaves_a_step_that_waits(job, place):
         one.run('tiers_close')
     finally:
         one.close()
-    assert place.waiting() == [['2'], ['2']]
-    (place.disks[0] / '.t5ckpt/to_persist/2').unlink()
+    assert place.waiting() == [[], ['2']]
     place.begin(job, persist=[])
     assert [answer['step'] for answer in job.run('tiers_restore')] == [2] * 2
     assert job.run('tiers_wait', 2) == [None] * 2
@@ -152,24 +150,12 @@ def test_a_wait_before_the_first_restore_says_that_the_step_waits(job, place):
 
 
 @pytest.mark.parametrize('process', [0, 1])
-def test_an_upload_is_repeated_if_a_local_file_cannot_be_read_once(job, place, process):
-    place.begin(job, local_hook=[process, 'read', 'checkpoint_1/target.', 'eio once'])
-    job.run('tiers_save', 1)
-    while any(answers := job.run('tiers_wait', 1, timeout=60)):
-        assert all(text is None or 'The upload is repeated' in text for text in answers), answers
-    job.run('tiers_close')
-    assert t5ckpt.verify(place.run / 'checkpoint_1', full=True).ok
-
-
-@pytest.mark.parametrize('process', [0, 1])
-def test_a_step_whose_local_file_cannot_be_read_for_two_seconds_is_dropped(job, place, process):
+def test_a_step_whose_local_file_cannot_be_read_is_dropped(job, place, process):
     place.begin(job, local_hook=[process, 'read', 'checkpoint_1/target.', 'eio'], persist=[1])
-    started = time.monotonic()
     job.run('tiers_save', 1)
     answers = job.run('tiers_wait', 1, timeout=60)
     while any('The upload is repeated' in str(text) for text in answers):
         answers = job.run('tiers_wait', 1, timeout=60)
-    assert 2 < time.monotonic() - started < 30
     assert all('step 1 was not uploaded' in str(text) and 'cannot be read' in str(text) for text in answers), answers
     job.run('tiers_save', 2)
     assert job.run('tiers_wait', 2) == [None] * 2

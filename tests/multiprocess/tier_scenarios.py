@@ -8,7 +8,6 @@ import logging
 import pathlib
 import pickle
 import re
-import threading
 import time
 
 import jax
@@ -115,25 +114,6 @@ def emfile():
     raise StorageError(24, 'injected: too many open files')
 
 
-class Moment:
-    """A disk that fails for half a second after the first operation."""
-
-    def __init__(self):
-        self._ends = None
-
-    def __call__(self):
-        self._ends = self._ends or time.monotonic() + 0.5
-        if time.monotonic() < self._ends:
-            eio()
-
-
-def eio_once():
-    """A read that fails in its first attempt."""
-    if not _held.get('has_failed'):
-        _held['has_failed'] = True
-        eio()
-
-
 def _dies(done, total):
     if _held.get('dies_at') == 'write' and done > total // 2:
         scenarios.die()
@@ -142,9 +122,11 @@ def _dies(done, total):
 def tiers(directory, leaves, options, local):
     """Makes the checkpointer of this process, which the next orders use.
 
-    ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'hook', (process, operation, key) of the run's
-    storage at which that process dies; 'local_hook', (process, operation, key, what happens) of the local directory; 'trouble',
-    the file of :class:`Troubled` for the run's storage; 'iterator', whether there is one; 'iterator_in', the processes with one.
+    ``options`` are those of the checkpointer, and: 'persist', the steps to upload; 'keep_local', the local steps to keep; 'hook',
+    (process, operation, key) of the run's storage at which that process dies; 'local_hook', (process, operation, key, what
+    happens) of the local directory; 'fails', (process, 'local' or 'run', number, whether the later ones fail, too) of an
+    operation that fails; 'trouble', the file of :class:`Troubled` for the run's storage; 'iterator', whether there is one;
+    'iterator_in', the processes with one.
     """
     options = dict(options)
     storage = open_storage(directory)
@@ -153,12 +135,20 @@ def tiers(directory, leaves, options, local):
         storage = scenarios.HookedStorage(storage, hook[1], hook[2], scenarios.die)
     if trouble is not None:
         storage = Troubled(storage, trouble)
+    process, where, number, is_sticky = options.pop('fails', (None, '', 0, False))
+    if process == jax.process_index():
+        failing = {
+            'fail_at': number,
+            'sticky': is_sticky,
+            'error': StorageError(5 if number % 3 else 24, 'injected: it failed'),
+        }
+        if where == 'run':
+            storage = FaultyStorage(storage, **failing)
+        else:
+            local = FaultyStorage(open_storage(local), **failing)
     hook = options.pop('local_hook', None)
     if hook is not None and hook[0] == jax.process_index():
         functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'emfile': emfile, 'bug': bug}
-        functions['moment'] = Moment()
-        functions['eio once'] = eio_once
-        _held.pop('has_failed', None)
         inner, *at = open_storage(local), *hook[1:3]
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])
@@ -166,7 +156,7 @@ def tiers(directory, leaves, options, local):
     _held.update(leaves=leaves, positions=Positions())
     shape = options.pop('shape', (2, 4))
     persist = options.pop('persist', None)
-    options['persist_policy'] = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
+    policy = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
     having = options.pop('iterator_in', range(jax.process_count()))
     has_iterator = options.pop('iterator', True) and jax.process_index() in having
     iterator = _held['positions'] if has_iterator else None
@@ -174,7 +164,7 @@ def tiers(directory, leaves, options, local):
         storage,
         scenarios.state(0, tuple(shape), leaves),
         dataset_iterator=iterator,
-        local_dir=local,
+        local=t5ckpt.LocalTier(local, keep=options.pop('keep_local', 2), persist=policy),
         progress=_dies,
         **options,
     )
@@ -183,7 +173,8 @@ def tiers(directory, leaves, options, local):
 def tiers_in_some(directory, action, local):
     """Saves, restores or starts with a local directory in some processes alone."""
     tree = scenarios.state(1)
-    ck = scenarios.checkpointer(directory, tree, local_dir=local, process_timeout=300.0)
+    tier = None if local is None else t5ckpt.LocalTier(local)
+    ck = scenarios.checkpointer(directory, tree, local=tier, process_timeout=300.0)
     if action == 'save':
         ck.save(tree, step=1)
     elif action == 'restore':
@@ -247,26 +238,46 @@ def tiers_restore(step=None, seed=None, iterator=True):
     why = [
         line
         for line in handler.lines
-        if any(words in line for words in ('not restored', 'not taken', 'was to be uploaded'))
+        if any(words in line for words in ('not restored', 'counts as absent', 'was to be uploaded'))
     ]
     numbers = re.search(r'; (\d+) bytes of arrays from .*, (\d+) from other processes, (\d+) from ', line).groups()
     position = _held['positions'].at
     return {'step': at, 'position': position, 'bytes': [*map(int, numbers)], 'line': line, 'why': why}
 
 
-def tiers_exchange():
-    """Restores lazily, so that the files are exchanged and no array is read; the most memory that this took, in bytes."""
-    before = _resident(resets=True)
+def tiers_restore_lazily():
+    """Restores lazily."""
     _held['ck'].restore(lazy_parameters=True)
-    return _resident() - before
 
 
-def _resident(*, resets=False):
-    """The largest resident size of this process in bytes; ``resets`` it to the present one first."""
-    if resets:
-        pathlib.Path('/proc/self/clear_refs').write_text('5')
-    (line,) = [line for line in pathlib.Path('/proc/self/status').read_text().splitlines() if line.startswith('VmHWM')]
-    return int(line.split()[1]) * 1024
+def tiers_restore_on_own_devices(directory, local):
+    """Restores with a leaf on a device of each process, and reads all of it."""
+    tree = scenarios.template()
+    tree = {'target': {'everywhere': tree['target']['everywhere']}, 'state': tree['state']}
+    own = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    tree['target']['everywhere'] = jax.ShapeDtypeStruct((2048, 1024), jnp.float32, sharding=own)
+    with scenarios.checkpointer(directory, tree, local=t5ckpt.LocalTier(local), process_timeout=20.0) as ck:
+        found = ck.restore()['target']['everywhere']
+    assert np.asarray(found).tobytes() == scenarios.full('target/everywhere', (2048, 1024), 'float32', 1).tobytes()
+
+
+def tiers_restore_and_die(process):
+    """Restores; a process dies when half of its arrays are there."""
+    _held['dies_at'] = 'write' if jax.process_index() == process else None
+    return tiers_restore()['step']
+
+
+def tiers_host_arrays(directory, action, local):
+    """Saves or restores a large and a small NumPy array, which have the index of the process; the values that are restored."""
+    tree = {name: np.full(size, jax.process_index()) for name, size in (('large', 100_000), ('small', 3))}
+    tree |= {'step': np.int32(1), 'w': scenarios.sharded(np.arange(64.0).reshape(8, 8), ('data', 'model'))}
+    with scenarios.checkpointer(directory, tree, local=t5ckpt.LocalTier(local)) as ck:
+        if action == 'save':
+            ck.save(tree)
+            return None
+        restored = ck.restore()
+    values = [np.unique(restored[name]).tolist() for name in ('large', 'small')]
+    return [value for (value,) in values]
 
 
 def tiers_restore_or_init(expected):
@@ -283,19 +294,10 @@ def tiers_restore_or_init(expected):
     return ck.restored_step
 
 
-def tiers_fail_reads(seconds, directory):
-    """Real reads of files below a directory fail with EIO, for some seconds after the first one, or until `tiers_disarm`."""
+def tiers_fail_reads(directory):
+    """Real reads of files below a directory fail with EIO until `tiers_disarm`."""
     shim = faultshim.Shim()
     shim.arm(directory, 0, faultshim.FAIL, errno.EIO, faultshim.GETS, faultshim.GETS)
-
-    def end():
-        while not shim.fired:
-            time.sleep(0.01)
-        time.sleep(seconds)
-        shim.disarm()
-
-    if seconds is not None:
-        threading.Thread(target=end, daemon=True).start()
 
 
 def tiers_disarm():
@@ -317,6 +319,16 @@ def tiers_wait(step=None):
     except NotPersistedError as error:
         return str(error)
     return None
+
+
+def tiers_any(name, *arguments):
+    """Does another order; the kind and the text of the error, if there is one, the seconds, and the answer."""
+    began, error, answer = time.monotonic(), None, None
+    try:
+        answer = globals()[name](*arguments)
+    except Exception as caught:  # noqa: BLE001 - the test looks at it
+        error = f'{type(caught).__name__}: {caught}'
+    return [error, time.monotonic() - began, answer]
 
 
 def tiers_wait_alone(process, step=None):
@@ -343,9 +355,9 @@ def tiers_leave(process):
 
 
 def tiers_restore_after_close():
-    """Restores with a checkpointer that is closed, whose local directory another one may have."""
+    """Restores with a checkpointer that is closed, whose local directory another one may have; the step."""
     _held['ck'].close()
-    _held.pop('ck').restore()
+    return tiers_restore()['step']
 
 
 def tiers_close():
@@ -388,9 +400,8 @@ def tiers_train(directory, last, dies_at, local):
         directory,
         _train_state(0),
         dataset_iterator=positions,
-        local_dir=local,
+        local=t5ckpt.LocalTier(local, persist=t5ckpt.SaveEvery(4)),
         save_policy=t5ckpt.SaveEvery(1),
-        persist_policy=t5ckpt.SaveEvery(4),
         process_timeout=20.0,
         inline_bytes=64,
     ) as ck:
@@ -399,7 +410,8 @@ def tiers_train(directory, last, dies_at, local):
         if start is not None:
             _check_train_state(state, start)
             assert positions.at == start
-            found = [dict(ck.metrics(start)), dict(t5ckpt.open_checkpoint(local, start).custom_metadata)]
+            if start in ck.all_steps():
+                found = [dict(ck.metrics(start)), dict(t5ckpt.open_checkpoint(local, start).custom_metadata)]
         for step in range((start or 0) + 1, last + 1):
             arrays = step_fn(state['arrays'])
             state = _train_state(step) | {'arrays': arrays}

@@ -4,6 +4,7 @@ import json
 import sys
 import traceback
 
+import exchange_scenarios
 import jax
 import scenarios
 import tier_scenarios
@@ -21,7 +22,8 @@ def main(arguments: list[int]) -> None:
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            module = scenarios if hasattr(scenarios, name) else tier_scenarios
+            modules = scenarios, tier_scenarios, exchange_scenarios
+            module = next(module for module in modules if hasattr(module, name))
             answer = getattr(module, name)(*arguments)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             answer = {'error': [type(error).__name__, str(error)]}

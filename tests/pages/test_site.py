@@ -159,7 +159,7 @@ def test_the_search_works_from_a_disk_and_has_the_guide_at_the_first_or_second_p
         'install': 'start',
         'diff': 'looking',
         'exit code': 'looking',
-        'local_dir': 'tiers',
+        'LocalTier': 'tiers',
         'verify': 'damage',
         'StandardCheckpointer': 'migration',  # a word in code, after a dot
         'save_interval_steps': 'migration',

@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
 from support.bits import assert_same, random_bits
+from support.facts import as_t5x_writes
 
 import t5ckpt
 from t5ckpt import errors, steps
@@ -325,6 +326,7 @@ def test_deleted_while_it_is_read(run):
 
 def test_a_fifo_for_metadata_does_not_block(run):
     directory, values = run
+    as_t5x_writes(directory / 'checkpoint_1')
     metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'
     metadata.unlink()
     os.mkfifo(metadata)
@@ -336,6 +338,7 @@ def test_a_fifo_for_metadata_does_not_block(run):
 def test_metadata_with_wrong_values(run, chunks):
     """An error at once, not a walk over the blocks of a chunk of petabytes."""
     directory, values = run
+    as_t5x_writes(directory / 'checkpoint_1')
     metadata = directory / 'checkpoint_1' / 'target.w' / '.zarray'
     text = json.loads(metadata.read_text())
     metadata.write_text(json.dumps(text | {'chunks': 'CHUNKS'}).replace('"CHUNKS"', chunks))

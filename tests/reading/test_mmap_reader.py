@@ -491,6 +491,9 @@ def test_broken_metadata(run_dir, text):
 @pytest.mark.parametrize('what', ['w', 'w/0.0', 'w/.zarray'])
 def test_links_that_lead_out(run_dir, tmp_path, what):
     step_dir = save(run_dir, {'w': W})
+    if what == 'w/.zarray':
+        # The reader of a step with checksums does not open it.
+        as_t5x_writes(step_dir)
     outside = tmp_path / 'outside'
     (step_dir / what).rename(outside)
     (step_dir / what).symlink_to(outside)

@@ -157,11 +157,11 @@ RESTORES = {
 def test_a_restore_waits_for_the_save_in_the_background(tmp_path, how, tiers):
     """Otherwise it returns an older step, and restore_or_init begins a new run (flowgym#51)."""
     state = {'w': np.ones((64, 512), np.float32)}
-    local = tmp_path / 'local' if tiers else None
+    local = t5ckpt.LocalTier(tmp_path / 'local') if tiers else None
     with t5ckpt.Checkpointer(
         state,
         checkpoints_dir=tmp_path / 'run',
-        local_dir=local,
+        local=local,
         progress=lambda *_: time.sleep(0.5),  # Otherwise the save may be complete before the restore begins.
         inline_bytes=0,
     ) as ck:
@@ -772,7 +772,7 @@ def test_a_checkpointer_that_is_gone_keeps_nothing_alive(tmp_path, tiers):
 
     def run():
         state, iterator = {**big_state(), 'step': 0}, Iterator()
-        local = {'local_dir': tmp_path / 'ssd'} if tiers == 2 else {}
+        local = {'local': t5ckpt.LocalTier(tmp_path / 'ssd')} if tiers == 2 else {}
         policy = t5ckpt.SaveEvery(1)
         ck = t5ckpt.Checkpointer(
             state, checkpoints_dir=tmp_path / 'run', dataset_iterator=iterator, save_policy=policy, **local

@@ -385,7 +385,9 @@ def test_preemption_without_a_notice_is_refused(tmp_path):
         Checkpointer(STATE, checkpoints_dir=tmp_path, save_policy=SaveEvery(10) | SaveOnPreemption())
     policy = SaveEvery(10) | SaveOnPreemption()
     with pytest.raises(ValueError, match='SaveOnPreemption never uploads without preempted='):
-        Checkpointer(STATE, checkpoints_dir=tmp_path / 'run', local_dir=tmp_path / 'local', persist_policy=policy)
+        Checkpointer(
+            STATE, checkpoints_dir=tmp_path / 'run', local=t5ckpt.LocalTier(tmp_path / 'local', persist=policy)
+        )
 
 
 @pytest.mark.parametrize(
@@ -395,21 +397,21 @@ def test_a_metric_that_the_persist_policy_needs_and_no_save_has_is_warned_of_onc
     tmp_path, caught, metrics, saves, given
 ):
     policy = SaveOnImprovement('acc') | SaveEvery(100)
-    with Checkpointer(STATE, None, tmp_path / 'run', local_dir=tmp_path / 'local', persist_policy=policy) as ck:
+    with Checkpointer(STATE, None, tmp_path / 'run', local=t5ckpt.LocalTier(tmp_path / 'local', persist=policy)) as ck:
         for step in range(saves):
             assert caught == [] or step > 0
             ck.save(STATE, step=step, metrics=metrics)
         ck.save(STATE, step=saves, metrics=metrics)
     (warning,) = caught
     assert warning.category is t5ckpt.MissingMetricWarning
-    assert "is saved without the metric 'acc', which persist_policy=" in str(warning.message)
+    assert "is saved without the metric 'acc', which persist=" in str(warning.message)
     assert f'the metrics given were: {given}. ' in str(warning.message)
     assert warning.filename == __file__
 
 
 def test_a_metric_of_some_uploads_only_is_not_a_mistake(tmp_path, caught):
     policy = SaveOnImprovement('acc')
-    with Checkpointer(STATE, None, tmp_path / 'run', local_dir=tmp_path / 'local', persist_policy=policy) as ck:
+    with Checkpointer(STATE, None, tmp_path / 'run', local=t5ckpt.LocalTier(tmp_path / 'local', persist=policy)) as ck:
         ck.save(STATE, step=0, metrics={'acc': 0.5})
         for step in range(1, 13):
             ck.save(STATE, step=step)

@@ -9,7 +9,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.storage.file import FileStorage
 
 LOCAL = f'{posix.ROOT}/local'
-"""The ``local_dir`` of the trainers of a world with two tiers."""
+"""The local directory of the trainers of a world with two tiers."""
 
 
 class _WithPaths:
@@ -27,7 +27,7 @@ class SimulatedDirectory(FileStorage):
         super().__init__(f'{posix.ROOT}/{name}'.rstrip('/'))
 
     def local_path(self, key: str) -> str | None:
-        # A local_dir has to be on this machine.
+        # A local directory has to be on this machine.
         return self.url() if self.url() == LOCAL and not key else None
 
     def link(self, source: str, target: str, of: Storage | None = None) -> bool:

@@ -19,14 +19,11 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.taken_steps import BeingHiddenError
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, NotPersistedError, StepKeptError
 from t5ckpt.format.names import to_persist_file
-
-LOCAL_KEEP = 1
+from t5ckpt.tiers.local_tier import LocalTier
 
 
 def _checkpointer(world: World, value: float) -> Checkpointer:
-    return Checkpointer(
-        state_of(value), checkpoints_dir=world.storage(), local_dir=LOCAL, local_keep=LOCAL_KEEP, **OPTIONS
-    )
+    return Checkpointer(state_of(value), checkpoints_dir=world.storage(), local=LocalTier(LOCAL, keep=1), **OPTIONS)
 
 
 def tier_saver(world: World, value: float, steps: Sequence[int], *, waits: bool = False) -> Callable[[], None]:

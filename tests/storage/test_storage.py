@@ -281,7 +281,7 @@ def test_a_dollar_is_part_of_a_name_that_exists_or_of_a_url(elsewhere, monkeypat
     monkeypatch.setenv('T5CKPT_RUNS', str(elsewhere))
     state = {'x': 1}
     with pytest.raises(errors.InvalidPathError, match='expandvars'):
-        t5ckpt.Checkpointer(state, local_dir='$T5CKPT_RUNS/local', checkpoints_dir='run')
+        t5ckpt.Checkpointer(state, local=t5ckpt.LocalTier('$T5CKPT_RUNS/local'), checkpoints_dir='run')
     path = os.path.expandvars('$T5CKPT_RUNS/run')
     t5ckpt.Checkpointer(state, checkpoints_dir=path).save(state, step=1)
     assert t5ckpt.all_steps(elsewhere / 'run') == [1]

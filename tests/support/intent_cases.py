@@ -24,6 +24,7 @@ from t5ckpt import (
     ConvertOptions,
     ExportOptions,
     ImportOptions,
+    LocalTier,
     NoEffectWarning,
     WarmStart,
     errors,
@@ -388,36 +389,38 @@ CHECKPOINTER: list[Case] = [
         '^keep_dataset_checkpoints has no effect',
         lambda s, _: s.checkpointer(keep_dataset_checkpoints=2),
     ),
-    (
-        'Checkpointer',
-        'local_dir',
-        ValueError,
-        'must not contain each other',
-        lambda s, _: s.checkpointer(local_dir=s.out / 'local'),
-    ),
     *(
-        ('Checkpointer', name, NoEffectWarning, f'^{name} has no effect without local_dir', call)
-        for name, call in {
-            'local_keep': lambda s, _: s.checkpointer(local_keep=3),
-            'persist_policy': lambda s, _: s.checkpointer(persist_policy=t5ckpt.SaveEvery(5)),
-            'upload_gbps': lambda s, _: s.checkpointer(upload_gbps=1),
-        }.items()
+        (
+            owner,
+            name,
+            ValueError,
+            'must not contain each other',
+            lambda s, _: s.checkpointer(local=LocalTier(s.out / 'local')),
+        )
+        for owner, name in (('Checkpointer', 'local'), ('LocalTier', 'directory'))
     ),
     (
-        'Checkpointer',
-        'persist_policy',
+        'LocalTier',
+        'persist',
         t5ckpt.MissingMetricWarning,
-        "without the metric 'acc', which persist_policy",
+        "without the metric 'acc', which persist=",
         lambda s, _: saved(
-            s, metrics={'loss': 1.0}, local_dir=s.local, persist_policy=t5ckpt.SaveOnImprovement('acc', 'max')
+            s, metrics={'loss': 1.0}, local=LocalTier(s.local, persist=t5ckpt.SaveOnImprovement('acc', 'max'))
         ),
     ),
     (
-        'Checkpointer',
-        'save_policy persist_policy',
+        'LocalTier',
+        'persist',
         ValueError,
-        'SaveOnPreemption never (saves|uploads) without preempted=',
-        lambda s, name: s.checkpointer(local_dir=s.local, **{name: t5ckpt.SaveOnPreemption()}),
+        'SaveOnPreemption never uploads without preempted=',
+        lambda s, _: s.checkpointer(local=LocalTier(s.local, persist=t5ckpt.SaveOnPreemption())),
+    ),
+    (
+        'Checkpointer',
+        'save_policy',
+        ValueError,
+        'SaveOnPreemption never saves without preempted=',
+        lambda s, _: s.checkpointer(save_policy=t5ckpt.SaveOnPreemption()),
     ),
     *(
         (
@@ -875,6 +878,8 @@ FUNCTIONS: list[Case] = [
     *(
         (policy, name, ValueError, f'{name}|period', lambda s, _, call=call: call())
         for policy, name, call in (
+            ('LocalTier', 'keep', lambda: LocalTier('a', keep=0)),
+            ('LocalTier', 'upload_gbps', lambda: LocalTier('a', upload_gbps=0)),
             ('SaveEvery', 'steps', lambda: t5ckpt.SaveEvery(0)),
             ('SaveEvery', 'min_step', lambda: t5ckpt.SaveEvery(1, min_step=-1)),
             ('SaveEverySeconds', 'seconds', lambda: t5ckpt.SaveEverySeconds(0)),

@@ -80,9 +80,8 @@ share_replicated processes process_timeout | hint | one process: the same progra
 verify | error | unknown word; 'auto' is documented
 strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
 read_only | hint | a program that never saves
-local_dir | error | in use, of another run, on a bucket, or in the run's directory
-local_keep persist_policy upload_gbps | warning | without local_dir; no save has a metric of the policy
-save_policy persist_policy | error | SaveOnPreemption without preempted
+local | error | its directory is in use, of another run, on a bucket, or in the run's directory
+save_policy | error | SaveOnPreemption without preempted
 use_gda | warning | always: ObsoleteArgumentWarning
 """,
     'Checkpointer.agree': 'action note decide | hint | one process decides alone',
@@ -172,6 +171,12 @@ keep_without_metric | hint | every step has it
     'LazyAwaitableArray.from_array': 'array get_fn dtype | hint | used when it is read',
     'LazyAwaitableArray.from_tensor_store_spec': 'ts_spec get_fn dtype | hint | used when it is read',
     'LazyAwaitableArray.from_tensor_store_spec_or_array': 'maybe_ts_spec get_fn dtype | hint | used when it is read',
+    'LocalTier': """
+directory | error | the run's directory, in it, or around it
+keep upload_gbps | error | out of range
+persist | error | SaveOnPreemption without preempted
+persist | warning | no save has a metric of the policy: MissingMetricWarning
+""",
     'PendingSave.add_done_callback': 'callback | hint | called at once when the save has ended',
     'PendingSave.result': 'timeout | hint | the save has ended',
     'PendingSave.wait': 'timeout | hint | the save has ended',

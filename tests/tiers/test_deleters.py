@@ -28,7 +28,9 @@ def state(step):
 def waiting(tmp_path):
     """A local directory whose steps 2 and 3 wait for their uploads, as after a crash; the run is `tmp_path / 'run'`."""
     local = tmp_path / 'local'
-    with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local_dir=local, local_keep=9, inline_bytes=64) as ck:
+    with t5ckpt.Checkpointer(
+        state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(local, keep=9), inline_bytes=64
+    ) as ck:
         for step in (1, 2, 3, 4):
             ck.save(state(step))
         ck.wait_until_persisted()
@@ -49,7 +51,7 @@ def test_rm_with_force_deletes_it_and_forgets_the_upload(waiting, tmp_path, capl
     t5ckpt_cli('rm', waiting, 2, '--yes', '--force')
     assert t5ckpt.all_steps(waiting) == [1, 3, 4]
     assert os.listdir(waiting / '.t5ckpt/to_persist') == ['3']
-    with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local_dir=waiting) as ck:
+    with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(waiting)) as ck:
         ck.wait_until_persisted()
     assert not [each for each in caplog.records if 'was to be uploaded' in each.getMessage()]
 
@@ -110,7 +112,7 @@ def test_ls_says_so(waiting):
 def test_a_checkpointer_of_both_tiers_deletes_it_from_both(waiting, tmp_path):
     # Not there if step 3 was saved before its upload began.
     shutil.rmtree(tmp_path / 'run/checkpoint_2', ignore_errors=True)
-    with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local_dir=waiting, local_keep=9) as ck:
+    with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(waiting, keep=9)) as ck:
         ck.delete(2)
         assert 2 not in ck.all_steps()
     assert t5ckpt.all_steps(waiting) == [1, 3, 4]
@@ -129,7 +131,8 @@ def test_a_waiting_step_of_a_program_that_was_killed_is_kept(tmp_path):
     (tmp_path / 'file').write_text('not a directory', encoding='ascii')
     program = f"""
 import os, numpy as np, t5ckpt
-ck = t5ckpt.Checkpointer({{'step': np.int32(0)}}, None, {str(tmp_path / 'file/run')!r}, local_dir={str(tmp_path / 'local')!r})
+tier = t5ckpt.LocalTier({str(tmp_path / 'local')!r})
+ck = t5ckpt.Checkpointer({{'step': np.int32(0)}}, None, {str(tmp_path / 'file/run')!r}, local=tier)
 ck.save({{'step': np.int32(1)}})
 ck.save({{'step': np.int32(2)}})
 os.kill(os.getpid(), 9)

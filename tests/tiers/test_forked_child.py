@@ -12,7 +12,7 @@ warnings.simplefilter('ignore')
 import t5ckpt
 logging.basicConfig(format='%(levelname)s %(message)s')
 run, local = sys.argv[1:]
-ck = t5ckpt.Checkpointer({'a': 1}, None, run, local_dir=local)
+ck = t5ckpt.Checkpointer({'a': 1}, None, run, local=t5ckpt.LocalTier(local))
 ck.save({'a': 1}, step=1)
 ck.wait_until_persisted()
 ck.save({'a': 2}, step=2)
@@ -68,7 +68,7 @@ class Slow(FaultyStorage):
             time.sleep(0.5)
 
 
-ck = t5ckpt.Checkpointer({'a': 1}, None, Slow(open_storage(sys.argv[1])), local_dir=sys.argv[2])
+ck = t5ckpt.Checkpointer({'a': 1}, None, Slow(open_storage(sys.argv[1])), local=t5ckpt.LocalTier(sys.argv[2]))
 child = os.fork()
 if child == 0:
     ck.save({'a': 1}, step=1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cli import t5ckpt_cli
 from support.facts import put_facts
+from support.tiers import tier_of
 
 import t5ckpt
 from t5ckpt.cli.shell_messages import in_shell_terms
@@ -45,7 +46,7 @@ def local(tmp_path):
 
 def checkpointer(run, local, **options):
     options = {'chunk_bytes': 2**16, 'compression': None} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local_dir=local, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **options)
 
 
 def lines(caplog, text):
@@ -54,28 +55,29 @@ def lines(caplog, text):
 
 def restored_bytes(caplog):
     (line,) = lines(caplog, 'bytes of arrays from')
-    return [int(found) for found in re.findall(r'; ([0-9]+) bytes of arrays from .*, ([0-9]+) from', line)[0]]
+    return [
+        int(found)
+        for found in re.findall(r'; ([0-9]+) bytes of arrays from .*, 0 from other processes, ([0-9]+) from', line)[0]
+    ]
 
 
 @pytest.mark.parametrize('what', ['chunk', 'position', 'metadata'])
 def test_restored_bytes_are_counted_once(run_dir, local, caplog, what):
-    """A repair fetches files, and the restore then reads them from the local directory. Only chunks are bytes of arrays."""
+    """Only chunks are bytes of arrays. A step of which a chunk or a position is damaged is read from the bucket."""
     with checkpointer(run_dir, local, dataset_iterator=Position()) as ck:
         ck.save(state(1))
     pattern = {'chunk': 'w/0.0', 'position': 'train_ds-*', 'metadata': 'w/.zarray'}[what]
     (damaged,) = (local / 'checkpoint_1').glob(pattern)
-    nbytes = damaged.stat().st_size
-    damaged.write_bytes(b'\1' * nbytes)
+    damaged.write_bytes(b'\1' * damaged.stat().st_size)
     with checkpointer(run_dir, local, dataset_iterator=Position()) as ck:
         ck.restore()
-    fetched = nbytes if what == 'chunk' else 0
-    assert restored_bytes(caplog) == [256 * 256 * 4 - fetched, fetched]
-    (line,) = lines(caplog, 'looking for its files in')
-    assert 'estore an older step' not in line
+    of_local, of_run = restored_bytes(caplog)
+    assert (of_local, of_run) == ((256 * 256 * 4, 0) if what == 'metadata' else (0, 256 * 256 * 4))
+    assert len(lines(caplog, 'local step 1 was not restored')) == (what != 'metadata')
 
 
 def test_lines_of_saves(run_dir, local, caplog):
-    with checkpointer(run_dir, local, local_keep=1) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, keep=1)) as ck:
         for step in (1, 2, 3):
             ck.save(state(step))
             ck.wait_until_persisted(step)
@@ -87,7 +89,7 @@ def test_lines_of_saves(run_dir, local, caplog):
 def save_while_the_bucket_is_away(gs, local, steps, **options):
     """Saves and uploads step 1, and then saves others; the run."""
     run = gs.url()
-    with checkpointer(run, local, local_keep=1, storage_options={'retry_seconds': 1.0}) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=1), storage_options={'retry_seconds': 1.0}) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         gs.proxy.choose = lambda kind, key: '503'
@@ -99,21 +101,21 @@ def save_while_the_bucket_is_away(gs, local, steps, **options):
 
 def test_waiting_steps_are_logged_once(gs, local, caplog):
     """Each of them waits while the others are uploaded, or the bucket is away."""
-    save_while_the_bucket_is_away(gs, local, (2, 3, 4, 5), overwrite=True)
+    save_while_the_bucket_is_away(gs, local, (1, 2, 3, 4), overwrite=True)
     assert len(lines(caplog, 'waits for its upload')) == 1
     assert not lines(caplog, 'is not uploaded to')
 
 
 def test_an_upload_that_a_newer_step_replaces_is_skipped(gs, local, caplog):
     run = save_while_the_bucket_is_away(gs, local, (2, 3, 4))
-    assert lines(caplog, f'skipping the upload of step 3 to {run}: step 4 is newer')
+    assert lines(caplog, f'skipping the upload of step 3 to {run}: step 4 was saved later')
     assert not lines(caplog, 'is not uploaded to')
 
 
 @pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_local_disk_names_local_keep(local, number):
+def test_a_full_local_disk_names_the_keep_of_both(local, number):
     with (
-        pytest.raises(NoSpaceError, match='keep= and local_keep= of a Checkpointer') as raised,
+        pytest.raises(NoSpaceError, match='keep= of Checkpointer and of LocalTier') as raised,
         foreign_errors(str(local), writing=True),
     ):
         raise OSError(number, os.strerror(number))
@@ -125,17 +127,20 @@ def test_a_full_local_disk_names_local_keep(local, number):
 def test_a_file_in_the_place_of_the_directory(run_dir, local):
     local.write_text('a file')
     for action in (lambda ck: ck.all_steps(), lambda ck: ck.save(state(1)), lambda ck: ck.restore()):
-        with checkpointer(run_dir, local) as ck, pytest.raises(LocalDirError, match='is a file, and local_dir must be'):
+        with (
+            checkpointer(run_dir, local) as ck,
+            pytest.raises(LocalDirError, match=r'is a file\. Pass a directory to'),
+        ):
             action(ck)
 
 
 def test_the_cures_of_a_refused_directory(run_dir, tmp_path, local):
     with checkpointer(tmp_path / 'other', local) as ck:
         ck.save(state(1))
-    with pytest.raises(LocalDirError, match=r'Pass another local_dir to start without its steps\. Before you delete'):
+    with pytest.raises(LocalDirError, match=r'Pass another directory to LocalTier to start without its steps\. Before'):
         checkpointer(run_dir, local).save(state(2))
     # The directory of a run is not to be deleted.
-    with pytest.raises(LocalDirError, match=r'Pass another local_dir\.$') as raised:
+    with pytest.raises(LocalDirError, match=r'Pass another directory to LocalTier\.$') as raised:
         checkpointer(run_dir, tmp_path / 'other').save(state(2))
     assert 'delete' not in str(raised.value)
 
@@ -178,9 +183,9 @@ def test_the_repr_of_a_checkpointer_never_raises(gs, tmp_path, local):
 
 
 def test_several_steps_are_plural(gs, local, caplog):
-    run, options = gs.url(), {'local_keep': 3, 'storage_options': {'retry_seconds': 1.0}}
+    run, options = gs.url(), {'storage_options': {'retry_seconds': 1.0}}
     gs.proxy.choose = lambda kind, key: '503'
-    with checkpointer(run, local, **options) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=3), **options) as ck:
         for step in (1, 2):
             ck.save(state(step), overwrite=True)
             with pytest.raises(

@@ -17,7 +17,7 @@ def ck(run_dir, tmp_path):
     """Steps 31 and 35 are in the local directory, step 20 is in the bucket."""
     policy = t5ckpt.SaveAt({20})
     with t5ckpt.Checkpointer(
-        state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local', persist_policy=policy
+        state(0), checkpoints_dir=run_dir, local=t5ckpt.LocalTier(tmp_path / 'local', persist=policy)
     ) as ck:
         for step in (20, 31, 35):
             ck.save(state(step), metrics={'loss': step})
@@ -38,7 +38,7 @@ def test_both_tiers_are_listed(ck, run_dir, tmp_path, call):
 
 
 def test_no_tier_has_a_step(run_dir, tmp_path):
-    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local') as ck:
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local=t5ckpt.LocalTier(tmp_path / 'local')) as ck:
         for call in (ck.restore, ck.metrics, ck.delete):
             with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist, complete steps are: none'):
                 call(7)
@@ -60,7 +60,7 @@ def test_steps_of_both_tiers_that_cannot_be_restored(ck, run_dir, tmp_path):
     ck.close()
     for step_dir in [*run_dir.glob('checkpoint_*'), *tmp_path.glob('local/checkpoint_*')]:
         put_facts(step_dir, b'{' * 40)
-    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local_dir=tmp_path / 'local') as again:
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local=t5ckpt.LocalTier(tmp_path / 'local')) as again:
         text = rf'^{run_dir} and {tmp_path / "local"}: none of the steps \[20, 31, 35\] can be restored'
         with pytest.raises(CorruptCheckpointError, match=text):
             t5ckpt.restore_or_init(again, lambda: state(0))

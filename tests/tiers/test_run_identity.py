@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from support import forked
+from support.tiers import tier_of
 
 import t5ckpt
 from t5ckpt.errors import LocalDirError
@@ -22,7 +23,7 @@ def local(tmp_path):
 
 
 def checkpointer(run, local, **options):
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local_dir=local, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **options)
 
 
 def id_of(local):
@@ -46,40 +47,41 @@ def test_an_id_that_is_lost_during_the_run_is_written_by_the_next_upload(run_dir
         assert ck.restore()['step'] == 2
 
 
-def test_an_id_that_is_lost_between_two_starts_is_written_by_the_next_one(bucket, local):
-    """The run has a save of the local directory, so it is the same run."""
+def test_an_id_that_is_lost_between_two_starts_is_written_by_the_next_upload(bucket, local):
     run = bucket.url()
-    with checkpointer(run, local, persist_policy=t5ckpt.SaveAt({1})) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt({1}))) as ck:
         ck.save(state(1))
         ck.save(state(2))
     t5ckpt.storage.open_storage(run).delete_file('.t5ckpt/run_id')
-    with checkpointer(run, local, read_only=True) as ck:
-        assert ck.restore()['step'] == 2
-    assert not t5ckpt.storage.open_storage(run).is_file('.t5ckpt/run_id'), 'a reader writes nothing'
     with checkpointer(run, local) as ck:
         assert ck.restore()['step'] == 2
+        ck.save(state(3))
     assert bucket.raw(f'{run}/.t5ckpt/run_id').decode() == id_of(local)
 
 
 @pytest.mark.parametrize('what', ['deleted', 'of other saves'])
-def test_a_run_without_an_id_and_without_a_save_of_the_directory_is_refused(run_dir, local, what):
+def test_an_emptied_bucket_stops_neither_restart_nor_saves(run_dir, local, what):
     with checkpointer(run_dir, local) as ck:
         ck.save(state(1))
+        ck.save(state(2))
     shutil.rmtree(run_dir)
     if what != 'deleted':
         t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir).save(state(1))
-    for action in (lambda ck: ck.restore(), lambda ck: ck.save(state(2)), lambda ck: ck.all_steps()):
-        with checkpointer(run_dir, local) as ck, pytest.raises(LocalDirError, match='as if it was deleted'):
-            action(ck)
+    with checkpointer(run_dir, local) as ck:
+        assert ck.all_steps() == [1, 2]
+        assert ck.restore()['step'] == 2
+        ck.save(state(3))
+        ck.wait_until_persisted(3)
+        assert (run_dir / '.t5ckpt' / 'run_id').read_text() == id_of(local)
 
 
 def test_a_save_after_a_listing_is_refused_too(run_dir, local, tmp_path):
     """Nothing of the earlier run is deleted by the retention of saves that would never be uploaded."""
-    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveEvery(100))) as ck:
         ck.save(state(1))
     with checkpointer(run_dir, tmp_path / 'other') as ck:
         ck.save(state(2))
-    with checkpointer(run_dir, local, local_keep=1) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, keep=1)) as ck:
         for action in (ck.all_steps, lambda: ck.save(state(3)), lambda: ck.save_async(state(4)), ck.latest_step):
             with pytest.raises(LocalDirError, match='another run at'):
                 action()
@@ -87,7 +89,7 @@ def test_a_save_after_a_listing_is_refused_too(run_dir, local, tmp_path):
 
 
 def test_ls_says_that_the_local_steps_are_of_an_earlier_run(run_dir, local, tmp_path):
-    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveEvery(100)) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveEvery(100))) as ck:
         ck.save(state(1))
     with checkpointer(run_dir, tmp_path / 'other') as ck:
         ck.save(state(2))

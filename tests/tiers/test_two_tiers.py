@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import pathlib
 import re
@@ -18,6 +17,7 @@ import pytest
 from support import forked
 from support.cli import t5ckpt_cli
 from support.facts import put_facts
+from support.tiers import tier_of
 from support.timed_storage import TimedStorage
 
 import t5ckpt
@@ -33,9 +33,7 @@ from t5ckpt.format.names import parse_marker, without_generation
 from t5ckpt.storage import open_storage
 from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.testing import FaultyStorage
-from t5ckpt.tiers.intents import Intents
-from t5ckpt.tiers.local_dir import LocalDir
-from t5ckpt.tiers.send_lists import copy_alone
+from t5ckpt.tiers.directory import LocalDirectory
 
 AWAY = {'retry_seconds': 1.0}
 
@@ -75,7 +73,7 @@ def _at_info(caplog):
 
 def checkpointer(run, local, *iterators, **options):
     options = {'chunk_bytes': 2**14, 'inline_bytes': 64} | options
-    return t5ckpt.Checkpointer(state(0), None, run, *iterators, local_dir=local, **options)
+    return t5ckpt.Checkpointer(state(0), None, run, *iterators, local=tier_of(local), **options)
 
 
 def said(caplog, text, level=logging.INFO):
@@ -117,7 +115,7 @@ def test_a_save_is_local_and_its_upload_follows(bucket, local):
         ck.save_async(state(3), metrics={'loss': 3}).result()
         ck.wait_until_persisted()
         assert ck.metrics(3) == {'loss': 3}
-    assert steps_in(local) == [2, 3], 'local_keep keeps two'
+    assert steps_in(local) == [2, 3], 'LocalTier(keep=2), the default'
     assert steps_in(run) == [3], 'keep=1 is the policy of the run'
     assert t5ckpt.verify(f'{run}/checkpoint_3', full=True).ok
     assert t5ckpt.open_checkpoint(run).metrics == {'loss': 3}
@@ -136,14 +134,14 @@ def test_a_save_is_local_and_its_upload_follows(bucket, local):
 
 def test_the_policy_chooses_what_is_uploaded(run_dir, local):
     policy = t5ckpt.SaveEvery(4)
-    with checkpointer(run_dir, local, persist_policy=policy, save_policy=t5ckpt.SaveEvery(1)) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=policy), save_policy=t5ckpt.SaveEvery(1)) as ck:
         for step in range(1, 7):
             ck.maybe_save(step, state(step))
         ck.wait_until_persisted()
     assert steps_in(run_dir) == [4]
     assert steps_in(local) == [5, 6]
     # The multiple between the last save of that process and the first one of this.
-    with checkpointer(run_dir, local, persist_policy=policy) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=policy)) as ck:
         ck.save(state(9))
     assert steps_in(run_dir) == [4, 9]
 
@@ -151,38 +149,12 @@ def test_the_policy_chooses_what_is_uploaded(run_dir, local):
 def test_intervals_of_time_and_bests_continue_after_a_restart(run_dir, local):
     now = [1000.0]
     policy = t5ckpt.SaveEverySeconds(60) | t5ckpt.SaveOnImprovement('loss', 'min')
-    options = {'persist_policy': policy, 'clock': lambda: now[0]}
+    tier = t5ckpt.LocalTier(local, persist=policy)
     for step, seconds, loss in [(1, 0, 3.0), (2, 30, 5.0), (3, 40, 4.0), (4, 10, 2.0), (5, 1, 2.5)]:
         now[0] += seconds
-        with checkpointer(run_dir, local, **options) as ck:
+        with checkpointer(run_dir, tier, clock=lambda: now[0]) as ck:
             ck.save(state(step), metrics={'loss': loss})
     assert steps_in(run_dir) == [1, 3, 4], 'the first, after 70 s, and the best'
-
-
-@pytest.mark.parametrize(
-    'damaged',
-    [
-        *(b'[]', b'null', b'{', b'\xff', b'{}', b'[' * 10**5),
-        *(json.dumps({'step': 1, 'unix': unix, 'best': {}}).encode() for unix in ('now', None, math.nan, 10**400)),
-        *(
-            json.dumps({'step': 1, 'unix': 0, 'best': best}).encode()
-            for best in (['loss'], {'loss': 1}, {'loss': ['a', 2]})
-        ),
-    ],
-    ids=lambda data: data[:30].decode(errors='replace'),
-)
-def test_a_damaged_record_of_the_last_upload_is_ignored(run_dir, local, caplog, damaged):
-    options = {'persist_policy': t5ckpt.SaveEverySeconds(60) | t5ckpt.SaveOnImprovement('loss', 'min')}
-    with checkpointer(run_dir, local, **options) as ck:
-        ck.save(state(1), metrics={'loss': 1.0})
-    record = local / '.t5ckpt/taken.json'
-    assert json.loads(record.read_bytes())['step'] == 1
-    record.write_bytes(damaged)
-    with checkpointer(run_dir, local, **options) as ck:
-        ck.save(state(2), metrics={'loss': 2.0})
-    assert said(caplog, 'taken.json is ignored, since it is damaged', logging.WARNING)
-    assert steps_in(run_dir) == [1, 2]
-    assert json.loads(record.read_bytes())['best'] == {'loss': [2.0, 2.0]}
 
 
 def test_overwriting_replaces_the_step_in_both_tiers(bucket, local):
@@ -215,32 +187,6 @@ def test_a_step_that_is_overwritten_during_its_upload_is_uploaded_again(gs, loca
         ck.wait_until_persisted(1)
         assert np.array_equal(t5ckpt.load_t5x_checkpoint(run, 1)['w'], state(2)['w'])
     assert os.listdir(local / '.t5ckpt/to_persist') == []
-
-
-@pytest.mark.parametrize(('file', 'written'), [('taken.json', 0), ('tier.json', 1)])
-def test_a_small_file_that_finds_no_space_stops_neither_save_nor_upload(run_dir, local, caplog, file, written):
-    """The one is written after the commit, the other before the first upload, which makes room."""
-    with checkpointer(run_dir, Full(open_storage(local), file, written), persist_policy=t5ckpt.SaveAt([1, 2])) as ck:
-        for step in (1, 2):
-            assert ck.save(state(step)).step == step
-            ck.wait_until_persisted(step)
-    assert said(caplog, f'{file} could not be written', logging.WARNING)
-    assert steps_in(run_dir) == steps_in(local) == [1, 2]
-
-
-class Full(FaultyStorage):
-    """A disk that is full when a file is written that it has so many times before."""
-
-    def __init__(self, inner, file, written):
-        super().__init__(inner)
-        self._file, self._written = file, written
-
-    def before_operation(self, name, key):
-        super().before_operation(name, key)
-        if name == 'write' and key.endswith(self._file):
-            self._written -= 1
-            if self._written < 0:
-                raise NoSpaceError(28, 'injected: no space left on device')
 
 
 class ReadOnly(FaultyStorage):
@@ -281,9 +227,9 @@ def test_a_disk_that_becomes_read_only_blocks_no_wait(run_dir, local, operation,
 
 def test_a_clock_that_is_set_back_does_not_stop_the_uploads(run_dir, local):
     now = [10_000.0]
-    options = {'persist_policy': t5ckpt.SaveEverySeconds(60), 'clock': lambda: now[0]}
+    tier = t5ckpt.LocalTier(local, persist=t5ckpt.SaveEverySeconds(60))
     for times in [(10_061, 2000, 2061), (1000, 1061)]:
-        with checkpointer(run_dir, local, **options) as ck:
+        with checkpointer(run_dir, tier, clock=lambda: now[0]) as ck:
             for now[0] in times:
                 ck.save(state((ck.latest_step() or 0) + 1))
                 ck.wait_until_persisted()
@@ -329,7 +275,7 @@ def test_a_step_of_orbax_is_not_replaced(tmp_path, run_dir, local, caplog):
 
 def test_the_newest_wins_while_the_bucket_is_away(gs, local, caplog):
     run = gs.url()
-    with checkpointer(run, local, storage_options=AWAY, local_keep=1) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=1), storage_options=AWAY) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         fails_from_now_on(gs)
@@ -346,7 +292,7 @@ def test_the_newest_wins_while_the_bucket_is_away(gs, local, caplog):
         same(ck.restore(), 6)
         works_again(gs)
         ck.wait_until_persisted()
-        with pytest.raises(NotPersistedError, match=r'step \d is newer'):
+        with pytest.raises(NotPersistedError, match=r'step \d was saved later'):
             ck.wait_until_persisted(5)
         ck.save(state(7))
         ck.wait_until_persisted(7)
@@ -364,7 +310,7 @@ def test_closing_does_not_wait_for_a_bucket_that_is_away(gs, local, caplog):
     fails_from_now_on(gs)
     ck.save(state(2))
     ck.close()
-    assert said(caplog, 'The next start with this local_dir uploads it', logging.WARNING)
+    assert said(caplog, 'The next start with this local directory uploads it', logging.WARNING)
     works_again(gs)
     assert steps_in(run) == [1]
     with checkpointer(run, local, storage_options=AWAY) as ck:
@@ -376,7 +322,7 @@ def test_closing_does_not_wait_for_a_bucket_that_is_away(gs, local, caplog):
 def test_the_rate_is_limited(run_dir, local):
     """12 files of 2 KiB with 1 Mbit/s: one each 16 ms, except for those that wait in the four threads."""
     run = TimedStorage(open_storage(run_dir))
-    with checkpointer(run, local, upload_gbps=1e-3, chunk_bytes=2**11) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, upload_gbps=1e-3), chunk_bytes=2**11) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
     files = [file for file in (run_dir / 'checkpoint_1/w').iterdir() if file.name != '.zarray']
@@ -389,13 +335,12 @@ def test_the_rate_is_limited(run_dir, local):
 
 def test_a_slow_upload_has_the_time_that_its_rate_needs(gs, local):
     """Its files are not collected meanwhile, and it is not given up: 29 KB with 6.25 bytes in a second."""
-    run, began, markers = open_storage(gs.url()), time.time(), []
-    t5ckpt.Checkpointer(state(0), None, local, inline_bytes=64).save(state(1))
-
-    def pace(nbytes):
-        markers.extend(run.names('.t5ckpt/busy', '1.'))
-
-    copy_alone(open_storage(local), run, 1, pace, 6.25, time.time)(False)
+    run, began, tier = open_storage(gs.url()), time.time(), t5ckpt.LocalTier(local, upload_gbps=5e-8)
+    with checkpointer(run, tier, inline_bytes=64) as ck:
+        ck.save(state(1))
+        while not (markers := run.names('.t5ckpt/busy', '1.')):
+            time.sleep(0.05)
+        ck.delete(1)
     assert 2 * 4000 < parse_marker(f'.t5ckpt/busy/{markers[0]}').due - began < 2 * 5000
 
 
@@ -457,7 +402,7 @@ def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):
     damage(chunk(local, 1))
     works_again(gs)
     # In its place, the next step is uploaded, whatever the policy says of that one.
-    with checkpointer(run, local, persist_policy=t5ckpt.SaveAt([1])) as ck:
+    with checkpointer(run, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([1]))) as ck:
         with pytest.raises(CorruptCheckpointError):
             ck.restore()
         with pytest.raises(NotPersistedError, match='damaged'):
@@ -472,7 +417,7 @@ def test_a_damaged_local_step_is_not_uploaded(gs, local, caplog):
 
 def test_the_newest_step_of_either_tier_is_restored(run_dir, local, caplog):
     t5ckpt.Checkpointer(state(0), None, run_dir).save(state(5))
-    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([6])) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([6]))) as ck:
         same(ck.restore(), 5)
         assert said(caplog, f'restored step 5 from {run_dir}/checkpoint_5: ')
         assert said(caplog, '; 0 bytes of arrays from')
@@ -488,7 +433,7 @@ def test_the_newest_step_of_either_tier_is_restored(run_dir, local, caplog):
         same(ck.restore(7), 7)
     nbytes = state(8)['w'].nbytes + state(8)['v'].nbytes
     (line,) = [line for line in caplog.messages if line.startswith('t5ckpt: restored step 8 ')]
-    assert f'; {nbytes} bytes of arrays from {local}, 0 from {run_dir}' in line
+    assert f'; {nbytes} bytes of arrays from {local}, 0 from other processes, 0 from {run_dir}' in line
 
 
 def test_a_restart_reads_nothing_of_the_bucket_but_its_index(gs, local):
@@ -515,20 +460,26 @@ def test_a_lost_disk(run_dir, local):
     assert steps_in(run_dir) == [2, 3] or steps_in(run_dir) == [1, 2, 3]
 
 
-@pytest.mark.parametrize('how', ['changed', 'missing', 'metadata'])
-def test_a_damaged_file_comes_from_the_run(run_dir, local, caplog, how):
+@pytest.mark.parametrize('how', ['changed', 'missing'])
+def test_a_step_with_a_damaged_file_comes_from_the_run(run_dir, local, caplog, how):
     with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
         ck.save(state(1))
     if how == 'changed':
         damage(chunk(local, 1))
-    elif how == 'missing':
-        chunk(local, 1).unlink()
     else:
-        (local / 'checkpoint_1/w/.zarray').write_text('{}')
+        chunk(local, 1).unlink()
     with checkpointer(run_dir, local) as ck:
         same(ck.restore(), 1)
-    assert said(caplog, '1 damaged or missing files were replaced', logging.WARNING)
-    assert t5ckpt.verify(local, full=True).ok
+    assert said(caplog, 'local step 1 was not restored: a part of w is on no disk', logging.WARNING)
+
+
+def test_damaged_metadata_of_a_local_step_needs_no_other_copy(run_dir, local):
+    with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
+        ck.save(state(1))
+    (local / 'checkpoint_1/w/.zarray').write_text('{}')
+    shutil.rmtree(run_dir / 'checkpoint_1')
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 1)
 
 
 def test_a_step_that_only_the_run_has_whole_is_read_there(run_dir, local, caplog):
@@ -539,19 +490,20 @@ def test_a_step_that_only_the_run_has_whole_is_read_there(run_dir, local, caplog
     chunk(local, 1).unlink()
     with checkpointer(run_dir, local) as ck:
         same(ck.restore(), 1)
-        assert said(caplog, 'was renamed to', logging.ERROR)
+        assert said(caplog, 'local step 1 was not restored: ', logging.WARNING)
         ck.save(state(2))
 
 
-def test_a_damaged_step_that_only_the_disk_has_is_an_error(run_dir, local):
-    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([1]), reuse_unchanged=False) as ck:
+def test_a_damaged_step_that_only_the_disk_has_counts_as_absent(run_dir, local, caplog):
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([1])), reuse_unchanged=False) as ck:
         ck.save(state(1))
         ck.save(state(2))
     damage(chunk(local, 2))
     with checkpointer(run_dir, local) as ck:
-        with pytest.raises(CorruptCheckpointError):
-            ck.restore()
-        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 1)
+        with pytest.raises(CorruptCheckpointError, match='a part of w is on no disk'):
+            ck.restore(2)
+        same(ck.restore(), 1)
+        assert said(caplog, 'local step 2 was not restored: a part of w is on no disk', logging.WARNING)
         assert ck.restored_step == 1
         ck.save(state(2))
     assert steps_in(run_dir) == [1, 2]
@@ -600,7 +552,7 @@ def test_a_step_that_is_damaged_in_a_bucket_stays_there(gs, local, caplog):
     assert t5ckpt.verify(run, 2, full=True).ok
 
 
-def test_a_wait_for_a_step_that_was_lost_before_the_start_raises(gs, local, caplog):
+def test_a_wait_for_a_step_that_was_lost_before_the_start_raises(gs, local):
     run = gs.url()
     with checkpointer(run, local, storage_options=AWAY) as ck:
         ck.save(state(1))
@@ -612,9 +564,8 @@ def test_a_wait_for_a_step_that_was_lost_before_the_start_raises(gs, local, capl
     with checkpointer(run, local, storage_options=AWAY) as ck:
         # A save that was killed before its commit leaves the same record, so a wait for all steps does not raise.
         ck.wait_until_persisted()
-        with pytest.raises(NotPersistedError, match=r'step 2 was not uploaded .*no longer has it'):
+        with pytest.raises(NotPersistedError, match=r'step 2 is not in .*: there is no such step'):
             ck.wait_until_persisted(2)
-        assert said(caplog, 'step 2 was to be uploaded, and is not', logging.WARNING)
         ck.save(state(3))
         ck.wait_until_persisted()
 
@@ -658,7 +609,7 @@ class SlowCommit(FaultyStorage):
 
 
 def test_metrics_and_deletions_know_both_tiers(run_dir, local):
-    with checkpointer(run_dir, local, persist_policy=t5ckpt.SaveAt([1]), local_keep=2) as ck:
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([1]), keep=2)) as ck:
         for step, loss in [(1, 1.0), (2, 3.0), (3, 2.0), (4, 5.0)]:
             ck.save(state(step), metrics={'loss': loss})
             ck.wait_until_persisted()
@@ -702,7 +653,8 @@ def test_two_checkpointers_on_one_directory(run_dir, local):
         other.save(state(2))
     reader = checkpointer(run_dir, local, read_only=True)
     same(reader.restore(), 1)
-    program = f'import t5ckpt\nck = t5ckpt.Checkpointer({{}}, None, {str(run_dir)!r}, local_dir={str(local)!r})\nck.latest_step()'
+    tier = f't5ckpt.LocalTier({str(local)!r})'
+    program = f'import t5ckpt\nck = t5ckpt.Checkpointer({{}}, None, {str(run_dir)!r}, local={tier})\nck.latest_step()'
     assert 'LocalDirError' in forked.run(program).stderr
     ck.close()
     assert other.latest_step() == 1
@@ -765,19 +717,6 @@ def test_the_directory_of_an_earlier_run_while_the_bucket_is_away(gs, local):
     assert steps_in(run) == [1]
 
 
-def test_a_run_that_was_deleted_is_not_continued_from_the_disk(run_dir, local):
-    with checkpointer(run_dir, local) as ck:
-        ck.save(state(1))
-    shutil.rmtree(run_dir)
-    with pytest.raises(LocalDirError, match='as if it was deleted'):
-        checkpointer(run_dir, local).restore()
-    shutil.rmtree(local)
-    with checkpointer(run_dir, local) as ck:
-        assert ck.latest_step() is None
-        ck.save(state(2))
-    assert steps_in(run_dir) == [2]
-
-
 def test_checkpoints_without_a_record_are_refused(run_dir, local):
     t5ckpt.Checkpointer(state(0), None, local).save(state(1))
     with pytest.raises(LocalDirError, match=r'no \.t5ckpt/tier\.json'):
@@ -799,26 +738,22 @@ def test_a_new_disk_joins_the_run(run_dir, tmp_path):
 @pytest.mark.parametrize('place', ['run', 'run/local', '.', 'bucket'])
 def test_directories_that_are_refused(tmp_path, place):
     where = 'memory://somewhere/local' if place == 'bucket' else tmp_path / place
-    with pytest.raises(ValueError, match='local_dir'):
+    with pytest.raises(ValueError, match='LocalTier'):
         checkpointer(tmp_path / 'run', where)
 
 
 @pytest.mark.parametrize(
-    'options', [{'local_keep': 0}, {'local_keep': 'two'}, {'upload_gbps': 0}, {'persist_policy': t5ckpt.KeepLatest(1)}]
-)
-def test_options_are_checked(run_dir, local, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        checkpointer(run_dir, local, **options)
-
-
-@pytest.mark.parametrize(
     'options',
-    [{'local_keep': 3}, {'upload_gbps': 1}, {'persist_policy': t5ckpt.SaveEvery(5)}],
-    ids=['keep', 'rate', 'policy'],
+    [{'keep': 0}, {'keep': 'two'}, {'upload_gbps': 0}, {'persist': t5ckpt.KeepLatest(1)}, {'directory': None}],
 )
-def test_options_without_a_directory_have_no_effect(run_dir, options):
-    with pytest.warns(t5ckpt.errors.NoEffectWarning, match=f'{next(iter(options))} has no effect without local_dir'):
-        t5ckpt.Checkpointer(state(0), None, run_dir, **options)
+def test_options_are_checked(local, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        t5ckpt.LocalTier(**{'directory': local} | options)
+
+
+def test_a_path_in_place_of_a_local_tier_says_what_to_write(run_dir, local):
+    with pytest.raises(ValueError, match=r"local=LocalTier\('/ssd/run'\), got PosixPath"):
+        t5ckpt.Checkpointer(state(0), None, run_dir, local=local)
 
 
 def test_without_a_local_directory_there_is_nothing_of_tiers(run_dir):
@@ -845,10 +780,10 @@ print(json.dumps([modules, threads, lines]))
 """
     done = subprocess.run([sys.executable, '-W', 'error', '-c', program], capture_output=True, text=True, check=True)
     modules, threads, lines = json.loads(done.stdout)
-    assert modules == ['t5ckpt.tiers', 't5ckpt.tiers.one_tier']
+    assert modules == []
     assert threads == ['MainThread']
     assert any('Saved checkpoint for step 2' in line for line in lines)
-    words = ('tier', 'local_dir', 'local director', 'upload', 'persist')
+    words = ('tier', 'local director', 'upload', 'persist')
     assert not [line for line in lines if any(word in line.replace(str(run_dir), '') for word in words)]
     assert [each.name for each in run_dir.iterdir()] == ['checkpoint_4']
 
@@ -856,7 +791,7 @@ print(json.dumps([modules, threads, lines]))
 def test_waiting_for_uploads_without_a_local_directory_says_so_once(run_dir):
     ck = t5ckpt.Checkpointer(state(0), None, run_dir)
     saved = ck.save_async(state(1))
-    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='wait_until_persisted has no effect without local_dir'):
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='wait_until_persisted has no effect without local='):
         ck.wait_until_persisted()
     assert saved.done()
     # A second warning would be an error.
@@ -870,36 +805,14 @@ def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):
         def try_lock(self, key):
             return DirectoryLock(os.open(tmp_path, os.O_RDONLY), str(tmp_path), False, 'Input/output error')
 
-    local = LocalDir(Unlockable(open_storage(tmp_path / 'local')), open_storage(tmp_path / 'run'), 2, read_only=False)
+    local = LocalDirectory(
+        Unlockable(open_storage(tmp_path / 'local')), open_storage(tmp_path / 'run'), 2, read_only=False
+    )
     for _ in range(2):
         with pytest.raises(
-            LocalDirError, match=r'local cannot be locked \(Input/output error\).* Pass a local_dir on a disk'
+            LocalDirError, match=r'local cannot be locked \(Input/output error\).* Pass a directory on a disk'
         ):
             local.open(create=True)
-
-
-def test_an_upload_that_writes_the_id_while_another_thread_reads_it(run_dir, local):
-    """A save asks for the id of the run once, and the upload of an older step may write it before the answer is looked at."""
-
-    class Slow(FaultyStorage):
-        def read(self, key, *args, **options):
-            try:
-                return super().read(key, *args, **options)
-            finally:
-                if key == '.t5ckpt/run_id' and at_read:
-                    at_read.pop()()
-
-    at_read = []
-    directory = LocalDir(open_storage(local), Slow(open_storage(run_dir)), 2, read_only=False)
-    directory.open(create=True)
-    directory.adopt('0123456789abcdef', is_shared=False)
-    t5ckpt.Checkpointer(state(1), None, run_dir.parent / 'made').save(state(1))
-    shutil.copytree(run_dir.parent / 'made' / 'checkpoint_1', local / 'checkpoint_1')
-    at_read.append(directory.share_id)
-    directory.check_id()
-    directory.check_id()
-    assert not at_read
-    assert directory.known_id() == ('0123456789abcdef', True)
 
 
 def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplog):
@@ -950,7 +863,7 @@ def test_a_forked_process_does_not_keep_the_directory(run_dir, local, ends):
     """As a worker of a data loader, which may live longer than its parent."""
     program = f"""
 import os, sys, time, signal, t5ckpt
-ck = t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, local_dir={str(local)!r})
+ck = t5ckpt.Checkpointer({{'a': 1}}, None, {str(run_dir)!r}, local=t5ckpt.LocalTier({str(local)!r}))
 ck.save({{'a': 1}}, step=1)
 ck.wait_until_persisted()
 child = os.fork()
@@ -968,7 +881,7 @@ ck.close()
     try:
         done.stdin.close()
         done.wait()
-        with t5ckpt.Checkpointer({'a': 1}, None, run_dir, local_dir=local) as ck:
+        with t5ckpt.Checkpointer({'a': 1}, None, run_dir, local=t5ckpt.LocalTier(local)) as ck:
             ck.save({'a': 1}, step=2)
         assert steps_in(run_dir) == [1, 2]
     finally:
@@ -976,44 +889,46 @@ ck.close()
         done.stdout.close()
 
 
+@pytest.mark.parametrize('refuses', [False, True])
 @pytest.mark.parametrize('operation', ['write', 'sync_tree'])
-def test_a_step_whose_record_is_not_durable_does_not_wait(tmp_path, caplog, operation):
+def test_a_step_whose_record_is_not_durable_does_not_wait(run_dir, local, caplog, operation, refuses):
     """The record is there, and the save fails, as when an fsync of its directory does; also if it cannot be removed then."""
 
     class Failing(FaultyStorage):
-        fails, refuses = False, False
+        fails = False
 
         def write(self, key, data):
             super().write(key, data)
-            self._fail('write')
+            self._fail('write', key)
 
         def sync_tree(self, key, names):
             super().sync_tree(key, names)
-            self._fail('sync_tree')
+            self._fail('sync_tree', key)
 
         def delete_file(self, key):
-            if self.refuses:
+            if self.fails and refuses and 'to_persist' in key:
                 raise StorageError(5, 'Input/output error')
             super().delete_file(key)
 
-        def _fail(self, name):
-            if self.fails and name == operation:
+        def _fail(self, name, key):
+            if self.fails and name == operation and key in ('.t5ckpt', '.t5ckpt/to_persist/3'):
                 raise StorageError(5, 'Input/output error')
 
-    storage = Failing(open_storage(tmp_path))
-    intents = Intents(storage)
-    storage.fails = True
-    with pytest.raises(StorageError):
-        intents.add(3, overwrite=False)
-    assert intents.steps() == list((tmp_path / '.t5ckpt' / 'to_persist').iterdir()) == []
-    storage.refuses = True
-    with pytest.raises(StorageError):
-        intents.add(3, overwrite=False)
-    assert intents.steps() == []
-    assert 'to_persist/3 could not be removed' in caplog.text
-    storage.fails = storage.refuses = False
-    assert intents.add(3, overwrite=False)
-    assert intents.steps() == [3]
+    disk = Failing(open_storage(local))
+    with checkpointer(run_dir, disk) as ck:
+        ck.save(state(2))
+        ck.wait_until_persisted()
+        disk.fails = True
+        with pytest.raises(StorageError, match='Input/output error'):
+            ck.save(state(3))
+        ck.wait_until_persisted()
+        assert os.listdir(local / '.t5ckpt/to_persist') == ['3'] * refuses
+        assert bool(said(caplog, 'to_persist/3 could not be removed', logging.WARNING)) == refuses
+        disk.fails = False
+        ck.save(state(3))
+        ck.wait_until_persisted(3)
+    assert steps_in(run_dir) == [2, 3]
+    assert os.listdir(local / '.t5ckpt/to_persist') == []
 
 
 class NotSynced(FaultyStorage):

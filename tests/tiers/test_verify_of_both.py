@@ -17,8 +17,8 @@ def state(step):
 @pytest.fixture
 def local(run_dir, tmp_path):
     """Steps 1 and 2; step 2 is not in the run."""
-    options = {'local_dir': tmp_path / 'local', 'persist_policy': t5ckpt.SaveAt({1})}
-    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, **options) as ck:
+    tier = t5ckpt.LocalTier(tmp_path / 'local', persist=t5ckpt.SaveAt({1}))
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir, local=tier) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         ck.save(state(2))
@@ -41,8 +41,8 @@ def test_a_damage_in_it_is_found(local):
 
 
 def test_before_the_first_upload(run_dir, tmp_path):
-    options = {'local_dir': tmp_path / 'local', 'persist_policy': t5ckpt.SaveEvery(10)}
-    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir / 'run', **options) as ck:
+    tier = t5ckpt.LocalTier(tmp_path / 'local', persist=t5ckpt.SaveEvery(10))
+    with t5ckpt.Checkpointer(state(0), checkpoints_dir=run_dir / 'run', local=tier) as ck:
         ck.save(state(1))
     assert str(tmp_path / 'local') in t5ckpt_cli('verify', tmp_path / 'local', '--tier', 'all')
 

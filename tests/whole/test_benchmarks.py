@@ -67,8 +67,6 @@ def test_only_the_report_is_left(results: pathlib.Path) -> None:
         'profiles.py small save 2 --short --act',
         'scaling.py --hosts 8 --tensor 8 --layers 2 --all',
         'stores.py listing 2 5',
-        'tier_votes.py --clients 3',
-        'tier_votes.py --hosts 8 --tensor 8 --layers 2',
         'tiers.py --short',
     ],
 )

@@ -99,7 +99,7 @@ def test_a_fault_at_every_operation(tmp_path, kind, options, sticky):
 
 
 def test_another_error_comes_through(tmp_path):
-    faulty = FaultyStorage(open_storage(tmp_path), 8, error=errors.AccessDeniedError(errno.EACCES, 'injected: no'))
+    faulty = FaultyStorage(open_storage(tmp_path), 5, error=errors.AccessDeniedError(errno.EACCES, 'injected: no'))
     with pytest.raises(errors.AccessDeniedError, match='injected: no'):
         save(faulty, 1, FakeClock())
 

@@ -218,7 +218,7 @@ class RunMachine(RuleBasedStateMachine):
         if step in self.copies:
             with pytest.raises(CheckpointExistsError):
                 t5ckpt.copy_checkpoint(self.url, self.copies_url, step)
-        elif saved.condition != WHOLE:
+        elif saved.condition == LOST:
             with pytest.raises(CorruptCheckpointError):
                 t5ckpt.copy_checkpoint(self.url, self.copies_url, step)
         else:

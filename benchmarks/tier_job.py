@@ -9,6 +9,7 @@ import time
 import traceback
 from typing import Any
 
+import google.auth.transport.requests
 import jax
 import jaxlib.mlir.dialects.mhlo
 import numpy as np
@@ -21,7 +22,7 @@ import t5ckpt.storage.gcs
 import t5ckpt.tiers.tier
 
 # Imported once, before the processes are forked: a restart's seconds are not those of Python's compiler.
-_IMPORTED = (jaxlib.mlir.dialects.mhlo, t5ckpt.storage.gcs, t5ckpt.tiers.tier)
+_IMPORTED = (google.auth.transport.requests, jaxlib.mlir.dialects.mhlo, t5ckpt.storage.gcs, t5ckpt.tiers.tier)
 _ROWS, _COLUMNS = 1024, 1024
 STEP = 1
 

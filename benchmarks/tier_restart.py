@@ -9,7 +9,7 @@ which are killed afterwards. A round restores once in each of these ways, with t
     plain           from the shared directory, without ``local``
     plain again     the same: how much two equal restores differ in this run
     intact disks    with ``local``
-    a lost disk     with ``local``, after the directory of one process was deleted
+    a lost disk     with ``local``, and the directory of one process is empty
     no disks        once, with the bucket alone: what the proxy counts then
 
 The seconds are those of the slowest process, from the constructor of the checkpointer to the arrays on the devices. The peak is
@@ -113,8 +113,9 @@ class Bench:
     def restore(self, kind: str, concurrent_gb: float = _DEFAULT_GB) -> dict[str, Any]:
         """Restores in four new processes."""
         lost = {'a lost disk': self._disks[-1:], 'no disks': self._disks}.get(kind, [])
+        # Nothing of it is written back.
         for disk in lost:
-            shutil.rmtree(disk)
+            disk.rename(disk.with_suffix('.lost'))
         for directory in (self._plain, *self._disks):
             if directory.exists():
                 probe.warm_cache(directory)
@@ -128,6 +129,9 @@ class Bench:
         self._front.clear()
         answers = job.run('restore', options, [{'local': None if is_plain else str(disk)} for disk in self._disks])
         job.kill()
+        for disk in lost:
+            shutil.rmtree(disk)
+            disk.with_suffix('.lost').rename(disk)
         read = [request for request in self._front.clear() if request.kind == 'read']
         return {
             'seconds': max(answer['seconds'] for answer in answers),

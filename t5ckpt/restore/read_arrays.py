@@ -55,7 +55,7 @@ def read_leaves(
     if request.local_part is None:
         values |= read_arrays(reader, reads, budget, meter_of(reads, request.progress))
     else:
-        values |= request.local_part.read(request.round, reader, reads, budget, request.progress)
+        values |= request.local_part.read(request, reader, reads, budget)
     _log.debug('t5ckpt: at most %d bytes of arrays were in flight at once', budget.peak)
     stored = sum(map(_bytes_read, reads))
     request.note_read(stored)

@@ -49,12 +49,7 @@ class LocalPart(ABC):
 
     @abstractmethod
     def read(
-        self,
-        at: CoordinationRound,
-        reader: ArrayReader,
-        reads: Sequence[StoredRead],
-        budget: ByteBudget,
-        progress: Progress | None,
+        self, request: RestoreRequest, reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget
     ) -> dict[Path, Any]:
         """Reads arrays, as ``read_arrays``, after a vote in ``Phase.SEND``; all processes call it."""
 

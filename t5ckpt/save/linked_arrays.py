@@ -19,7 +19,7 @@ from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5Ckp
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
-from t5ckpt.format.zarray import implied_metadata, zarray_bytes, zarray_file, zarray_of
+from t5ckpt.format.zarray import implied_metadata, zarray_file, zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite
 from t5ckpt.reading.array_reader import ArrayReader
@@ -77,8 +77,8 @@ class ArraySource:
         chunks = tuple(ChunkWrite(box, None, box) for box in map(grid.box, grid))
         return dataclasses.replace(write, value=self, array=array, chunks=chunks)
 
-    def link(self, write: ArrayWrite, storage: Storage, directory: str) -> dict[str, FileEntry]:
-        """Writes the metadata of :meth:`linked` into ``directory``, and links or copies its chunks; returns their entries.
+    def link(self, write: ArrayWrite, name: str, storage: Storage, directory: str) -> FileEntry:
+        """Links or copies one chunk file of :meth:`linked` into ``directory``; returns its entry.
 
         Raises:
           CheckpointNotFoundError: the source was deleted or overwritten in the meantime.
@@ -86,27 +86,21 @@ class ArraySource:
           UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
         """
         files, leaf = self.reader.files, self.leaf
-        metadata, data = zarray_file(write.array), zarray_bytes(write.array)
-        storage.make_dir(join(directory, write.array.location))
-        storage.write(join(directory, metadata), data)
-        entries = {metadata: entry_of(data)}
+        old, target = join(leaf.location, name.rpartition('/')[2]), join(directory, name)
+        source = files.key(old)
+        where = f'{write.name}: {files.storage.url(source)}'
         with self.reader.identified(leaf):
-            for name in write.chunk_files:
-                old = join(leaf.location, name.rpartition('/')[2])
-                source, target = files.key(old), join(directory, name)
-                where = f'{write.name}: {files.storage.url(source)}'
-                try:
-                    data = files.read(old)
-                except CheckpointNotFoundError as error:
-                    raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
-                entry = entry_of(data)
-                (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
-                if write.array.metadata['compressor'] is None and len(data) != write.chunk_bytes:
-                    raise CorruptCheckpointError(f'{where} {size_text(len(data), write.chunk_bytes)}. {_CURE}')
-                if not storage.link(source, target, files.storage):
-                    storage.write(target, data)
-                entries[name] = entry
-        return entries
+            try:
+                data = files.read(old)
+            except CheckpointNotFoundError as error:
+                raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
+            entry = entry_of(data)
+            (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
+            if write.array.metadata['compressor'] is None and len(data) != write.chunk_bytes:
+                raise CorruptCheckpointError(f'{where} {size_text(len(data), write.chunk_bytes)}. {_CURE}')
+            if not storage.link(source, target, files.storage):
+                storage.write_chunk(target, data)
+        return entry
 
 
 class LinkedArray(LazyThreadPoolArray):

@@ -102,12 +102,8 @@ class _Writer:
         """Starts the writes of all files of a leaf."""
         write, array, values = leaf.write, leaf.write.array, None
         source = leaf.sources.get(None)
-        if isinstance(source, ArraySource):
-            self.report.arrays[write.path] = array
-            self._start(write.chunk_bytes * len(write.chunks), self._link_all, source, write)
-            return
         files = list(zip(write.chunks, write.chunk_files, strict=True))
-        if array.metadata['compressor'] == AUTO:
+        if array.metadata['compressor'] == AUTO and not isinstance(source, ArraySource):
             codec, selection = None, self._context.codec_selection
             if selection.agreed is not None:
                 codec = selection.agreed.get(array.location)
@@ -121,6 +117,9 @@ class _Writer:
         if self._staging.writes_metadata:
             self._start(0, self._write_file, zarray_file(array), zarray_bytes(array), write.name)
         for chunk, key in files:
+            if isinstance(source, ArraySource):
+                self._start(write.chunk_bytes, self._link_of, source, write, key)
+                continue
             self._start(write.chunk_bytes, self._write_chunk, leaf, chunk, key, array.metadata['compressor'], values)
             values = None
 
@@ -161,9 +160,9 @@ class _Writer:
             return 0
         return self._write_file(key, data, leaf.write.name)
 
-    def _link_all(self, source: ArraySource, write: ArrayWrite) -> int:
-        """Links or copies the files of an array of another checkpoint."""
-        self.report.checksums |= source.link(write, self._storage, self._directory)
+    def _link_of(self, source: ArraySource, write: ArrayWrite, key: str) -> int:
+        """Links or copies a chunk of an array of another checkpoint."""
+        self.report.checksums[key] = source.link(write, key, self._storage, self._directory)
         return 0
 
     def _write_file(self, key: str, data: Any, name: str) -> int:

@@ -23,7 +23,7 @@ from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import some_of
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import Processes
@@ -351,12 +351,7 @@ class DiskPart(LocalPart):
             self.received_positions = msgpack.unpackb(at.receive(f'positions-{wanted}'))
 
     def read(
-        self,
-        at: CoordinationRound,
-        reader: ArrayReader,
-        reads: Sequence[StoredRead],
-        budget: ByteBudget,
-        progress: Progress | None,
+        self, request: RestoreRequest, reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget
     ) -> dict[Path, Any]:
         """Reads the arrays, as ``read_arrays``; every process calls it."""
 
@@ -368,10 +363,10 @@ class DiskPart(LocalPart):
                 )
 
         # A process that fails before it would leave the others in a collective.
-        at.reduce_on_leader(Phase.SEND, hash((budget.limit, *self.moves)) if self.moves else 0, decide)
+        request.round.reduce_on_leader(Phase.SEND, hash((budget.limit, *self.moves)) if self.moves else 0, decide)
         index = self.processes.index
         self.received_bytes = sum(move.nbytes for move in self.moves if move.target == index)
-        return read_with_moves(reader, reads, self.moves, index, budget, progress)
+        return read_with_moves(reader, reads, self.moves, index, budget, request.progress)
 
     def positions(self) -> tuple[Storage, str] | None:
         """The position of this process, if it came from another disk."""

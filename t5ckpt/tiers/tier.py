@@ -154,9 +154,6 @@ class Tier:
         """
         self._begin(create=True)
         self._directory.open(create=True)
-        with contextlib.suppress(StorageError):
-            if not self._is_away:
-                self._directory.check_run()
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
@@ -185,7 +182,8 @@ class Tier:
 
     def _uploaded(self) -> list[StepInfo]:
         with self._guard:
-            run = self._run_retention.infos()
+            # The save that asks does not wait for a storage that is away.
+            run = [] if self._is_away else self._run_retention.infos()
         return [*run, *(info for info in self.retention.infos() if info.waits)]
 
     def _retain(self, step: int, *, is_uploaded: bool) -> None:

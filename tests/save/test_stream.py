@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 import uuid
 
@@ -234,6 +235,34 @@ def test_arrays_that_stay_are_linked(tmp_path):
         assert_same(view['/'.join(('target', 'new', *path))].get(), value)
     for path in (tmp_path / 'b' / 'checkpoint_3').glob('*/[0-9]*'):
         assert path.stat().st_nlink == 2, path
+
+
+class Interrupted(FaultyStorage):
+    """Ctrl-C comes with the third chunk; no file can be linked, and each takes a while."""
+
+    chunks = 0
+
+    def link(self, source, target, of=None):
+        return False
+
+    def write_chunk(self, key, data):
+        if not key.endswith('.zarray'):
+            self.chunks += 1
+            if self.chunks == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        return super().write_chunk(key, data)
+
+
+def test_an_interrupt_ends_the_copy_of_an_array_between_two_chunks(tmp_path):
+    large = {('target', 'a'): np.arange(100 * 64, dtype=np.float32).reshape(100, 64)}
+    options = dataclasses.replace(SMALL_CHUNKS, chunk_bytes=256)
+    write_stream(Source(large).table, request_for(tmp_path / 'a', options=options))
+    table, target = linked_leaves(read_contents(locate(tmp_path / 'a'))), Interrupted(open_storage(tmp_path / 'b'))
+    with pytest.raises(KeyboardInterrupt):
+        write_stream(table, request_for(target, step=3))
+    assert target.chunks < 50
+    assert t5ckpt.all_steps(tmp_path / 'b') == []
 
 
 def test_a_cast_array_is_read(tmp_path):

@@ -435,6 +435,21 @@ def test_a_training_begins_while_the_bucket_is_away(remote, local, caplog, polic
         ck.wait_until_persisted(3)
 
 
+def test_saves_do_not_wait_for_a_bucket_that_is_away(remote, local):
+    """The start asks it, and then only uploads do, of which the policy takes none."""
+    policy = t5ckpt.SaveAt([99])
+    with checkpointer(remote, t5ckpt.LocalTier(local, persist=policy)) as ck:
+        ck.save(state(1))
+    remote.is_away = True
+    with checkpointer(remote, t5ckpt.LocalTier(local, persist=policy)) as ck:
+        assert ck.restore()['step'] == 1
+        before = len(remote.operations)
+        for step in (2, 3):
+            ck.save(state(step))
+        assert len(remote.operations) == before
+    remote.is_away = False
+
+
 def test_a_training_without_a_local_directory_does_not_begin_while_the_bucket_is_away(remote):
     with t5ckpt.Checkpointer(state(0), None, remote, save_policy=t5ckpt.SaveEvery(1), **SMALL) as ck:
         remote.is_away = True

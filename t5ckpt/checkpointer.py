@@ -39,7 +39,6 @@ from t5ckpt.core.protocols import (
     TrainState,
 )
 from t5ckpt.core.thread_pool import finished_before_exit
-from t5ckpt.core.unknown_arguments import OF_ATTRIBUTES, OF_CONSTRUCTOR, OF_RESTORE, OF_SAVE, explains_names
 from t5ckpt.datasets import DatasetState, MapPositions
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
@@ -148,7 +147,6 @@ class Checkpointer:
       loop. Nothing is created on storage before the first save. Use it as a context manager, or call ``close``.
     """
 
-    @explains_names(OF_CONSTRUCTOR)
     def __init__(
         self,
         train_state: Any,
@@ -236,13 +234,6 @@ class Checkpointer:
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
 
-    if not TYPE_CHECKING:  # type checkers know the attributes
-
-        def __getattr__(self, name: str) -> Any:
-            hint = f'. {OF_ATTRIBUTES[name]}' if name in OF_ATTRIBUTES else ''
-            text = f'{type(self).__name__!r} object has no attribute {name!r}{hint}'
-            raise AttributeError(text, name=name, obj=self)
-
     def __enter__(self) -> Self:
         return self
 
@@ -323,7 +314,6 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    @explains_names(OF_SAVE)
     def save(
         self,
         train_state: Any,
@@ -372,7 +362,6 @@ class Checkpointer:
         )
         return pending.result()
 
-    @explains_names(OF_SAVE)
     def save_async(
         self,
         train_state: Any,
@@ -394,7 +383,6 @@ class Checkpointer:
             True, train_state, state_transformation_fns, step, concurrent_gb, metrics, overwrite, custom_metadata
         )
 
-    @explains_names(OF_SAVE)
     def maybe_save(
         self,
         step: int,
@@ -573,7 +561,6 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
-    @explains_names(OF_RESTORE)
     def restore(
         self,
         step: int | None = None,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_transforms
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import warn_caller
@@ -36,7 +35,6 @@ _IN_FLIGHT_BYTES = 4 * 2**30
 _PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'complex': complex}
 
 
-@checks_kinds
 def load_t5x_checkpoint(
     path: str | os.PathLike[str] | Storage,
     step: int | None = None,

@@ -27,7 +27,6 @@ from t5ckpt.core.arguments import (
 )
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.text import shown
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.errors import MetricModeWarning
 
 __all__ = [
@@ -138,7 +137,6 @@ class KeepLatest(KeepPolicy):
         ]
 
 
-@explains_fields
 @dataclasses.dataclass(frozen=True)
 class KeepBest(KeepPolicy):
     """Keeps the ``count`` best steps by a metric, and the latest (T5X's SaveBestCheckpointer).

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.errors import NoEffectWarning
 
@@ -28,7 +27,6 @@ class PreemptionNotice:
     installs a handler, too. A previous handler in Python is still called, and is reinstalled at the end.
     """
 
-    @checks_kinds
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,)):
         """Takes the signals; ``__enter__`` installs the handlers."""
         self._signals = tuple(signals)

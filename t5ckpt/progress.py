@@ -11,7 +11,6 @@ import threading
 import time
 from typing import TextIO
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.protocols import Clock, Progress
 
 __all__ = ['Meter', 'ProgressReporter', 'progress_text']
@@ -48,7 +47,6 @@ class ProgressReporter:
     Notes: safe from the thread of a background save; writes at most every ``every`` seconds, and at the end.
     """
 
-    @checks_kinds
     def __init__(
         self, label: str = 't5ckpt', stream: TextIO | None = None, every: float = 0.1, clock: Clock = time.monotonic
     ):

@@ -20,7 +20,6 @@ from typing import Any
 from t5ckpt.catalog.locate import log_newer_of_flax, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
-from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
 from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
@@ -75,7 +74,6 @@ _OWN_CURES = dict.fromkeys(
 }
 
 
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
     r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
@@ -145,7 +143,6 @@ class WarmStart:
         return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
-@checks_kinds
 def restore_or_init(
     checkpointer: Checkpointer,
     init_fn: Callable[[], Any] | None,

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
 from t5ckpt.core.arguments import MAX, check_joined_policies, given_steps, integer, number, set_fields
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.policies import best_mode, check_metric_name
 
 __all__ = [
@@ -199,7 +198,6 @@ class SaveOnPreemption(SavePolicy):
         return 'preempted' if moment.preempted else None
 
 
-@explains_fields
 @dataclasses.dataclass(frozen=True)
 class SaveOnImprovement(SavePolicy):
     """Saves when a metric is better than in every saved step; NaN and infinities are never better.

@@ -21,7 +21,6 @@ from t5ckpt.catalog.listing import dataset_steps_in, newest, steps_in
 from t5ckpt.catalog.locate import locate, log_other_contents
 from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.holds import pin_in
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage, open_storage, split_path
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 
-@checks_kinds
 def get_checkpoint_dir(
     checkpoints_dir: str | os.PathLike[str], step: int, step_format_fixed_length: int | None = None
 ) -> str:
@@ -54,7 +52,6 @@ def get_checkpoint_dir(
     return os.path.join(os.fspath(checkpoints_dir), name)
 
 
-@checks_kinds
 def all_steps(
     checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
@@ -67,7 +64,6 @@ def all_steps(
     return steps_in(open_storage(checkpoints_dir, storage_options))
 
 
-@checks_kinds
 def latest_step(
     checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> int | None:
@@ -87,7 +83,6 @@ def latest_step(
     return None
 
 
-@checks_kinds
 def all_dataset_checkpoint_steps(
     checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
@@ -100,7 +95,6 @@ def all_dataset_checkpoint_steps(
     return dataset_steps_in(open_storage(checkpoints_dir, storage_options))
 
 
-@checks_kinds
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> str:
@@ -126,7 +120,6 @@ def find_checkpoint(
 # --- pins ------------------------------------------------------------------------------------------------------------
 
 
-@checks_kinds
 def pin_checkpoint(
     ckpt_dir: str | os.PathLike[str], txt: str = NO_REASON, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
@@ -155,7 +148,6 @@ def pin_checkpoint(
     pin_in(run, name, txt, time.time)
 
 
-@checks_kinds
 def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Unpins a step. If it is not pinned, nothing is done, which is logged.
 
@@ -166,7 +158,6 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mappi
     unpin_at(open_storage(ckpt_dir, storage_options))
 
 
-@checks_kinds
 def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether a step is pinned.
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines, some_of
@@ -105,7 +104,6 @@ class CheckpointTranslator:
         return Translation(leaves, mapped, tuple(key for key, new in became.items() if new is None))
 
 
-@checks_kinds
 def apply_assignment_map(
     ckpt_optimizer_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any],
@@ -171,7 +169,6 @@ def assigned(
     return _nest(result)
 
 
-@checks_kinds
 def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Leaves out the leaves that the template lacks (T5X, state_utils.intersect_state).
 

@@ -11,14 +11,12 @@ from typing import Any
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import open_run_storage, refuse_other_contents
 from t5ckpt.commit.holds import hold
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.storage import Storage
 
 __all__ = ['checkpoints_iterator']
 
 
-@checks_kinds
 def checkpoints_iterator(
     directory: str | os.PathLike[str] | Storage,
     *,

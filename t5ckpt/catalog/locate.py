@@ -24,7 +24,7 @@ from t5ckpt.catalog.layouts import (
     readable,
 )
 from t5ckpt.catalog.listing import checkpoint_around, inspect_step, listing, newest, step_of
-from t5ckpt.core.arguments import given_step
+from t5ckpt.core.arguments import check_flags, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.text import counted, some_of
@@ -144,6 +144,7 @@ class Located:
 
 def with_links(located: Located, follow_links: bool) -> Located:
     """Sets ``follow_links``; warns on a storage that has no links."""
+    check_flags(follow_links=follow_links)
     if follow_links and not located.storage.is_file_system:
         warn_caller(NoEffectWarning(no_links_text(located)))
     return dataclasses.replace(located, follow_links=follow_links or located.follow_links)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Generator
 
 from t5ckpt.catalog.listing import checkpoint_around
+from t5ckpt.core.arguments import check_flags
 from t5ckpt.errors import OutputExistsError, UnsupportedFormatError
 from t5ckpt.storage import foreign_errors, open_storage
 from t5ckpt.storage.durable import exchange_durably, sync_dir
@@ -50,6 +51,7 @@ def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None =
         replaced by a directory.
       is_ours: whether an export writes a file with that name; None if the output is a file.
     """
+    check_flags(force=force)
     if not os.path.lexists(path):
         return
     is_dir = os.path.isdir(path) and not os.path.islink(path)

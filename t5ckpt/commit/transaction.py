@@ -45,6 +45,7 @@ from t5ckpt.commit.removal import (
 )
 from t5ckpt.commit.taken_steps import StepTakenError, attempts, locked
 from t5ckpt.commit.writers import writer_facts
+from t5ckpt.core.arguments import check_flags
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import (
@@ -137,6 +138,7 @@ class Transaction:
           StepTakenError: the step is complete, and is not replaced.
           UnsupportedFormatError: the files that exist cannot be replaced.
         """
+        check_flags(overwrite=overwrite)
         storage.make_dir('')
         self.storage = storage
         self.step = step

@@ -12,7 +12,6 @@ from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.tf import convert_tf
 from t5ckpt.convert.trees import TREE_FORMATS, convert_tree
 from t5ckpt.convert.whole_run import RUN_FORMATS, TO_ORBAX, RunConversion, convert_run
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.storage import Storage
 from t5ckpt.translate import CheckpointTranslator
@@ -35,7 +34,6 @@ FORMATS = ('tf', *TREE_FORMATS)
 CODEC_NAMES = tuple(codec for codec in CODECS if codec is not None)
 
 
-@checks_kinds
 def convert_checkpoint(
     kind: str,
     source: str | os.PathLike[str],

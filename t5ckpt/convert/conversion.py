@@ -10,7 +10,6 @@ from typing import Any
 
 from t5ckpt.catalog.locate import open_target
 from t5ckpt.convert.export_options import ImportOptions
-from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import check_word, given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import warn_caller
@@ -30,7 +29,6 @@ from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import MAX_STEP
 
 
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """The options of a conversion.

@@ -24,7 +24,6 @@ from t5ckpt.commit.removal import directories_of
 from t5ckpt.commit.taken_steps import taken_step_exists
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Progress
@@ -76,7 +75,6 @@ class CopyReport:
     left_out: tuple[str, ...] = ()
 
 
-@checks_kinds
 def copy_checkpoint(
     source: str | os.PathLike[str] | Storage,
     target: str | os.PathLike[str] | Storage,

@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from t5ckpt.core.argument_kinds import checks_options
 from t5ckpt.core.arguments import given_step
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
@@ -37,7 +36,6 @@ class _Checked:
         return Cast.of(self.dtype, self.cast_leaves, 'dtype')
 
 
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(_Checked):
     """The options of an export.
@@ -65,7 +63,6 @@ class ExportOptions(_Checked):
     cast_leaves: str | re.Pattern[str] | None = None
 
 
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class ImportOptions(_Checked):
     """The options of an import.

@@ -18,7 +18,6 @@ import numpy as np
 from t5ckpt.catalog.locate import locate
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish
 from t5ckpt.convert.trees import optimizer_leaves, stamp_of
-from t5ckpt.core.argument_kinds import checks_kinds, checks_options
 from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
@@ -53,7 +52,6 @@ _UNLIKE = (
 )
 
 
-@checks_options
 @dataclasses.dataclass(frozen=True)
 class Changes:
     r"""The changes of a copy, in the order in which they are applied.
@@ -98,7 +96,6 @@ _Leaves: TypeAlias = Mapping[str, _Leaf]
 """The leaves of a source by name."""
 
 
-@checks_kinds
 def rewrite_checkpoint(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     directory: str | os.PathLike[str] | Storage,

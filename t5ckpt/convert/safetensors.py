@@ -23,7 +23,6 @@ from t5ckpt.convert.export_options import (
 )
 from t5ckpt.convert.files.safetensors import TensorReader, TensorSpec, TensorWriter, check_dtype, lazy_copy
 from t5ckpt.convert.source_arrays import boxes_of, open_sources
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError
@@ -33,7 +32,6 @@ from t5ckpt.progress import Meter
 from t5ckpt.tree.leaf_table import LeafTable
 
 
-@checks_kinds
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -86,7 +84,6 @@ def export_safetensors(
     return ExportReport(target, 'safetensors', (name,), total, mapped, dropped, seconds, options.dry_run)
 
 
-@checks_kinds
 def import_safetensors(
     file: str | os.PathLike[str],
     checkpoints_dir: str | os.PathLike[str],

@@ -22,7 +22,6 @@ from t5ckpt.catalog.locate import Located, locate
 from t5ckpt.commit.output_files import check_output, local_output, output
 from t5ckpt.convert.conversion import Conversion, ConvertOptions
 from t5ckpt.convert.trees import select_leaves, stamp_of
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of, without_cure_of_damage
 from t5ckpt.errors import (
@@ -51,7 +50,6 @@ _ITEM = 'default'
 _CURE = 'Nothing was kept. Convert it again, to another disk if it fails again.'
 
 
-@checks_kinds
 def convert_to_orbax(
     source: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions | None = None
 ) -> Conversion:

@@ -18,7 +18,6 @@ from t5ckpt.catalog.locate import locate, no_checkpoint, open_run_storage, open_
 from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
 from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
 from t5ckpt.convert.trees import log_left_out, open_tree
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import counted, numbered, some_of
@@ -50,7 +49,6 @@ class RunConversion:
     gone: tuple[int, ...] = ()
 
 
-@checks_kinds
 def convert_run(
     kind: str,
     source: str | os.PathLike[str],

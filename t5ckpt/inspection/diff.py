@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
@@ -205,7 +204,6 @@ class _Sums:
         return math.sqrt(self.squared_delta / self.squared_a) if self.squared_a else math.inf
 
 
-@checks_kinds
 def diff(
     a: str | os.PathLike[str] | CheckpointView,
     b: str | os.PathLike[str] | CheckpointView,

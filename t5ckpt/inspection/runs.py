@@ -12,7 +12,6 @@ from typing import Any
 from t5ckpt.catalog.locate import no_checkpoint, open_run_storage, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention, recorded_policy
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import aligned, counted, human_bytes, printable
@@ -35,7 +34,6 @@ from t5ckpt.save.best_step import best_step_of, monitored_metrics
 from t5ckpt.storage import Storage
 
 
-@checks_kinds
 def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None) -> Run:
     """Opens a run's directory; each access lists its steps again.
 
@@ -156,7 +154,6 @@ class Run(Mapping[int, CheckpointView]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    @checks_kinds
     def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
         """Applies a function, such as ``lambda x: float(np.linalg.norm(x))``, to a leaf at every step that has it.
 
@@ -190,7 +187,6 @@ class Run(Mapping[int, CheckpointView]):
             raise missing
         return Series(name, values)
 
-    @checks_kinds
     def report(
         self,
         output: str | os.PathLike[str],

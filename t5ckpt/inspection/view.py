@@ -8,7 +8,6 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
@@ -32,7 +31,6 @@ from t5ckpt.tree.leaf_table import Empty, LeafTable
 _SHOWN = 60
 
 
-@checks_kinds
 def open_checkpoint(
     path: str | os.PathLike[str] | Storage,
     step: int | None = None,
@@ -150,7 +148,6 @@ class CheckpointView(Mapping[str, LazyArray]):
             [[getattr(info, field) for field in fields] for info in self.infos()], columns=[*fields]
         )
 
-    @checks_kinds
     def stats(self, bins: int = BINS, progress: Progress | None = None) -> CheckpointStats:
         """Mean, standard deviation, extremes, norm, zeros, NaN and infinite values of every array; see :class:`LeafStats`.
 
@@ -166,7 +163,6 @@ class CheckpointView(Mapping[str, LazyArray]):
         with self._contents.identity.reading():
             yield CheckpointView(self._contents, self._reader.in_one(), self._leaves, self._prefix)
 
-    @checks_kinds
     def report(
         self,
         output: str | os.PathLike[str],
@@ -196,7 +192,6 @@ class CheckpointView(Mapping[str, LazyArray]):
         shown = {'path': printable(self._title()), 'steps': [], 'checkpoint': {'step': self.step, **facts}}
         return write_report(local, self.path.removesuffix(f'/{MANIFEST}'), shown, force)
 
-    @checks_kinds
     def heatmap(self, name: str, ax: Any = None) -> Any:
         """Plots a leaf with its last dimension to the right and zero in white; returns the matplotlib axes."""
         return plot_heatmap(self[name], name, ax)
@@ -231,7 +226,6 @@ class CheckpointView(Mapping[str, LazyArray]):
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
-    @checks_kinds
     def select(self, pattern: str) -> CheckpointView:
         """A view of the leaves of a name, a group or a pattern.
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from t5ckpt.catalog.facts_files import facts_file
 from t5ckpt.catalog.locate import Located, locate, with_links
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.protocols import Progress
@@ -62,7 +61,6 @@ from t5ckpt.storage import Entry, Storage, open_storage, split_path
 _OWN = {MANIFEST, COPIES, PINNED}
 
 
-@checks_kinds
 def verify(
     path: str | os.PathLike[str] | Storage,
     step: int | None = None,

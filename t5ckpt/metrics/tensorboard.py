@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics.event_protobuf import all_scalars
@@ -35,7 +34,6 @@ class TensorBoardMetrics:
     Notes: takes 16 bytes of memory per event of the metric. Not safe from several threads.
     """
 
-    @checks_kinds
     def __init__(self, directory: str | os.PathLike[str] | Storage):
         """Opens nothing; the directory may be created later."""
         self._storage = open_storage(directory)

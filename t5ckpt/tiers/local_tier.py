@@ -6,12 +6,10 @@ import dataclasses
 import os
 
 from t5ckpt.core.arguments import check_kind, check_path, integer, number, set_fields
-from t5ckpt.core.unknown_arguments import explains_fields
 from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage
 
 
-@explains_fields
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
     """A directory of this machine to which saves are written, before they are uploaded to ``checkpoints_dir``.

@@ -27,47 +27,6 @@ def run(tmp_path):
     return tmp_path / 'run'
 
 
-# --- keywords of other libraries -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ('call', 'text'),
-    [
-        (lambda run: Checkpointer(STATE, directory=run), "'directory'. Pass checkpoints_dir="),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run, max_to_keep=3), "'max_to_keep'. Pass keep="),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run, save_interval_steps=9), r'save_policy=SaveEvery\(n\)'),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run, kep=3), 'Did you mean keep='),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run, nothing_like_it=3), "'nothing_like_it'.$"),
-        (lambda run: SaveBestCheckpointer(STATE, checkpoints_dir=run, max_to_keep=3), "'max_to_keep'. Pass keep="),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run).save(4, args=STATE), r'Write|save\(step, state\)'),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run).save_async(4, items=STATE), r'save\(step, state\)'),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run).save(STATE, force=True), 'overwrite=True replaces'),
-        (lambda run: Checkpointer(STATE, checkpoints_dir=run).restore(3, args=STATE), 'goes to the constructor'),
-    ],
-)
-def test_a_keyword_of_orbax_is_translated(run, call, text):
-    with pytest.raises(TypeError, match=f'got an unexpected keyword argument .*{text}'):
-        call(run)
-
-
-@pytest.mark.parametrize(
-    ('name', 'text'),
-    [
-        ('directory', r'\. It is checkpoints_dir\.'),
-        ('metadata', r'\. open_checkpoint\(path\)\.custom_metadata'),
-        ('max_to_keep', r'\. It is keep\.'),
-        ('nothing', '$'),
-    ],
-)
-def test_an_attribute_of_orbaxs_manager_is_translated(run, name, text):
-    checkpointer = Checkpointer(STATE, checkpoints_dir=run)
-    with pytest.raises(AttributeError, match=f"'Checkpointer' object has no attribute '{name}'{text}") as caught:
-        getattr(checkpointer, name)
-    # From these, Python's traceback proposes a near name.
-    assert (caught.value.name, caught.value.obj) == (name, checkpointer)
-    assert not hasattr(checkpointer, name)
-
-
 def test_the_repr_of_a_conversion_is_short(tmp_path):
     state = {'params': {f'layer_{i}': {'kernel': np.zeros(2, np.float32)} for i in range(300)}, 'step': np.int32(1)}
     with Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
@@ -166,7 +125,7 @@ def test_gin_configures_the_real_parameters(tmp_path):
         (lambda run: t5ckpt.export_weights(run, STATE), r'Write export_weights\(train_state, directory\)'),
         (
             lambda run: t5ckpt.load_t5x_checkpoint(3, run),
-            'path: A path is text .* got 3. The path comes before the step',
+            'got PosixPath.* The path comes before the step',
         ),
         (lambda run: t5ckpt.open_checkpoint(3, str(run)), 'The path comes before the step'),
         (lambda run: t5ckpt.pin_checkpoint(3, run), 'A path is text .* got 3. The path comes before the step'),

@@ -35,7 +35,6 @@ from t5ckpt.convert.huggingface.config import (
 from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
 from t5ckpt.convert.huggingface.names import Pair, pairs_of
 from t5ckpt.convert.source_arrays import Sources, boxes_of, open_sources
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.format.dtypes import cast
 from t5ckpt.progress import Meter
 from t5ckpt.storage import foreign_errors
@@ -99,7 +98,6 @@ class _Plan:
         return (*self.texts, *self.shards, *([_NORM_5] if self.second_norm else []))
 
 
-@checks_kinds
 def export_hf(
     checkpoint: str | os.PathLike[str],
     directory: str | os.PathLike[str],

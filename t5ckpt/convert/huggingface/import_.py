@@ -17,7 +17,6 @@ from t5ckpt.convert.files.safetensors import TensorReader, lazy_copy
 from t5ckpt.convert.huggingface.config import attention_of, check_config, logits_are_tied, read_config
 from t5ckpt.convert.huggingface.model import check_tensors, model_of_tensors
 from t5ckpt.convert.huggingface.names import Layout, Pair, pairs_of
-from t5ckpt.core.argument_kinds import checks_kinds
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from t5ckpt.format.safetensors import WHOLE_NAMES
@@ -31,7 +30,6 @@ _DOUBLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
 
 
-@checks_kinds
 def import_hf(
     directory: str | os.PathLike[str],
     checkpoints_dir: str | os.PathLike[str],

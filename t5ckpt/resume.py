@@ -30,6 +30,7 @@ from t5ckpt.errors import (
     NotADirectoryStorageError,
     RemoteError,
     TreeMismatchError,
+    UnsupportedTopologyError,
     with_cures,
 )
 from t5ckpt.planning.leaf_match import check_new_state
@@ -194,10 +195,11 @@ def restore_or_init(
                 'renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed, shared=True)
             )
             return state
-        is_damaged = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
-        if fallback is None or not is_damaged:
+        why = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
+        if fallback is None or not why or (why == 'topology' and step == steps[0]):
             raise error
-        failed.append(step)
+        if why == 'corrupt':
+            failed.append(step)
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
         copies = [checkpointer.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
@@ -242,13 +244,17 @@ def _kind(error: Exception) -> str:
     # A file in place of the directory of an array is damage, too.
     if isinstance(error, (CorruptCheckpointError, NotADirectoryStorageError)):
         return 'corrupt'
+    # A local step of a job with other processes or shardings stays as it is.
+    if isinstance(error, UnsupportedTopologyError):
+        return 'topology'
     # All others, such as an unsupported format, are not damage. An older step would lose the training after it.
     return 'remote' if isinstance(error, RemoteError) else 'other'
 
 
-def _verdict(kinds: Sequence[str]) -> bool:
-    """Whether the step is damaged for all processes; a remote error repeats the error of another process."""
-    return set(kinds) - {'remote'} == {'corrupt'}
+def _verdict(kinds: Sequence[str]) -> str:
+    """Why no process can restore the step, or ''; a remote error repeats the error of another process."""
+    own = set(kinds) - {'remote'}
+    return own.pop() if own in ({'corrupt'}, {'topology'}) else ''
 
 
 def _rename_damaged(checkpointer: Checkpointer, failed: Sequence[int], *, shared: bool) -> None:

@@ -9,9 +9,10 @@ row at once, and receives at most one. A row is spread over the devices of its p
 unsigned words, whose bits no device changes. Pairs of processes that exchange rows at once stay the same, since each set of pairs
 is a program to compile.
 
-Notes: half of the byte budget is for the boxes that a process sends and receives, the other half for rows. The boxes that a
-process has of a leaf that it receives are read for one leaf at a time. The bytes between two processes are a stream, in which
-boxes begin at multiples of 64 bytes: chunks are decoded into it, and the CPU backend uses it without a copy.
+Notes: a quarter of the byte budget is for the boxes that a process sends and receives, another one for rows; the first exchange
+of a process takes the rest. The boxes that a process has of a leaf that it receives are read for one leaf at a time. The bytes
+between two processes are a stream, in which boxes begin at multiples of 64 bytes: chunks are decoded into it, and the CPU backend
+uses it without a copy.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from t5ckpt.reading.chunks import run_tasks
 from t5ckpt.restore.read_arrays import Buffers, check_host_memory, leaf_of, meter_of, read_arrays
 
 _LEAST_ROW_BYTES, _MOST_ROW_BYTES = 2**16, 64 * 2**20
-# Half of the budget is for five rows, which were measured: on the host and on the devices, some of them of the round before.
-_ROWS_IN_BUDGET = 10
+# A quarter of the budget is for five rows, which were measured: on the host and on the devices, some of them of the round before.
+_ROWS_IN_BUDGET = 20
 _WORD = np.dtype(np.uint32)
 
 _Exchange: TypeAlias = Callable[[Sequence['Move'], np.ndarray, np.ndarray], None]
@@ -151,7 +152,7 @@ def read_with_moves(
         check_host_memory([reads[leaf] for leaf in received])
         values |= read_arrays(reader, [read for leaf, read in enumerate(reads) if leaf not in received], budget, meter)
     exchanges = _exchanges(moves, budget.limit) if moves else []
-    for window in _windows(moves, budget.limit // 4):
+    for window in _windows(moves, budget.limit // 8):
         held: dict[int, Buffers] = collections.defaultdict(dict)
         for pairs, exchange in exchanges:
             moved = [move for move in window if pairs.get(move.source) == move.target]

@@ -32,6 +32,7 @@ from t5ckpt.errors import (
     CheckpointNotFoundError,
     CoordinationError,
     CorruptCheckpointError,
+    DisagreementError,
     ProcessMissingError,
     RemoteError,
     StorageError,
@@ -57,7 +58,15 @@ _log = logging.getLogger('t5ckpt')
 
 
 class _StepOnNoDiskError(T5CkptError):
-    """The disks do not have all arrays of a step; raised in all processes."""
+    """The disks do not have all arrays of a step; raised in all processes.
+
+    Attributes:
+      is_for_others: whether a job with other shardings can restore it.
+    """
+
+    def __init__(self, text: str, *, is_for_others: bool):
+        super().__init__(text)
+        self.is_for_others = is_for_others
 
 
 class LocalRestore:
@@ -75,10 +84,12 @@ class LocalRestore:
         self._local, self._run = directory.storage, directory.run
         self._coordinator = coordinator
         self._processes = coordinator.processes_of_job()
-        # Why saves are not restored from the disks; in process 0.
-        self._refused: dict[tuple[int, str], str] = {}
+        # Why saves are not restored from the disks, and whether another job can restore them.
+        self._refused: dict[tuple[int, str], tuple[str, bool]] = {}
         # The files of this disk that count as absent, by save.
         self._lost_files: dict[str, frozenset[str]] = {}
+        self.for_others = set[int]()
+        """Steps that another job can restore, and this one cannot."""
 
     def restore(self, request: RestoreRequest) -> Any:
         """Restores a step, and logs which, and how many bytes came from where.
@@ -103,6 +114,7 @@ class LocalRestore:
                 disks, damaged = self._disk_steps(wanted)
                 vote = needs_positions, [disk.vote() for disk in disks.values()], [*damaged.items()]
             chosen = at.reduce_on_leader(Phase.LOOK, vote, functools.partial(self._choose, wanted=wanted))
+            self.for_others = {step for step, _, is_for_others in chosen['why'] if is_for_others}
             if not chosen['save']:
                 restored = self._of_run(request, chosen)
                 break
@@ -115,7 +127,7 @@ class LocalRestore:
             except (CoordinationError, ProcessMissingError):
                 raise
             except _StepOnNoDiskError as error:
-                self._refused[chosen['step'], chosen['save']] = str(error)
+                self._refused[chosen['step'], chosen['save']] = str(error), error.is_for_others
             except Exception as error:
                 # The other processes have a RemoteError and come here, too.
                 attempts += 1
@@ -149,13 +161,12 @@ class LocalRestore:
         why: dict[int, tuple[str, bool]] = {}
         chosen: SavedStep | None = None
         for each in known:
-            reason = self._refused.get((each.step, each.save)) or each.reason_against(
-                self._processes.count, needs_positions=needs_positions
-            )
-            if not reason:
+            reason = each.reason_against(self._processes.count, needs_positions=needs_positions)
+            refused = self._refused.get((each.step, each.save), (reason, each.count != self._processes.count))
+            if not refused[0]:
                 chosen = each
                 break
-            why.setdefault(each.step, (reason, each.count != self._processes.count))
+            why.setdefault(each.step, refused)
         newest_local = -1 if chosen is None else chosen.step
         for step, text in (each for _, _, damaged in votes for each in damaged):
             if step > newest_local:
@@ -183,9 +194,9 @@ class LocalRestore:
         if step is None and why:
             reasons = '; '.join(f'step {each}: {reason}' for each, reason, _ in sorted(why))
             text = f'the local directories have no complete step, and {self._run.url()} does not have it: {reasons}.'
-            is_of_others = all(of_others for _, _, of_others in why)
-            if is_of_others:
-                raise UnsupportedTopologyError(f'{text} Start as many processes.')
+            if all(is_for_others for _, _, is_for_others in why):
+                cure = 'Start as many processes, with the same shardings.'
+                raise UnsupportedTopologyError(f'{text} {cure}')
             raise CorruptCheckpointError(text)
         nbytes: list[int] = []
         return run_restore(
@@ -261,7 +272,7 @@ class LocalRestore:
         """Logs which newer local steps were not restored, and renames them: training reaches them again."""
         for step, reason, _ in chosen['why'] if self._processes.index == 0 else ():
             _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
-        refused = {step for step, _, of_others in chosen['why'] if not of_others and step > chosen['step']}
+        refused = {step for step, *_ in chosen['why'] if step > chosen['step']} - self.for_others
         for step in sorted(refused.intersection(disks)) if request.continues else ():
             try_to_rename_damaged(self._local, step, self._clock)
 
@@ -298,9 +309,10 @@ class DiskPart(LocalPart):
         disk = self.disk
         own = {} if disk is None else disk.positions()
         has = [prefix for prefix, files in own.items() if files]
-        lacks = [] if disk is None else self._lacking(reads, disk)
+        lacks, never_had = ([], False) if disk is None else self._lacking(reads, disk)
         wanted = None if position in has else position
-        vote = {'lacks': lacks, 'has': has, 'damaged': [*own.keys() - {*has}], 'position': wanted}
+        damaged = [*own.keys() - {*has}]
+        vote = {'lacks': lacks, 'never_had': never_had, 'has': has, 'damaged': damaged, 'position': wanted}
 
         def decide(votes: Sequence[Any]) -> dict[str, Any]:
             by_role = {role: votes[process]['lacks'] for role, process in self.roles.items()}
@@ -315,26 +327,29 @@ class DiskPart(LocalPart):
             missing += [
                 f'the position {prefix}' for prefix in positions if prefix in damaged and senders[prefix] is None
             ]
-            return {'lacks': [*by_role.items()], 'missing': missing[:_SHOWN], 'senders': senders}
+            other = any(votes[process]['never_had'] for process in self.roles.values())
+            return {'lacks': [*by_role.items()], 'missing': missing[:_SHOWN], 'senders': senders, 'other': other}
 
         agreed = at.reduce_on_leader(Phase.NEED, vote, decide)
         if agreed['missing']:
-            raise _StepOnNoDiskError(f'{some_of(agreed["missing"], 4)} is on no disk')
+            text = f'{some_of(agreed["missing"], 4)} is on no disk'
+            if agreed['other']:
+                text += ': the shardings are not those of the save'
+            raise _StepOnNoDiskError(text, is_for_others=agreed['other'])
         self.moves, _ = plan_moves(reads, self.roles, dict(agreed['lacks']), self.processes.count)
         self._exchange_positions(at, agreed['senders'], own, wanted)
 
-    def _lacking(self, reads: Sequence[StoredRead], disk: DiskStep) -> list[str]:
-        """The locations of the arrays of which the disk lacks files that its role needs."""
+    def _lacking(self, reads: Sequence[StoredRead], disk: DiskStep) -> tuple[list[str], bool]:
+        """The locations of the arrays of which the disk lacks files that its role needs; whether it never had one of them."""
         role, count = disk.identity.role, self.processes.count
-        return [
-            read.leaf.location
+        lacking = {
+            f'{read.leaf.location}/{read.leaf.grid.key(index)}': read.leaf.location
             for read in reads
-            if any(
-                f'{read.leaf.location}/{read.leaf.grid.key(index)}' not in disk.there
-                for box in read.source_boxes_by_process(count)[role]
-                for index in read.leaf.grid.chunks_of(box)
-            )
-        ]
+            for box in read.source_boxes_by_process(count)[role]
+            for index in read.leaf.grid.chunks_of(box)
+            if f'{read.leaf.location}/{read.leaf.grid.key(index)}' not in disk.there
+        }
+        return [*dict.fromkeys(lacking.values())], not lacking.keys() <= disk.checksums.keys()
 
     def _exchange_positions(
         self,
@@ -357,7 +372,7 @@ class DiskPart(LocalPart):
 
         def decide(plans: Sequence[int]) -> None:
             if len({*plans}) > 1:
-                raise UnsupportedTopologyError(
+                raise DisagreementError(
                     'the processes do not plan alike: restore_concurrent_gb differs, or the sharding of a leaf has the devices '
                     'of one process alone. Pass it alike, and shardings over the devices of the job, or leave out local=.'
                 )

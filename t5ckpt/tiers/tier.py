@@ -76,6 +76,8 @@ class Tier:
         self._guard = threading.Lock()
         self._after_uploads = Retention(self._local, KeepLatest(options.keep), clock)
         self._last_saved: int | None = None
+        # Local steps with other shardings than those of this job, which a restore has found.
+        self._for_others = set[int]()
         self._uploads = Uploads(options, self._directory, clock, self._uploaded, self._retain)
         self._is_away = self._is_closed = False
 
@@ -168,16 +170,14 @@ class Tier:
         )
 
     def _put_aside(self, step: int) -> bool:
-        """Renames a step that another number of processes saved, and that this job saves again; returns whether it did."""
+        """Renames a step of a job with other processes or shardings, which is saved again; returns whether it did."""
         known = identify(self._local, step)
-        if known is None or known.count == self._count:
+        if known is None or (known.count == self._count and step not in self._for_others):
             return False
         aside = rename_damaged(self._local, step, self._clock)
         self._uploads.forget(step)
-        text = (
-            't5ckpt: local step %d was saved by %d processes, and is saved again by %d; the old one was renamed to %s'
-        )
-        _log.warning(text, step, known.count, self._count, self._local.url(aside))
+        text = 't5ckpt: local step %d of a job with other processes or shardings was renamed to %s: it is saved again'
+        _log.warning(text, step, self._local.url(aside))
         return True
 
     def _uploaded(self) -> list[StepInfo]:
@@ -210,7 +210,10 @@ class Tier:
         if not self._is_closed:
             self._begin()
         restore = LocalRestore(self._directory, self._coordinator, self._clock, self._query_run)
-        return restore.restore(dataclasses.replace(request, no_step=self._no_step))
+        try:
+            return restore.restore(dataclasses.replace(request, no_step=self._no_step))
+        finally:
+            self._for_others |= restore.for_others
 
     def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
         """The storages that have a copy of a step that cannot be restored: that of all processes, or of this one."""

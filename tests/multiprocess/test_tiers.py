@@ -277,6 +277,42 @@ def test_both_holders_lost(four, place):
     assert [answer['step'] for answer in restored(four, place)] == [3] * COUNT
 
 
+OTHER = (4, 2)
+"""The shape of a mesh for which no disk has all parts of 'both'."""
+
+
+def test_other_shardings(four, place):
+    """The bucket's step. The local one stays, until it is saved again; a job with its shardings restores it."""
+    saved(four, place, [1, 2], leaves=ONCE, persist=[1])
+    place.begin(four, ONCE, persist=[], shape=OTHER)
+    for answer in four.run('tiers_restore'):
+        assert (answer['step'], answer['position'], answer['bytes'][:2]) == (1, 1, [0, 0])
+    assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
+    four.run('tiers_close')
+    assert [place.steps_on(disk)[-1] for disk in range(COUNT)] == ['checkpoint_2'] * COUNT
+    assert [answer['step'] for answer in restored(four, place, leaves=ONCE, persist=[])] == [2] * COUNT
+    place.begin(four, ONCE, persist=[], shape=OTHER)
+    assert four.run('tiers_restore_or_init', 1) == [1] * COUNT
+    assert four.run('tiers_save', 2) == [2] * COUNT
+    four.run('tiers_close')
+    for disk in range(COUNT):
+        assert [name[:20] for name in place.steps_on(disk)] == ['checkpoint_1', 'checkpoint_2', 'checkpoint_2.damaged']
+    assert [answer['step'] for answer in restored(four, place, leaves=ONCE, persist=[], shape=OTHER)] == [2] * COUNT
+
+
+@pytest.mark.parametrize('start', ['tiers_restore', 'tiers_restore_or_init'])
+def test_other_shardings_and_nothing_in_the_bucket(four, place, start):
+    saved(four, place, [1, 2], leaves=ONCE, persist=[])
+    place.begin(four, ONCE, persist=[], shape=OTHER)
+    for kind, text in four.errors(start, 1 if start == 'tiers_restore_or_init' else None):
+        assert kind == 'UnsupportedTopologyError'
+        assert text.endswith(
+            'the shardings are not those of the save. Start as many processes, with the same shardings.'
+        )
+    four.run('tiers_close')
+    assert [answer['step'] for answer in restored(four, place, leaves=ONCE, persist=[])] == [2] * COUNT
+
+
 def test_all_disks_lost(four, place):
     saved(four, place, [1, 2], leaves=ONCE, persist=[1])
     for disk in place.disks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import pathlib
@@ -153,8 +154,8 @@ def tiers(directory, leaves, options, local):
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])
         )
-    _held.update(leaves=leaves, positions=Positions())
-    shape = options.pop('shape', (2, 4))
+    shape = tuple(options.pop('shape', (2, 4)))
+    _held.update(leaves=leaves, positions=Positions(), shape=shape)
     persist = options.pop('persist', None)
     policy = DyingPolicy(1) if persist is None else t5ckpt.SaveAt(persist)
     having = options.pop('iterator_in', range(jax.process_count()))
@@ -162,7 +163,7 @@ def tiers(directory, leaves, options, local):
     iterator = _held['positions'] if has_iterator else None
     _held['ck'] = scenarios.checkpointer(
         storage,
-        scenarios.state(0, tuple(shape), leaves),
+        scenarios.state(0, shape, leaves),
         dataset_iterator=iterator,
         local=t5ckpt.LocalTier(local, keep=options.pop('keep_local', 2), persist=policy),
         progress=_dies,
@@ -187,7 +188,7 @@ def tiers_save(step, dies=None):
     """Saves the values of a step; with ``dies``, (process, where), that process dies in it."""
     _held['dies_at'] = dies[1] if dies is not None and dies[0] == jax.process_index() else None
     _held['positions'].at = step
-    tree = scenarios.state(step, leaves=_held['leaves'])
+    tree = scenarios.state(step, _held['shape'], _held['leaves'])
     done = _held['ck'].save(tree, step=step, metrics={'loss': float(step)})
     return None if done is None else done.step
 
@@ -243,6 +244,43 @@ def tiers_restore(step=None, seed=None, iterator=True):
     numbers = re.search(r'; (\d+) bytes of arrays from .*, (\d+) from other processes, (\d+) from ', line).groups()
     position = _held['positions'].at
     return {'step': at, 'position': position, 'bytes': [*map(int, numbers)], 'line': line, 'why': why}
+
+
+def _resident(resets=False):
+    """The largest resident size in bytes; resets it first, when free memory is the system's."""
+    if resets:
+        ctypes.CDLL(None).malloc_trim(0)
+        pathlib.Path('/proc/self/clear_refs').write_text('5')
+    [line] = [line for line in pathlib.Path('/proc/self/status').read_text().splitlines() if line.startswith('VmHWM')]
+    return int(line.split()[1]) * 1024
+
+
+def tiers_peak(directory, action, gigabytes, local):
+    """Saves or restores 128 MB in each process; the peak of memory above these, in bytes."""
+    tier = t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([]))
+    # Each shard is on the disks of two processes.
+    values, sharding = np.random.default_rng(0).random((1024, 1024), np.float32), ('data',)
+    template = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=scenarios.sharded(values, sharding).sharding)
+    template = {'params': {str(leaf): template for leaf in range(64)}, 'step': np.int32(1)}
+    # Every job compiles programs.
+    jax.jit(lambda value: value + 1)(1.0).block_until_ready()
+    if action == 'save':
+        arrays = {name: scenarios.sharded(values + np.float32(name), sharding) for name in template['params']}
+        state = jax.block_until_ready({'params': arrays, 'step': np.int32(1)})
+        with scenarios.checkpointer(directory, state, local=tier) as ck:
+            before = _resident(resets=True)
+            ck.save(state, concurrent_gb=gigabytes)
+            return _resident() - before
+    with scenarios.checkpointer(directory, template, local=tier, restore_concurrent_gb=gigabytes) as ck:
+        before = _resident(resets=True)
+        restored = jax.block_until_ready(ck.restore())
+        peak = _resident() - before
+    for leaf, array in restored['params'].items():
+        # The two devices of a process share their memory.
+        peak -= array.addressable_shards[0].data.nbytes
+        for shard in array.addressable_shards:
+            assert np.array_equal(np.asarray(shard.data), values[shard.index] + np.float32(leaf))
+    return peak
 
 
 def tiers_restore_lazily():

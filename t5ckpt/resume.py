@@ -252,7 +252,7 @@ def _kind(error: Exception) -> str:
 
 
 def _verdict(kinds: Sequence[str]) -> str:
-    """Why no process can restore the step, or ''; a remote error repeats the error of another process."""
+    """The reason why no process can restore the step, or ''; a remote error repeats the error of another process."""
     own = set(kinds) - {'remote'}
     return own.pop() if own in ({'corrupt'}, {'topology'}) else ''
 

@@ -50,6 +50,7 @@ from t5ckpt.errors import (
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
+    StorageError,
     T5CkptError,
 )
 from t5ckpt.format.facts import Facts
@@ -828,7 +829,10 @@ class Checkpointer:
                 delete_step(self._storage, step_to_delete, self._clock)
             else:
                 tier.delete(step_to_delete, is_local=any(parts))
-            return self.latest_step()
+            with contextlib.suppress(StorageError):
+                return self.latest_step()
+            # The step is deleted.
+            return None
 
         deletion = self._round(f'the deletion of step {step_to_delete}')
         with deletion.failing_together(Phase.DELETE):

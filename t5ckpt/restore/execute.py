@@ -64,7 +64,10 @@ def run_restore(request: RestoreRequest) -> Any:
     record_duration(READ_EVENT, seconds)
     leaves, data = summary
     data += request.sources()
-    _log.info('t5ckpt: restored %s: %s, in %.2f s%s', _source(planned.contents.located), leaves, seconds, data)
+    # The disk of this process may have nothing of a local step.
+    located = planned.contents.located
+    source = _source(located) if part is None else f'step {located.step} from local directories'
+    _log.info('t5ckpt: restored %s: %s, in %.2f s%s', source, leaves, seconds, data)
     return restored
 
 

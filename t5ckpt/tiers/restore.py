@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from t5ckpt.catalog.listing import has_step, newest, steps_in
+from t5ckpt.catalog.listing import has_step, newest, read_facts, steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.byte_budget import ByteBudget
@@ -39,6 +39,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedTopologyError,
 )
+from t5ckpt.format.facts import decode_facts, save_id
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.planning.leaf_reads import StoredRead
@@ -172,12 +173,24 @@ class LocalRestore:
             if step > newest_local:
                 why.setdefault(step, (text, False))
         step_of_run = self._step_of_run(wanted, has_local=bool(known or why))
+        if chosen is not None and step_of_run == chosen.step and self._has_later_save(chosen):
+            why[chosen.step] = f'{self._run.url()} has a later save of it', False
+            chosen = None
         if chosen is not None and (step_of_run is None or step_of_run <= chosen.step):
             answer: dict[str, Any] = {'step': chosen.step, 'save': chosen.save, 'roles': [*chosen.roles.items()]}
         else:
             answer = {'step': step_of_run, 'save': ''}
         why = {step: reason for step, reason in why.items() if answer['step'] is None or step >= answer['step']}
         return answer | {'why': [[step, *reason] for step, reason in why.items()]}
+
+    def _has_later_save(self, local: SavedStep) -> bool:
+        """Whether the run has a later save of a local step: it was saved again without local directories."""
+        try:
+            facts = read_facts(self._run, step_dir(local.step))
+            created = decode_facts(facts, '').created_unix or 0.0
+        except T5CkptError:
+            return False
+        return created > local.created and save_id(facts) != local.save
 
     def _step_of_run(self, wanted: int | None, *, has_local: bool) -> int | None:
         def query() -> list[int]:

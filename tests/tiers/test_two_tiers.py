@@ -261,6 +261,22 @@ def test_a_step_of_another_save_that_is_deleted_before_the_save(run_dir, local):
     assert np.array_equal(t5ckpt.load_t5x_checkpoint(run_dir, 1)['w'], state(3)['w'])
 
 
+def test_a_later_save_of_the_run_is_restored(run_dir, local, caplog):
+    """The training went on for a while without the local directory."""
+    at_one = {'step': np.int32(1)}
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    with t5ckpt.Checkpointer(state(0), None, run_dir) as ck:
+        ck.save(state(7) | at_one, overwrite=True)
+    with checkpointer(run_dir, local) as ck:
+        assert np.array_equal(ck.restore()['w'], state(7)['w'])
+        assert said(caplog, 'local step 1 was not restored: ', logging.WARNING)
+        assert said(caplog, 'has a later save of it')
+        assert np.array_equal(ck.restore(1)['w'], state(7)['w'])
+        ck.save(state(8) | at_one, overwrite=True)
+        assert np.array_equal(ck.restore()['w'], state(8)['w'])
+
+
 def test_a_step_of_orbax_is_not_replaced(tmp_path, run_dir, local, caplog):
     (run_dir / 'checkpoint_1').mkdir(parents=True)
     (run_dir / 'checkpoint_1' / '_CHECKPOINT_METADATA').write_text('{}')
@@ -624,6 +640,14 @@ def test_metrics_and_deletions_know_both_tiers(run_dir, local):
         t5ckpt.pin_checkpoint(local / 'checkpoint_3')
         with pytest.raises(t5ckpt.errors.StepKeptError):
             ck.delete(3)
+
+
+def test_the_last_local_step_is_deleted_without_the_runs_directory(run_dir, local):
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([]))) as ck:
+        ck.save(state(1))
+        run_dir.touch()
+        ck.delete(1)
+        assert steps_in(local) == []
 
 
 def test_deleting_a_step_ends_its_upload(gs, local):

@@ -26,7 +26,6 @@ NOT_MADE = {
     'PendingSave',
     'Run',
     'SavePolicy',
-    'Series',
 }
 # Methods that other modules of the package call.
 INTERNAL = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from t5ckpt.export import export_weights
     from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
-    from t5ckpt.inspection.runs import Run, Series, open_run
+    from t5ckpt.inspection.runs import Run, open_run
     from t5ckpt.inspection.stats import CheckpointStats, LeafStats
     from t5ckpt.inspection.view import CheckpointView, open_checkpoint
     from t5ckpt.integrity.report import Damage, VerifyReport
@@ -145,7 +145,6 @@ __all__ = [
     'SavePolicy',
     'SaveStateTransformationFn',
     'SaveWhenIdle',
-    'Series',
     'StepInfo',
     'StepMismatchWarning',
     'T5CkptWarning',
@@ -202,7 +201,7 @@ _NAMES = {
     ),
     'export': 'export_weights',
     'inspection.diff': 'CheckpointDiff LeafDiff diff',
-    'inspection.runs': 'Run Series open_run',
+    'inspection.runs': 'Run open_run',
     'inspection.stats': 'CheckpointStats LeafStats',
     'inspection.view': 'CheckpointView open_checkpoint',
     'integrity.report': 'Damage VerifyReport',

@@ -39,7 +39,7 @@ OPTIONAL = {
     'tensorflow',
     'torch',
 }
-OPTIONAL_HOMES = {'inspection', 'reading', 'plots', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
+OPTIONAL_HOMES = {'inspection', 'reading', 'metrics', 'datasets', 'convert', 'training', 'cli', 'testing'}
 # The verbs are loaded by cli/__init__.py after it has looked for these.
 CLI_LIBRARIES = {'click', 'rich'}
 

@@ -49,7 +49,7 @@ def command(
 ) -> int:
     """Compares the checkpoints A and B: leaves added and removed, and changed shapes, dtypes and values.
 
-    PATTERN is a name, a group, or a glob such as 'target/**/kernel' (* within a key, ** across keys); default: all leaves.
+    PATTERN is a name, a group, or a regular expression for complete names, such as 'target/.*/kernel'; default: all leaves.
     "relative" is the norm of b - a divided by the norm of a. --top ranks by min(relative, 1) times the number of values, so
     that counters and biases do not come first. A and B may be in any format that t5ckpt reads.
 

@@ -55,7 +55,7 @@ follow_links_option = click.option(
 layers_option = click.option(
     '--layers',
     metavar='AXIS',
-    help="Arrays that hold several layers, which are divided: 'axis 0 of params/layers/**'.",
+    help="Arrays that hold several layers, which are divided: 'axis 0 of params/layers/.*'.",
 )
 json_option = click.option('--json', 'as_json', is_flag=True, help='Print JSON.')
 

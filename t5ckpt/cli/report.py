@@ -15,7 +15,7 @@ from t5ckpt.cli.output import json_option, layers_option, print_json, print_line
 from t5ckpt.cli.paths import ANY_PATH, CHECKPOINT
 from t5ckpt.cli.verb import Verb
 from t5ckpt.core.text import human_bytes
-from t5ckpt.inspection.report.write import SAMPLE_BYTES
+from t5ckpt.inspection.report.page import SAMPLE_BYTES
 from t5ckpt.inspection.runs import Run
 from t5ckpt.inspection.view import open_checkpoint
 

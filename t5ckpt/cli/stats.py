@@ -36,13 +36,13 @@ def command(
 ) -> int:
     """Prints statistics of each leaf of a checkpoint: mean, standard deviation, extremes, norm, zeros, NaN, inf.
 
-    LEAVES is a name, a group, or a glob such as 'target/**/kernel' (* within a key, ** across keys); default: all leaves.
+    LEAVES is a name, a group, or a regular expression for complete names, such as 'target/.*/kernel'; default: all leaves.
     The leaves are read in blocks, so memory is bounded.
 
     \b
     Examples:
       t5ckpt stats run
-      t5ckpt stats run 'target/**/kernel' --fail-on-nan
+      t5ckpt stats run 'target/.*/kernel' --fail-on-nan
     """
     view = open_checkpoint(path, step, follow_links=follow_links)
     if leaves is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.protocols import leaf_pattern, of_glob
 from t5ckpt.core.text import did_you_mean, shown
 
 MODES = ('max', 'min')
@@ -68,7 +68,9 @@ def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None
                 f'{what} must be a regular expression for whole names of leaves, got {shown(pattern)}. {cure}.'
             ) from error
         except re.error as error:
-            raise ValueError(f'{what}: {shown(pattern)} is not a regular expression: {error}.') from error
+            glob = of_glob(str(pattern))
+            cure = f' A glob is written {glob!r}.' if glob != pattern else ''
+            raise ValueError(f'{what}: {shown(pattern)} is not a regular expression: {error}.{cure}') from error
 
 
 def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:

@@ -12,6 +12,8 @@ from t5ckpt.core.text import corrected
 
 Clock: TypeAlias = Callable[[], float]
 Progress: TypeAlias = Callable[[int, int], None]
+_GLOB = re.compile(r'\*\*/|\*\*|[*?]')
+_OF_GLOB = {'**/': '(.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
 
 
 def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -22,12 +24,24 @@ def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else re.compile(pattern)
 
 
+def of_glob(glob: str) -> str:
+    """The regular expression of a glob, in which ``*`` and ``?`` match within a key, and ``**`` any number of keys."""
+    return _GLOB.sub(lambda match: _OF_GLOB[match[0]], glob)
+
+
 def meant_pattern(
     pattern: str | re.Pattern[str], names: Iterable[str], *, option: str = '', anywhere: bool = False
 ) -> str:
-    """' Did you mean ...?' for a pattern that matches no name or, with ``anywhere``, no part of one; or ''."""
-    text = leaf_pattern(pattern).pattern
-    meant = corrected(text, names, lambda candidate, name: _match(candidate, name, anywhere))
+    """' Did you mean ...?' for a pattern that matches no name or, with ``anywhere``, no part of one; or ''.
+
+    A glob is recognized by the names that it would match.
+    """
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    known = [*names]
+    glob = of_glob(text)
+    if glob != text and any(_match(glob, name, anywhere) for name in known):
+        return f' It is a glob. Patterns are regular expressions: {option}{glob!r}.'
+    meant = corrected(text, known, lambda candidate, name: _match(candidate, name, anywhere))
     return f' Did you mean {option}{meant!r}?' if meant else ''
 
 

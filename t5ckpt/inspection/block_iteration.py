@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
+from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import in_threads
 
 # Large enough that reading takes longer than its set-up, small enough to hold several blocks in memory.
@@ -25,7 +26,8 @@ _STRIP_BYTES = 256 * 2**10
 _PIECE = 2**16
 # The most blocks in a batch of small leaves, so that threads share the work evenly.
 _BATCH = 500
-Result = TypeVar('Result')
+Key = TypeVar('Key')
+Sum = TypeVar('Sum')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ def _itemsize(leaf: LeafInfo) -> int:
     return max(1, leaf.nbytes // max(1, leaf.size))
 
 
-def batches_of(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+def _batches_of(blocks: Iterable[Block]) -> Iterator[list[Block]]:
     """Yields blocks in batches, because a thread's job costs more than a small leaf."""
     batch: list[Block] = []
     held = 0
@@ -156,26 +158,35 @@ def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
         yield flat[start : start + _PIECE]
 
 
-def sum_of_squares(values: np.ndarray) -> float:
-    """The sum of the squares of real numbers; infinite if it is too large for float64."""
-    # numpy.dot would use BLAS, whose threads slow down the reading threads: it takes two to eight times as long.
-    with np.errstate(over='ignore'):
-        return float(np.add.reduce(values * values))
+def sums_by_leaf(
+    infos: Sequence[LeafInfo],
+    sums_of: Callable[[Block], Mapping[Key, Sum]],
+    merge: Callable[[Sum, Sum], Sum],
+    meter: Meter,
+    sample_bytes: int | None = None,
+) -> dict[Key, Sum]:
+    """Applies a function to all blocks of leaves, or of a sample of them, in threads, one per core; merges its results.
 
-
-def reduce_blocks(
-    blocks: Iterable[Block], reduce: Callable[[Block], Result], threads: int | None = None
-) -> Iterator[tuple[Block, Result]]:
-    """Applies a function to blocks of leaves, in threads; one per core by default.
+    Args:
+      infos: the leaves.
+      sums_of: returns a result for the block's leaf, or for each of its parts.
+      merge: joins the results of two blocks.
+      meter: counts the bytes of the blocks.
+      sample_bytes: see ``blocks_in``.
 
     Raises:
-      T5CkptError: from the function.
+      T5CkptError: from ``sums_of``.
     """
 
-    def reduce_batch(batch: list[Block]) -> list[tuple[Block, Result]]:
-        return [(block, reduce(block)) for block in batch]
+    def sums_of_batch(batch: list[Block]) -> list[tuple[Block, Mapping[Key, Sum]]]:
+        return [(block, sums_of(block)) for block in batch]
 
-    for _, results in in_threads(batches_of(blocks), reduce_batch, threads or os.cpu_count() or 1):
+    sums: dict[Key, Sum] = {}
+    for _, results in in_threads(_batches_of(blocks_in(infos, sample_bytes)), sums_of_batch, os.cpu_count() or 1):
         if isinstance(results, T5CkptError):
             raise results
-        yield from results
+        for block, parts in results:
+            for key, part in parts.items():
+                sums[key] = merge(sums[key], part) if key in sums else part
+            meter.add(block.nbytes)
+    return sums

@@ -10,27 +10,25 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, counted, printable
-from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
-from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.core.text import counted
+from t5ckpt.inspection.block_iteration import Block, bytes_in, pieces_of, sums_by_leaf
 from t5ckpt.inspection.layers import Stack, layers_of, stacks_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
-from t5ckpt.inspection.notebook_html import table_html
+from t5ckpt.inspection.stats import Moments, moments_of_piece
+from t5ckpt.inspection.tables import pandas, table_html, table_text
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
-from t5ckpt.plots import plot_layers
 from t5ckpt.progress import Meter
 
 _COLUMNS = ('name', 'what', 'a', 'b', 'relative', 'largest')
 _WAYS = ('added', 'removed', 'shape', 'dtype', 'kind', 'values')
-_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class LeafDiff:
         return math.inf if math.isnan(self.relative) else min(self.relative, 1.0) * self.size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CheckpointDiff:
     """The differences between two checkpoints.
 
@@ -102,35 +100,25 @@ class CheckpointDiff:
 
     def by_layer(self) -> list[LeafDiff]:
         """The sum over the leaves of each layer whose values differ; ``what`` is 'layer', and ``a`` counts the leaves."""
-        layers = layers_of(path_of(leaf.name) for leaf in self.parts)
         by_layer: dict[str, list[LeafDiff]] = {}
         for leaf in _compared(self.parts):
-            by_layer.setdefault(layers[path_of(leaf.name)][0], []).append(leaf)
+            by_layer.setdefault(self.layers[leaf.name][0], []).append(leaf)
         return [_summed(name, leaves) for name, leaves in by_layer.items()]
+
+    @functools.cached_property
+    def layers(self) -> dict[str, tuple[str, str]]:
+        """The layer and the parameter in it of each of ``parts``, by its name."""
+        return {leaf_name(path): found for path, found in layers_of(path_of(leaf.name) for leaf in self.parts).items()}
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each leaf that differs."""
         return pandas().DataFrame([dataclasses.asdict(leaf) for leaf in self.leaves], columns=[*_COLUMNS])
 
-    def plot(self, ax: Any = None) -> Any:
-        """Plots ``relative`` of all arrays as a heat map of layers and parameters; returns the matplotlib axes."""
-        layers = layers_of(path_of(leaf.name) for leaf in self.parts)
-        # The relative change of a counter would determine the colors.
-        arrays = [leaf for leaf in self.parts if leaf.size > 1] or self.parts
-        values = {layers[path_of(leaf.name)]: leaf.relative for leaf in arrays}
-        return plot_layers(values, 'norm of b - a over the norm of a', ax)
-
     def rows(self) -> list[list[str]]:
         """The table's cells as text, in the order of ``columns``; an equal dtype and shape are not repeated."""
         return [
-            [
-                leaf.name,
-                leaf.what,
-                leaf.a,
-                'same' if leaf.a == leaf.b else leaf.b,
-                _number(leaf.relative),
-                _number(leaf.largest),
-            ]
+            [leaf.name, leaf.what, leaf.a, 'same' if leaf.a == leaf.b else leaf.b]
+            + ['' if math.isnan(value) else f'{value:.4g}' for value in (leaf.relative, leaf.largest)]
             for leaf in self.leaves
         ]
 
@@ -142,66 +130,46 @@ class CheckpointDiff:
         return f'{self.a} -> {self.b}: {counted(len(self.leaves), "leaf differs", "leaves differ")}, {self.same:,} the same'
 
     def __repr__(self) -> str:
-        rows = self.rows()
-        lines = [printable(self.title)]
-        if rows:
-            lines += aligned([_COLUMNS, *rows[:_SHOWN]], (False, False, False, False, True, True))
-        if len(rows) > _SHOWN:
-            lines.append(f'... and {len(rows) - _SHOWN:,} more: .top(), .to_pandas()')
-        return '\n'.join(lines)
+        return table_text(self.title, _COLUMNS, self.rows(), 4, '.top(), .to_pandas()')
 
     def _repr_html_(self) -> str:
         return table_html(self.title, _COLUMNS, self.rows())
 
 
-def _compared(leaves: tuple[LeafDiff, ...]) -> list[LeafDiff]:
+def _compared(leaves: Sequence[LeafDiff]) -> list[LeafDiff]:
     return [leaf for leaf in leaves if leaf.what in ('values', 'dtype')]
 
 
-def _summed(name: str, leaves: list[LeafDiff]) -> LeafDiff:
-    sums = _Sums(
-        squared_a=sum(leaf.norm**2 for leaf in leaves),
-        squared_delta=sum(leaf.delta**2 for leaf in leaves),
-        largest=float(np.max([leaf.largest for leaf in leaves])),
-    )
-    size = sum(leaf.size for leaf in leaves)
-    return _with_values(LeafDiff(name or '(top)', 'layer', counted(len(leaves), 'leaf', 'leaves')), sums, size)
+def _summed(name: str, leaves: Sequence[LeafDiff]) -> LeafDiff:
+    """The sum over the leaves of a layer."""
+    delta, norm = math.hypot(*(leaf.delta for leaf in leaves)), math.hypot(*(leaf.norm for leaf in leaves))
+    # max() would ignore a NaN.
+    largest, size = float(np.max([leaf.largest for leaf in leaves])), sum(leaf.size for leaf in leaves)
+    text = counted(len(leaves), 'leaf', 'leaves')
+    return LeafDiff(name or '(top)', 'layer', text, '', _relative(delta, norm), largest, size, delta, norm)
 
 
-def _with_values(leaf: LeafDiff, sums: _Sums, size: int) -> LeafDiff:
-    delta, norm = math.sqrt(sums.squared_delta), math.sqrt(sums.squared_a)
-    return dataclasses.replace(leaf, relative=sums.relative, largest=sums.largest, size=size, delta=delta, norm=norm)
+def _relative(delta: float, norm: float) -> float:
+    return 0.0 if delta == 0 else delta / norm if norm else math.inf
 
 
-def _number(value: float) -> str:
-    return '' if math.isnan(value) else f'{value:.4g}'
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """Sums over blocks of one leaf."""
+class _Change(NamedTuple):
+    """Of a part of a leaf: whether all bits are equal, the moments of a, and those of abs(b - a)."""
 
     same: bool = True
-    squared_a: float = 0.0
-    squared_delta: float = 0.0
-    largest: float = 0.0
-    size: int = 0
+    a: Moments = Moments()
+    delta: Moments = Moments()
 
-    def merged(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.same and other.same,
-            self.squared_a + other.squared_a,
-            self.squared_delta + other.squared_delta,
-            # max() would ignore a NaN in its second argument.
-            float(np.maximum(self.largest, other.largest)),
-            self.size + other.size,
-        )
+    def merged(self, other: _Change) -> _Change:
+        return _Change(self.same and other.same, self.a.merged(other.a), self.delta.merged(other.delta))
 
-    @property
-    def relative(self) -> float:
-        if self.squared_delta == 0.0:
-            return 0.0
-        return math.sqrt(self.squared_delta / self.squared_a) if self.squared_a else math.inf
+    def on(self, leaf: LeafDiff) -> LeafDiff:
+        """A difference with its values."""
+        moved, norm = self.delta.finished(), self.a.finished().norm
+        largest = math.nan if moved.nan else math.inf if moved.inf else max(0.0, self.delta.max)
+        delta = moved.norm if math.isfinite(largest) else largest
+        values = {'relative': _relative(delta, norm), 'largest': largest, 'delta': delta, 'norm': norm}
+        return dataclasses.replace(leaf, size=self.a.size, **values)
 
 
 def diff(
@@ -218,9 +186,9 @@ def diff(
       a: the first checkpoint: a path as for ``open_checkpoint``, or a view, which may be a part of a checkpoint.
       b: the second one, in the same or another format.
       values: False compares only names, shapes and dtypes, and reads no array.
-      layers: which arrays hold several layers, stacked along an axis: ``'axis 0 of params/layers/**'``, with a glob. ``by_layer``
-        and ``plot`` divide them. None divides the arrays below Haliax's ``stacked``, and those of flax's scan where names
-        and shapes leave no doubt.
+      layers: which arrays hold several layers, stacked along an axis: ``'axis 0 of params/layers/.*'``, with a pattern of their
+        names. ``by_layer`` divides them. None divides the arrays below Haliax's ``stacked``, and those of flax's scan where
+        names and shapes leave no doubt.
       progress: called with (bytes compared, bytes to compare).
 
     Raises:
@@ -244,33 +212,24 @@ def compare(
     sample_bytes: int | None = None,
 ) -> CheckpointDiff:
     """Compares two views, with ``stacks`` of both; with ``sample_bytes`` a sample of the values, see ``blocks_in``."""
-    first_infos = {info.name: info for info in first.infos()}
-    second_infos = {info.name: info for info in second.infos()}
-    names = [*first_infos, *(name for name in second_infos if name not in first_infos)]
-    by_facts = {name: _compare_facts(name, first_infos.get(name), second_infos.get(name)) for name in names}
-    open_ones = [
-        first_infos[name] for name, difference in by_facts.items() if difference is None or difference.what == 'dtype'
-    ]
-    sums: dict[str, dict[str, _Sums]] = {}
+    before, after = ({info.name: info for info in view.infos()} for view in (first, second))
+    found = {name: _compare_facts(name, before.get(name), after.get(name)) for name in {**before, **after}}
+    changes: dict[str, dict[str, _Change]] = {}
     if values:
-        with first.in_one() as one, second.in_one() as other:
-            arrays = [info for info in open_ones if info.dtype]
-            sums = _compare_values(one, other, arrays, stacks, progress, sample_bytes)
-    differences = [
-        _conclude(name, by_facts[name], sums.get(name), first_infos.get(name), second_infos.get(name)) for name in names
-    ]
-    differing = tuple(leaf for leaf in differences if leaf is not None)
-    parts = tuple(part for leaf in differing for part in _parts(leaf, sums.get(leaf.name, {})))
-    return CheckpointDiff(first.path, second.path, differing, len(names) - len(differing), parts)
-
-
-def _parts(leaf: LeafDiff, sums: Mapping[str, _Sums]) -> Iterator[LeafDiff]:
-    if sums.keys() <= {leaf.name}:
-        yield leaf
-        return
-    for name, each in sums.items():
-        if not each.same:
-            yield _with_values(dataclasses.replace(leaf, name=name), each, each.size)
+        open_ones = [before[name] for name, leaf in found.items() if leaf is None or leaf.what == 'dtype']
+        changes = _changes(first, second, [info for info in open_ones if info.dtype], stacks, progress, sample_bytes)
+    differing: list[LeafDiff] = []
+    parts: list[LeafDiff] = []
+    for name, by_facts in found.items():
+        each = changes.get(name, {})
+        whole = functools.reduce(_Change.merged, each.values(), _Change())
+        if by_facts is None and whole.same:
+            continue
+        leaf = by_facts or LeafDiff(name, 'values', _text(before[name]), _text(after[name]))
+        differing.append(whole.on(leaf) if name in changes else leaf)
+        of_layers = [part.on(dataclasses.replace(leaf, name=at)) for at, part in each.items() if not part.same]
+        parts += differing[-1:] if each.keys() <= {name} else of_layers
+    return CheckpointDiff(first.path, second.path, tuple(differing), len(found) - len(differing), tuple(parts))
 
 
 def _text(info: LeafInfo | None) -> str:
@@ -296,71 +255,52 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
     return made(what='dtype') if a.dtype != b.dtype else None
 
 
-def _conclude(
-    name: str, by_facts: LeafDiff | None, parts: dict[str, _Sums] | None, a: LeafInfo | None, b: LeafInfo | None
-) -> LeafDiff | None:
-    if parts is None:
-        return by_facts
-    sums = functools.reduce(_Sums.merged, parts.values(), _Sums())
-    if by_facts is None and sums.same:
-        return None
-    what = 'values' if by_facts is None else by_facts.what
-    size = 0 if a is None else a.size
-    return _with_values(LeafDiff(name, what, _text(a), _text(b)), sums, size)
-
-
-def _compare_values(
-    a: CheckpointView,
-    b: CheckpointView,
-    infos: list[LeafInfo],
+def _changes(
+    first: CheckpointView,
+    second: CheckpointView,
+    infos: Sequence[LeafInfo],
     stacks: Mapping[Path, Stack],
     progress: Progress | None,
     sample_bytes: int | None,
-) -> dict[str, dict[str, _Sums]]:
-    """The sums of each leaf by the names of its parts: of its layers, or its own."""
-    sums: dict[str, dict[str, _Sums]] = {info.name: {} for info in infos}
-    meter = Meter(progress, bytes_in(infos, sample_bytes))
+) -> dict[str, dict[str, _Change]]:
+    """The changes of each leaf by the names of its parts: of its layers, or its own."""
 
-    def sums_of(block: Block) -> dict[str, _Sums]:
-        first, second = (np.asarray(view[block.leaf.name][block.index]) for view in (a, b))
-        stack = stacks.get(block.leaf.path)
+    def changes_of(block: Block) -> dict[tuple[str, str], _Change]:
+        leaf = block.leaf
+        a, b = (np.asarray(view[leaf.name][block.index]) for view in (one, other))
+        stack = stacks.get(leaf.path)
         if stack is None:
-            return {block.leaf.name: _compare_arrays(first, second)}
-        first, second = np.moveaxis(first, stack.axis, 0), np.moveaxis(second, stack.axis, 0)
-        part = block.index[stack.axis]
+            return {(leaf.name, leaf.name): _change_of(a, b)}
+        a, b = np.moveaxis(a, stack.axis, 0), np.moveaxis(b, stack.axis, 0)
+        start = block.index[stack.axis].start
         return {
-            leaf_name(stack.path(block.leaf.path, index)): _compare_arrays(first[at, ...], second[at, ...])
-            for at, index in enumerate(range(part.start, part.stop))
+            (leaf.name, leaf_name(stack.path(leaf.path, start + at))): _change_of(a[at, ...], b[at, ...])
+            for at in range(len(a))
         }
 
-    for block, parts in reduce_blocks(blocks_in(infos, sample_bytes), sums_of):
-        known = sums[block.leaf.name]
-        known |= {name: known.get(name, _Sums()).merged(part) for name, part in parts.items()}
-        meter.add(block.nbytes)
-    return sums
+    changes: dict[str, dict[str, _Change]] = {info.name: {} for info in infos}
+    meter = Meter(progress, bytes_in(infos, sample_bytes))
+    with first.in_one() as one, second.in_one() as other:
+        found = sums_by_leaf(infos, changes_of, _Change.merged, meter, sample_bytes)
+    for (name, part), change in found.items():
+        changes[name][part] = change
+    return changes
 
 
-def _compare_arrays(a: np.ndarray, b: np.ndarray) -> _Sums:
-    sums = map(_compare_piece, pieces_of(a), pieces_of(b))
-    return functools.reduce(_Sums.merged, sums, _Sums(size=a.size))
+def _change_of(a: np.ndarray, b: np.ndarray) -> _Change:
+    return functools.reduce(_Change.merged, map(_change_of_piece, pieces_of(a), pieces_of(b)), _Change())
 
 
-def _compare_piece(a: np.ndarray, b: np.ndarray) -> _Sums:
-    wide = _wide(a)
+def _change_of_piece(a: np.ndarray, b: np.ndarray) -> _Change:
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
-        return _Sums(True, _squared(wide))
-    other = _wide(b)
+        return _Change(True, moments_of_piece(a))
+    wide, other = _wide(a), _wide(b)
     with np.errstate(invalid='ignore', over='ignore'):
         delta = np.abs(other - wide)
-        # NaN on both sides, or the same infinity, counts as equal.
-        delta[(np.isnan(wide) & np.isnan(other)) | (wide == other)] = 0.0
-        return _Sums(False, _squared(wide), sum_of_squares(delta), float(delta.max(initial=0.0)))
+    # NaN on both sides, or the same infinity, counts as equal.
+    delta[(np.isnan(wide) & np.isnan(other)) | (wide == other)] = 0.0
+    return _Change(False, moments_of_piece(wide), moments_of_piece(delta))
 
 
 def _wide(block: np.ndarray) -> np.ndarray:
     return block.astype(np.complex128 if block.dtype.kind == 'c' else np.float64)
-
-
-def _squared(values: np.ndarray) -> float:
-    finite = np.abs(values[np.isfinite(values)])
-    return sum_of_squares(finite)

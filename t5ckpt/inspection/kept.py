@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.catalog.step_summaries import StepSummary
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.format.keep_policy import policy_of
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.policies import WAITS, Decision, KeepPolicy, StepInfo, best_of, compared_metrics, retention_plan
+from t5ckpt.policies import WAITS, KeepPolicy, StepInfo, best_of, compared_metrics, retention_plan
 from t5ckpt.storage import Storage
 
 GOES = 'deleted by the next save: '
@@ -27,41 +27,45 @@ def with_reasons(storage: Storage, found: list[StepSummary], policy: KeepPolicy 
       found: its steps.
       policy: None takes that under which the latest step was saved.
     """
-    complete = [entry for entry in found if _has_policy(entry)]
-    policy = policy or (policy_of(complete[-1].policy) if complete else None)
+    decided = [entry for entry in found if _is_decided(entry)]
+    policy = policy or (policy_of(decided[-1].policy) if decided else None)
     waiting = waiting_steps(storage)
-    if policy is None:
-        own = {entry.step: entry.kept for entry in complete}
-        none = {step: _and_waits(kept, waits=step in waiting) or _NO_POLICY for step, kept in own.items()}
-        return [dataclasses.replace(entry, kept=none[entry.step]) if _has_policy(entry) else entry for entry in found]
-    steps = [entry.step for entry in complete]
-    seen = TensorBoardMetrics(storage)
-    given = {name: seen.by_step(name, steps) for name in policy.metric_names}
-    held = held_steps(storage, time.time)
-    infos = [
-        StepInfo(
-            entry.step,
-            entry.pinned,
-            entry.step in held,
-            entry.created,
-            {**{name: of[entry.step] for name, of in given.items() if entry.step in of}, **entry.metrics},
-            entry.step in waiting,
-        )
-        for entry in complete
-    ]
-    plan = {decision.step: decision for decision in retention_plan(policy, infos)}
-    kept = {step: _reason(decision, waits=step in waiting) for step, decision in plan.items()}
-    # A pinned step has the reason for its pin already.
-    kept |= {entry.step: _and_waits(entry.kept, waits=entry.step in waiting) for entry in complete if entry.pinned}
-    values = [
-        StepInfo(entry.step, metrics=entry.metrics) for entry in found if entry.complete and not _has_policy(entry)
-    ]
+    # Such as a pin.
+    kept = {entry.step: entry.kept for entry in decided}
+    if policy is not None:
+        kept |= _reasons(storage, policy, found, decided, waiting)
+    for step, reason in kept.items():
+        waits = WAITS if step in waiting and reason != WAITS else ''
+        kept[step] = '; '.join(filter(None, [reason, waits])) or _NO_POLICY
+    return [dataclasses.replace(entry, kept=kept[entry.step]) if _is_decided(entry) else entry for entry in found]
+
+
+def _reasons(
+    storage: Storage,
+    policy: KeepPolicy,
+    found: Sequence[StepSummary],
+    decided: Sequence[StepSummary],
+    waiting: Collection[int],
+) -> dict[int, str]:
+    """The reasons of a policy, by step; a pinned step has the reason for its pin."""
+    steps = [entry.step for entry in decided]
+    source, held = TensorBoardMetrics(storage), held_steps(storage, time.time)
+    given = {name: source.by_step(name, steps) for name in policy.metric_names}
+    infos: list[StepInfo] = []
+    for entry in decided:
+        metrics = {name: of[entry.step] for name, of in given.items() if entry.step in of} | {**entry.metrics}
+        step = entry.step
+        infos.append(StepInfo(step, entry.pinned, step in held, entry.created, metrics, step in waiting))
+    reasons = {
+        each.step: each.reason if each.keep else f'{GOES}{each.reason}' for each in retention_plan(policy, infos)
+    } | {entry.step: entry.kept for entry in decided if entry.pinned}
+    others = [StepInfo(each.step, metrics=each.metrics) for each in found if each.complete and each.step not in reasons]
     compared = compared_metrics(policy)
     for name, mode in compared:
-        best = best_of([*infos, *values], name, mode)
+        best = best_of([*infos, *others], name, mode)
         title = f'best {name}' if compared[1:] else 'best'
-        kept |= {step: f'{title}; {reason}' for step, reason in kept.items() if step == best}
-    return [dataclasses.replace(entry, kept=kept[entry.step]) if _has_policy(entry) else entry for entry in found]
+        reasons |= {step: f'{title}; {reason}' for step, reason in reasons.items() if step == best}
+    return reasons
 
 
 def named_by_policy(entries: Sequence[StepSummary]) -> tuple[str, ...]:
@@ -77,15 +81,5 @@ def by_policy(entries: Sequence[StepSummary]) -> tuple[list[str], list[str]]:
     return [name for name in names if name in named], [name for name in names if name not in named]
 
 
-def _has_policy(entry: StepSummary) -> bool:
+def _is_decided(entry: StepSummary) -> bool:
     return entry.complete and entry.layout == 't5x' and not entry.reason
-
-
-def _and_waits(reason: str, *, waits: bool) -> str:
-    return '; '.join(filter(None, [reason, WAITS if waits else '']))
-
-
-def _reason(decision: Decision, *, waits: bool) -> str:
-    if waits and decision.reason != WAITS:
-        return _and_waits(decision.reason, waits=True)
-    return decision.reason if decision.keep else f'{GOES}{decision.reason}'

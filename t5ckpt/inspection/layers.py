@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.inspection.leaf_tree import LeafInfo, glob_regex
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.inspection.leaf_tree import LeafInfo
 
 _NUMBERED = re.compile(r'(.*?)(\d+)')
 _OF_STACK = re.compile(r'.*\[\d+\]')
-_TOLD = re.compile(r'axis (\d) of (.+?)(/\*\*)?')
+_TOLD = re.compile(r'axis (\d) of (.+?)(/\.\*)?')
 # Haliax's Stacked; the usual names of scanned layers, and the one that flax.linen.scan makes of the class.
 _STACKED = re.compile(r'stacked|layers|blocks|Scan[A-Z]\w*_\d+')
 # A longer axis is that of a weight.
@@ -34,8 +36,8 @@ def stacks_of(infos: Iterable[LeafInfo], told: str | None) -> dict[Path, Stack]:
 
     Args:
       infos: the leaves.
-      told: 'axis 0 of params/layers/**', the axis and a glob of the arrays or their group. None takes only the arrays whose
-        names and shapes leave no doubt, see ``_axis_of``.
+      told: 'axis 0 of params/layers/.*', the axis and a pattern of the arrays or of their group. None takes only the arrays
+        whose names and shapes leave no doubt, see ``_axis_of``.
 
     Raises:
       ValueError: ``told`` is something else, or matches no array with this axis.
@@ -73,8 +75,9 @@ def _axis_of(group: Path, below: Sequence[LeafInfo]) -> int | None:
 def _told(arrays: Sequence[LeafInfo], told: str) -> dict[Path, Stack]:
     match = _TOLD.fullmatch(told)
     if match is None:
-        raise ValueError(f"layers: {told!r} is not 'axis N of PATTERN', such as 'axis 0 of params/layers/**'.")
-    axis, group = int(match[1]), glob_regex(match[2])
+        raise ValueError(f"layers: {told!r} is not 'axis N of PATTERN', such as 'axis 0 of params/layers/.*'.")
+    check_patterns([match[2]], 'layers')
+    axis, group = int(match[1]), leaf_pattern(match[2])
     stacks = {
         info.path: Stack(axis, depth)
         for info in arrays
@@ -83,7 +86,9 @@ def _told(arrays: Sequence[LeafInfo], told: str) -> dict[Path, Stack]:
         if len(info.shape) > axis and group.fullmatch(leaf_name(info.path[:depth]))
     }
     if not stacks:
-        raise ValueError(f'layers: {told!r} matches no array that has axis {axis}. t5ckpt show lists names and shapes.')
+        meant = meant_pattern(match[2], [info.name for info in arrays if len(info.shape) > axis])
+        cure = meant or ' t5ckpt show lists names and shapes.'
+        raise ValueError(f'layers: {told!r} matches no array that has axis {axis}.{cure}')
     return stacks
 
 

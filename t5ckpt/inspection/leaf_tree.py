@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.codecs import codec_text
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _TEXT_SHOWN = 40
-# One character of a key in a name; a backslash and the character that it escapes count as one.
-_LETTER = r'(?:[^/\\]|\\[/\\])'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,22 +126,3 @@ def _group(name: str, path: Path, node: dict[str, Any]) -> Group:
     below = list(children.values())
     leaves = sum(child.kind != 'none' if isinstance(child, LeafInfo) else child.leaves for child in below)
     return Group(name, path, children, leaves, sum(c.size for c in below), sum(c.nbytes for c in below))
-
-
-def glob_regex(pattern: str) -> re.Pattern[str]:
-    """Converts a glob pattern to a regular expression: ``*`` and ``?`` match within a key, ``**`` any number of keys.
-
-    A '/' inside a key is escaped with a backslash in a pattern, as in a name.
-    """
-    return leaf_pattern(''.join(_glob_parts(pattern.split('/'))))
-
-
-def _glob_parts(keys: list[str]) -> Iterator[str]:
-    for position, key in enumerate(keys):
-        last = position == len(keys) - 1
-        if key == '**':
-            yield '(?s:.*)' if last else f'(?:{_LETTER}*/)*'
-            continue
-        for character in key:
-            yield {'*': f'{_LETTER}*', '?': _LETTER}.get(character, re.escape(character))
-        yield '' if last else '/'

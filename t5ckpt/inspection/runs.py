@@ -14,21 +14,19 @@ from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention, recorded_policy
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, counted, human_bytes, printable
+from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.block_iteration import bytes_in
-from t5ckpt.inspection.dataframes import pandas
 from t5ckpt.inspection.diff import compare
 from t5ckpt.inspection.kept import named_by_policy, with_reasons
 from t5ckpt.inspection.layers import stacks_of
-from t5ckpt.inspection.notebook_html import table_html
-from t5ckpt.inspection.report.facts import change_facts, curve_facts, heat_facts, largest, step_facts
-from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, shared, step_report, write_report
+from t5ckpt.inspection.report.facts import checkpoint_facts, heat_facts, largest, plain, step_facts
+from t5ckpt.inspection.report.page import SAMPLE_BYTES, checked_output, write_report
+from t5ckpt.inspection.tables import pandas, table_html, table_text
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.curves import curves
-from t5ckpt.plots import plot_series
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.best_step import best_step_of, monitored_metrics
 from t5ckpt.storage import Storage
@@ -50,35 +48,6 @@ def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping
         raise no_checkpoint(storage)
     refuse_other_contents(storage, marks=False)
     return Run(storage)
-
-
-class Series(Mapping[int, Any]):
-    """A mapping from step to value, with ``plot()`` and ``to_pandas()``."""
-
-    def __init__(self, name: str, values: Mapping[int, Any]):
-        self.name = name
-        self._values = dict(values)
-
-    def __getitem__(self, step: int) -> Any:
-        return self._values[step]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def plot(self, ax: Any = None) -> Any:
-        """Plots the values over the steps; returns the matplotlib axes."""
-        return plot_series(self._values, self.name, ax)
-
-    def to_pandas(self) -> Any:
-        """A pandas Series, by step."""
-        return pandas().Series(self._values, name=self.name).rename_axis('step')
-
-    def __repr__(self) -> str:
-        lines = aligned([(str(step), f'{value!r:.60}') for step, value in self._values.items()], (True, False))
-        return '\n'.join([printable(self.name), *lines])
 
 
 class _StepNotFoundError(CheckpointNotFoundError, KeyError):
@@ -154,7 +123,7 @@ class Run(Mapping[int, CheckpointView]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> Series:
+    def series(self, name: str, fn: Callable[[LazyArray], Any], *, since: int = 0) -> dict[int, Any]:
         """Applies a function, such as ``lambda x: float(np.linalg.norm(x))``, to a leaf at every step that has it.
 
         Args:
@@ -185,7 +154,7 @@ class Run(Mapping[int, CheckpointView]):
             values[summary.step] = self._series[key]
         if not values and missing is not None:
             raise missing
-        return Series(name, values)
+        return values
 
     def report(
         self,
@@ -229,27 +198,24 @@ class Run(Mapping[int, CheckpointView]):
             raise ValueError('layers: no steps are compared, so no changes are divided. Pass two steps, or no layers.')
         facts: dict[str, Any] = {
             'steps': step_facts(all_steps),
-            'compared': [printable(name) for name in named_by_policy(all_steps)],
-            'curves': curve_facts(curves(self._storage)),
+            'compared': plain(named_by_policy(all_steps)),
+            'curves': [plain(dataclasses.asdict(curve)) for curve in curves(self._storage)],
         }
         with self[step].in_one() as view:
-            leaves = largest(view.infos())
-            nbytes = bytes_in(leaves, sample_bytes)
-            after = 0 if before is None else nbytes
-            facts['checkpoint'] = {
-                'step': view.step,
-                **step_report(view, leaves, sample_bytes, shared(progress, 0, after)),
-            }
+            infos = view.infos()
+            nbytes = bytes_in(largest(infos), sample_bytes)
+            of_step = _part_of(progress, 0, 0 if before is None else nbytes)
+            facts['checkpoint'] = {'step': step, **checkpoint_facts(view, infos, sample_bytes, of_step)}
             if before is not None:
-                follows = shared(progress, 2 * nbytes, 0)
                 earlier = self[before]
-                stacks = stacks_of([*earlier.infos(), *view.infos()], layers)
-                changes = compare(earlier, view, stacks, progress=follows, sample_bytes=sample_bytes)
+                stacks = stacks_of([*earlier.infos(), *infos], layers)
+                of_changes = _part_of(progress, 2 * nbytes, 0)
+                changes = compare(earlier, view, stacks, progress=of_changes, sample_bytes=sample_bytes)
                 facts['changes'] = {
                     'steps': (before, step),
                     'same': changes.same,
-                    'leaves': [change_facts(dataclasses.asdict(leaf)) for leaf in changes.leaves],
-                    'heat': heat_facts(leaves, stacks, map(dataclasses.asdict, changes.parts)),
+                    'leaves': [plain(dataclasses.asdict(leaf)) for leaf in changes.leaves],
+                    'heat': heat_facts(largest(infos), stacks, map(dataclasses.asdict, changes.parts)),
                 }
         return write_report(local, self.path, facts, force)
 
@@ -275,30 +241,34 @@ class Run(Mapping[int, CheckpointView]):
         ]
         return pandas().DataFrame(rows).set_index('step') if rows else pandas().DataFrame()
 
-    def _rows(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        """The title, the columns and the rows."""
         all_steps = self.summaries()
         names = sorted({name for item in all_steps for name in item.metrics})
         rows = [
             [
                 str(item.step),
                 human_bytes(item.nbytes),
-                '' if _saved(item) is None else f'{_saved(item):%Y-%m-%d %H:%M:%S}',
+                '' if item.created is None else f'{_saved(item):%Y-%m-%d %H:%M:%S}',
                 *['' if name not in item.metrics else f'{item.metrics[name]:.6g}' for name in names],
                 ', '.join(filter(None, [item.kept, item.state if item.reason else '', item.reason])),
             ]
             for item in all_steps
         ]
-        return ['step', 'size', 'saved (UTC)', *names, ''], rows
+        return f'{self.path}: {counted(len(rows), "step")}', ['step', 'size', 'saved (UTC)', *names, ''], rows
 
     def __repr__(self) -> str:
-        columns, rows = self._rows()
-        return '\n'.join(
-            [printable(f'{self.path}: {counted(len(rows), "step")}'), *aligned([columns, *rows], [True] * len(columns))]
-        )
+        return table_text(*self._table(), left=0, more='.to_pandas()')
 
     def _repr_html_(self) -> str:
-        columns, rows = self._rows()
-        return table_html(f'{self.path}: {counted(len(rows), "step")}', columns, rows)
+        return table_html(*self._table())
+
+
+def _part_of(progress: Progress | None, before: int, after: int) -> Progress | None:
+    """The progress of a part of the work; ``before`` and ``after`` are the bytes of the parts around it."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total + after)
 
 
 def _chosen(steps: Sequence[int], complete: Sequence[int]) -> tuple[int | None, int]:

@@ -12,38 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, printable
-from t5ckpt.inspection.block_iteration import Block, blocks_in, bytes_in, pieces_of, reduce_blocks, sum_of_squares
-from t5ckpt.inspection.dataframes import pandas
+from t5ckpt.inspection.block_iteration import Block, bytes_in, pieces_of, sums_by_leaf
 from t5ckpt.inspection.leaf_tree import LeafInfo
-from t5ckpt.inspection.notebook_html import table_html
+from t5ckpt.inspection.tables import histogram, pandas, table_html, table_text
 from t5ckpt.progress import Meter
 
 _COLUMNS = ('name', 'size', 'mean', 'std', 'min', 'max', 'norm', 'zeros', 'nan', 'inf')
-_SHOWN = 60
-
-
-class Viewed(Protocol):
-    """The part of ``CheckpointView`` that is used here."""
-
-    @property
-    def path(self) -> str:
-        """The path, for the title."""
-        ...
-
-    def infos(self) -> list[LeafInfo]:
-        """Shapes, dtypes and chunks."""
-        ...
-
-    def __getitem__(self, name: str) -> Any:
-        """A lazy array."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +59,28 @@ class LeafStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moments:
-    """Sums over a block, in a form that can be merged."""
+class Moments:
+    """Sums over a part of a leaf, in a form that can be merged; ``squared`` are the deviations from the mean."""
 
     size: int = 0
     finite: int = 0
     mean: float = 0.0
-    squared: float = 0.0  # the sum of squared deviations from the mean
+    squared: float = 0.0
     min: float = math.inf
     max: float = -math.inf
     zeros: int = 0
     nan: int = 0
 
-    def merged(self, other: _Moments) -> _Moments:
-        """The sums over both blocks."""
+    def merged(self, other: Moments) -> Moments:
+        """The sums over both parts."""
         finite = self.finite + other.finite
-        if finite == 0:
-            return dataclasses.replace(self, size=self.size + other.size, nan=self.nan + other.nan)
-        delta = other.mean - self.mean
-        return _Moments(
+        delta, share = other.mean - self.mean, other.finite / max(1, finite)
+        return Moments(
             self.size + other.size,
             finite,
-            self.mean + delta * other.finite / finite,
-            self.squared + other.squared + delta * delta * self.finite * other.finite / finite,
+            self.mean + delta * share,
+            # In this order, because the square of a large mean is infinite.
+            self.squared + other.squared + delta * share * self.finite * delta,
             min(self.min, other.min),
             max(self.max, other.max),
             self.zeros + other.zeros,
@@ -109,55 +89,44 @@ class _Moments:
 
     def finished(self) -> LeafStats:
         """Computes the statistics from the sums."""
-        if self.finite == 0:
-            return LeafStats(self.size, nan=self.nan, inf=self.size - self.nan)
-        return LeafStats(
-            size=self.size,
-            mean=self.mean,
-            std=math.sqrt(self.squared / self.finite),
-            min=self.min,
-            max=self.max,
-            norm=math.sqrt(self.squared + self.finite * self.mean * self.mean),
-            zeros=self.zeros,
-            nan=self.nan,
-            inf=self.size - self.finite - self.nan,
-        )
+        inf = self.size - self.finite - self.nan
+        if not self.finite:
+            return LeafStats(self.size, nan=self.nan, inf=inf)
+        std = math.sqrt(self.squared / self.finite)
+        norm = math.sqrt(self.squared + self.finite * self.mean * self.mean)
+        return LeafStats(self.size, self.mean, std, self.min, self.max, norm, self.zeros, self.nan, inf)
 
 
 def _values(block: np.ndarray) -> np.ndarray:
     return np.abs(block).astype(np.float64) if block.dtype.kind == 'c' else block.astype(np.float64)
 
 
-def moments_of(block: np.ndarray) -> _Moments:
+def moments_of(block: np.ndarray) -> Moments:
     """The moments of a block."""
-    return functools.reduce(_Moments.merged, map(_piece, pieces_of(block)), _Moments())
+    return functools.reduce(Moments.merged, map(moments_of_piece, pieces_of(block)), Moments())
 
 
-def _piece(piece: np.ndarray) -> _Moments:
+def moments_of_piece(piece: np.ndarray) -> Moments:
+    """The moments of a piece, which fits into a core's cache."""
     values = _values(piece)
     finite = values[np.isfinite(values)]
     nan = int(np.count_nonzero(np.isnan(values))) if finite.size < values.size else 0
     if finite.size == 0:
-        return _Moments(size=values.size, nan=nan)
+        return Moments(size=values.size, nan=nan)
     # Sums of squares beyond 1e308 become infinite.
     with np.errstate(over='ignore'):
         mean = float(finite.mean())
         deviations = finite - mean
-        squared = sum_of_squares(deviations)
-    return _Moments(
-        values.size,
-        finite.size,
-        mean,
-        squared,
-        float(finite.min()),
-        float(finite.max()),
-        values.size - int(np.count_nonzero(values)),
-        nan,
-    )
+        # numpy.dot would use BLAS, whose threads slow down the reading threads: it takes two to eight times as long.
+        squared = float(np.add.reduce(deviations * deviations))
+    zeros = values.size - int(np.count_nonzero(values))
+    return Moments(values.size, finite.size, mean, squared, float(finite.min()), float(finite.max()), zeros, nan)
 
 
 class CheckpointStats(Mapping[str, LeafStats]):
     """A mapping from leaf name to :class:`LeafStats`; its repr is a table."""
+
+    columns = _COLUMNS
 
     def __init__(self, title: str, leaves: Mapping[str, LeafStats]):
         self._title = title
@@ -178,84 +147,68 @@ class CheckpointStats(Mapping[str, LeafStats]):
             [name, *[_cell(getattr(leaf, column)) for column in _COLUMNS[1:]]] for name, leaf in self._leaves.items()
         ]
 
-    columns = _COLUMNS
-
     def to_pandas(self) -> Any:
         """A DataFrame with a row per leaf, by name."""
         fields = (*_COLUMNS[1:], 'sparsity')
         values = [[getattr(leaf, field) for field in fields] for leaf in self._leaves.values()]
         return pandas().DataFrame(values, columns=[*fields], index=pandas().Index([*self._leaves], name='name'))
 
-    def plot(self, name: str, ax: Any = None) -> Any:
-        """Plots the histogram of a leaf, which needs ``stats(bins=...)``; returns the matplotlib axes."""
-        from t5ckpt.plots import plot_histogram
-
-        leaf = self[name]
-        if leaf.counts is None or leaf.edges is None:
-            raise ValueError(f'{name} has no histogram, because bins is 0. Pass bins to stats: view.stats(bins=64).')
-        return plot_histogram(leaf.counts, leaf.edges, name, ax)
-
     def __repr__(self) -> str:
-        rows = self.rows()
-        lines = [printable(self._title), *aligned([_COLUMNS, *rows[:_SHOWN]], (False, *[True] * (len(_COLUMNS) - 1)))]
-        if len(rows) > _SHOWN:
-            lines.append(f'... and {len(rows) - _SHOWN:,} more: .to_pandas() has all')
-        return '\n'.join(lines)
+        return table_text(self._title, _COLUMNS, self.rows(), 1, '.to_pandas() has all')
 
     def _repr_html_(self) -> str:
-        counts = [[] if leaf.counts is None else leaf.counts.tolist() for leaf in self._leaves.values()]
-        return table_html(self._title, _COLUMNS, self.rows(), counts if any(counts) else None)
+        counts = [leaf.counts for leaf in self._leaves.values()]
+        if all(each is None for each in counts):
+            return table_html(self._title, _COLUMNS, self.rows())
+        pictures = [histogram([] if each is None else each.tolist()) for each in counts]
+        rows = [[name, picture, *row] for (name, *row), picture in zip(self.rows(), pictures, strict=True)]
+        return table_html(self._title, [_COLUMNS[0], 'histogram', *_COLUMNS[1:]], rows)
 
 
 def _cell(value: float) -> str:
     return f'{value:,}' if isinstance(value, int) else f'{value:.5g}'
 
 
-def checkpoint_stats(
-    view: Viewed,
+def leaf_stats(
+    arrays: Mapping[str, Any],
+    infos: Sequence[LeafInfo],
     bins: int = 0,
     progress: Progress | None = None,
-    threads: int | None = None,
     sample_bytes: int | None = None,
-) -> CheckpointStats:
-    """Computes statistics of every array of a view; reads each once, or twice with ``bins``.
+) -> dict[str, LeafStats]:
+    """Computes statistics of arrays, by name; reads each once, or twice with ``bins``.
 
     Args:
-      view: a checkpoint or a part of one.
+      arrays: such as a view.
+      infos: of those that are read.
       bins: of a histogram between the smallest and the largest finite value of each leaf; 0 for no histogram.
       progress: called with (bytes read, bytes in all).
-      threads: the number of threads; by default one per core.
       sample_bytes: about how many bytes to read instead of all, see ``blocks_in``. The statistics describe the sample.
     """
     if bins < 0:
         raise ValueError(f'bins must be 0 or more, got {bins}.')
-    infos = [info for info in view.infos() if info.dtype]
+    infos = [info for info in infos if info.dtype]
     meter = Meter(progress, bytes_in(infos, sample_bytes) * (2 if bins else 1))
 
     def values_of(block: Block) -> np.ndarray:
-        return np.asarray(view[block.leaf.name][block.index])
+        return np.asarray(arrays[block.leaf.name][block.index])
 
-    parts: dict[str, _Moments] = {info.name: _Moments() for info in infos}
-    for block, part in reduce_blocks(
-        blocks_in(infos, sample_bytes), lambda block: moments_of(values_of(block)), threads
-    ):
-        parts[block.leaf.name] = parts[block.leaf.name].merged(part)
-        meter.add(block.nbytes)
-    stats = {name: part.finished() for name, part in parts.items()}
-    if bins:
-        edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
-        counts = {name: np.zeros(bins, np.int64) for name in stats}
+    def moments(block: Block) -> dict[str, Moments]:
+        return {block.leaf.name: moments_of(values_of(block))}
 
-        def count(block: Block) -> np.ndarray:
-            return _count(values_of(block), edges[block.leaf.name])
+    def counts(block: Block) -> dict[str, np.ndarray]:
+        return {block.leaf.name: _count(values_of(block), edges[block.leaf.name])}
 
-        for block, counted in reduce_blocks(blocks_in(infos, sample_bytes), count, threads):
-            counts[block.leaf.name] += counted
-            meter.add(block.nbytes)
-        stats = {
-            name: dataclasses.replace(leaf, counts=counts[name], edges=edges[name]) for name, leaf in stats.items()
-        }
-    return CheckpointStats(str(view.path), stats)
+    found = sums_by_leaf(infos, moments, Moments.merged, meter, sample_bytes)
+    stats = {info.name: found.get(info.name, Moments()).finished() for info in infos}
+    if not bins:
+        return stats
+    edges = {name: _edges(leaf, bins) for name, leaf in stats.items()}
+    counted = sums_by_leaf(infos, counts, operator.add, meter, sample_bytes)
+    return {
+        name: dataclasses.replace(leaf, counts=counted.get(name, np.zeros(bins, np.int64)), edges=edges[name])
+        for name, leaf in stats.items()
+    }
 
 
 def _edges(leaf: LeafStats, bins: int) -> np.ndarray:

@@ -5,30 +5,27 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import Progress
-from t5ckpt.core.text import aligned, corrected, counted, did_you_mean, human_bytes, printable, shown
+from t5ckpt.core.protocols import Progress, leaf_pattern, meant_pattern
+from t5ckpt.core.text import counted, did_you_mean, human_bytes, printable, shown, some_of
 from t5ckpt.datasets import by_shard, positions_in
 from t5ckpt.errors import CheckpointNotFoundError, near_names
 from t5ckpt.format.names import MANIFEST
-from t5ckpt.inspection.dataframes import pandas
-from t5ckpt.inspection.leaf_tree import LeafInfo, build_tree, glob_regex, leaf_infos
-from t5ckpt.inspection.notebook_html import tree_html
-from t5ckpt.inspection.report.facts import BINS, largest
-from t5ckpt.inspection.report.write import SAMPLE_BYTES, checked_output, step_report, write_report
-from t5ckpt.inspection.stats import CheckpointStats, checkpoint_stats
+from t5ckpt.inspection.leaf_tree import LeafInfo, leaf_infos
+from t5ckpt.inspection.report.facts import BINS, checkpoint_facts
+from t5ckpt.inspection.report.page import SAMPLE_BYTES, checked_output, write_report
+from t5ckpt.inspection.stats import CheckpointStats, leaf_stats
+from t5ckpt.inspection.tables import pandas, table_text, tree_html
 from t5ckpt.lazy import LazyArray
-from t5ckpt.plots import plot_heatmap
 from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-
-_SHOWN = 60
 
 
 def open_checkpoint(
@@ -68,7 +65,7 @@ class CheckpointView(Mapping[str, LazyArray]):
     """A checkpoint, or a part of it, as a mapping from leaf name to LazyArray.
 
     - ``view['target/encoder/kernel']`` is a leaf, ``view['target/encoder']`` a view of the leaves below it, and
-      ``view['target/**/kernel']`` a view of all leaves that match (``*`` within a key, ``**`` across keys).
+      ``view['target/.*/kernel']`` a view of all leaves whose complete names match this regular expression.
     - ``view.target.encoder`` is the same by attribute, with completion; a key that is also a method of this class
       (``state.step``, ``items``) needs brackets.
     - Iterating yields the names of arrays. None, text and empty containers are shown, and returned by name.
@@ -155,7 +152,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         leaf, which a notebook shows in the table, and once with ``bins=0``.
         """
         with self.in_one() as view:
-            return checkpoint_stats(view, bins, progress)
+            return CheckpointStats(self.path, leaf_stats(view, self.infos(), bins, progress))
 
     @contextlib.contextmanager
     def in_one(self) -> Generator[CheckpointView]:
@@ -188,13 +185,9 @@ class CheckpointView(Mapping[str, LazyArray]):
         """
         local = checked_output(output, force, sample_bytes)
         with self.in_one() as view:
-            facts = step_report(view, largest(view.infos()), sample_bytes, progress)
+            facts = checkpoint_facts(view, view.infos(), sample_bytes, progress)
         shown = {'path': printable(self._title()), 'steps': [], 'checkpoint': {'step': self.step, **facts}}
         return write_report(local, self.path.removesuffix(f'/{MANIFEST}'), shown, force)
-
-    def heatmap(self, name: str, ax: Any = None) -> Any:
-        """Plots a leaf with its last dimension to the right and zero in white; returns the matplotlib axes."""
-        return plot_heatmap(self[name], name, ax)
 
     # --- access ------------------------------------------------------------------------------------------------------
 
@@ -211,18 +204,14 @@ class CheckpointView(Mapping[str, LazyArray]):
         below = {leaf_path[depth:]: leaf for leaf_path, leaf in self._leaves.items() if leaf_path[:depth] == path}
         if below:
             return self._part(below, path)
-        is_pattern = any(character in name for character in '*?')
-        if is_pattern:
-            matches = glob_regex(name).fullmatch
+        matching: LeafTable = {}
+        with contextlib.suppress(re.error):
+            matches = leaf_pattern(name).fullmatch
             matching = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
-            if matching:
-                return self._part(matching, ())
-        near = [] if is_pattern else near_names(name, self._by_name)
-        meant = '' if near else corrected(name, self._by_name, _matches)
-        # As in a shell; Python also takes the backslash before a '/' as it is.
-        quoted = repr(meant).replace('\\\\', '\\')
-        groups = f' There are {", ".join(self._children()[:8])}.' if self._leaves else ''
-        hint = f' Near: {", ".join(near)}.' if near else f' Did you mean {quoted}?' if meant else groups
+        if matching:
+            return self._part(matching, ())
+        near = [] if '*' in name or '?' in name else near_names(name, self._by_name)
+        hint = f' Near: {", ".join(near)}.' if near else meant_pattern(name, self._by_name) or self._keys()
         where = f'{leaf_name(self._prefix)}/{name}' if self._prefix else name
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
@@ -250,15 +239,16 @@ class CheckpointView(Mapping[str, LazyArray]):
     def _children(self) -> list[str]:
         return list(dict.fromkeys(path[0] for path in self._leaves if path))
 
+    def _keys(self) -> str:
+        return f' There are {some_of(self._children(), 8)}.' if self._leaves else ''
+
     def __getattr__(self, name: str) -> Any:
         # Notebooks and copy() access names with underscores before __init__ has run.
-        groups = [] if name.startswith('_') else self._children()
-        if name in groups:
+        keys = [] if name.startswith('_') else self._children()
+        if name in keys:
             return self[leaf_name((name,))]
-        raise AttributeError(
-            f'{type(self).__name__} has no attribute and no group {name!r}. For a leaf use view[{name!r}].'
-            f'{did_you_mean(name, groups)}'
-        )
+        hint = '' if name.startswith('_') else did_you_mean(name, keys) or self._keys()
+        raise AttributeError(f'{type(self).__name__} has no attribute {name!r}, and the checkpoint no key here.{hint}')
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *[key for key in self._children() if key.isidentifier()]]
@@ -291,17 +281,12 @@ class CheckpointView(Mapping[str, LazyArray]):
         return details + [f'{name} {value:.6g}' for name, value in self.metrics.items()]
 
     def __repr__(self) -> str:
-        infos = self.infos()
         rows = [
-            (f'  {info.name}', info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
-            for info in infos[:_SHOWN]
+            (info.name, info.dtype or info.kind, str(info.shape) if info.dtype else '', _described(info))
+            for info in self.infos()
         ]
-        lines = [printable(f'{self._title()} ({", ".join(self._details())})'), *aligned(rows, (False,) * 4)]
-        if len(infos) > _SHOWN:
-            lines.append(
-                f"  ... and {len(infos) - _SHOWN:,} more: view['a/group'], view['**/kernel'], view.to_pandas()"
-            )
-        return '\n'.join(lines)
+        title = f'{self._title()} ({", ".join(self._details())})'
+        return table_text(title, ('name', 'dtype', 'shape', 'size'), rows, 4, "view['a/group'], view.to_pandas()")
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from treescope import repr_lib
@@ -310,15 +295,10 @@ class CheckpointView(Mapping[str, LazyArray]):
         return repr_lib.render_dictionary_wrapper(type(self), children, path, subtree_renderer)
 
     def _repr_html_(self) -> str:
-        return tree_html(self._title(), self._details(), build_tree(self.infos()))
+        return tree_html(self._title(), self._details(), self.infos())
 
 
 def _described(info: LeafInfo) -> str:
     if info.value:
         return f'= {info.value}'
     return f'{human_bytes(info.nbytes)} {info.kind}' if info.dtype else ''
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a name, a group or a pattern for ``CheckpointView`` names a leaf."""
-    return name == pattern or name.startswith(f'{pattern}/') or glob_regex(pattern).fullmatch(name) is not None

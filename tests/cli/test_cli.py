@@ -329,7 +329,7 @@ def test_cat_prints_a_leaf_or_a_slice(run_dir, tmp_path):
     [
         ('target/mlp/kernal', 1, 'Near: target/mlp/kernel'),
         ('target/mlp', 1, 'is a group of 1 leaf. Name a leaf, such as target/mlp/kernel.'),
-        ('target/mlp/*', 1, 'Name a leaf, such as target/mlp/kernel.'),
+        ('target/mlp/.*', 1, 'Name a leaf, such as target/mlp/kernel.'),
         ('target/mlp/kernel[64]', 2, 'out of bounds'),
         ('target/mlp/kernel[:,:,:]', 2, 'shape (64, 128)'),
         ('target/mlp/kernel[1-2]', 2, 'is not an index'),

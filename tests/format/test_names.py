@@ -1,5 +1,7 @@
 """Every leaf has a name of its own, whatever its keys are, and the same one everywhere."""
 
+import re
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -10,7 +12,7 @@ from t5ckpt.cli.app import app
 from t5ckpt.convert.export_options import ExportOptions
 from t5ckpt.convert.safetensors import export_safetensors, import_safetensors
 from t5ckpt.core.leaf_path import leaf_name, path_of
-from t5ckpt.inspection.leaf_tree import glob_regex
+from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.tree.leaf_table import unflatten
 
 KEYS = st.text(st.sampled_from('ab/\\*?[]{}.:\n '), min_size=0, max_size=5)
@@ -38,13 +40,11 @@ def test_names_and_paths_are_one_to_one(path, other):
 
 @settings(max_examples=300)
 @given(path=PATHS)
-def test_patterns_go_by_keys(path):
-    name, stars = leaf_name(path), '/'.join('*' * len(path))
-    assert glob_regex(stars).fullmatch(name)
-    assert not glob_regex(f'{stars}/*').fullmatch(name)
-    assert glob_regex('**').fullmatch(name)
-    if not any(letter in path[-1] for letter in '*?'):
-        assert glob_regex(f'**/{leaf_name(path[-1:])}').fullmatch(name)
+def test_a_pattern_matches_any_name(path):
+    name = leaf_name(path)
+    assert leaf_pattern('.*').fullmatch(name)
+    assert leaf_pattern(re.escape(name)).fullmatch(name)
+    assert leaf_pattern(f'(.*/)?{re.escape(leaf_name(path[-1:]))}').fullmatch(name)
 
 
 @pytest.fixture(scope='module')

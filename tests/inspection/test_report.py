@@ -24,7 +24,7 @@ from t5ckpt.inspection.block_iteration import blocks_in, bytes_in
 from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.report.facts import largest, leaf_facts
-from t5ckpt.inspection.stats import checkpoint_stats
+from t5ckpt.inspection.stats import leaf_stats
 
 READY = 'document.documentElement?.dataset.ready || document.documentElement?.dataset.failed'
 HOSTILE = [
@@ -337,7 +337,7 @@ def test_what_changed_as_a_heat_map(page):
     assert math.isclose(heat[2][1][1], math.log10(100 / 201), rel_tol=1e-4)
     assert math.isclose(heat[2][2][1], math.log10(200 / 401), rel_tol=1e-4)
     bar = page.run('document.querySelector("#heat").data[1].colorbar.ticktext')
-    assert bar == ['0.498', '0.499'], 'both ends of the color bar have one number'
+    assert len(set(bar)) == len(bar) > 1, 'two marks of the color bar have one number'
     text = page.run('document.querySelector("#changes").innerText')
     assert (text.count('float32 (48, 64)'), text.count('same')) == (2, 3), 'dtype and shape are repeated'
     assert 'Changes from step 200 to 300' in text
@@ -352,13 +352,13 @@ def test_the_heat_map_divides_stacked_layers(browser, tmp_path):
             weights = {'kernel': kernel.copy(), 'bias': bias}
             weights['kernel'][:, :, 2] *= step
             checkpointer.save({'params': {'tower': weights, 'head': {'kernel': bias}}}, step=step)
-    t5ckpt_cli('report', tmp_path / 'run', '-o', tmp_path / 'x.html', '--layers', 'axis 2 of params/tower/k*')
+    t5ckpt_cli('report', tmp_path / 'run', '-o', tmp_path / 'x.html', '--layers', 'axis 2 of params/tower/k.*')
     browser.open(tmp_path / 'x.html', READY)
     heat = browser.run('(({layout, data}) => [layout.yaxis.ticktext, data[1].z])(document.querySelector("#heat"))')
     rows = ['head', 'tower', 'tower/kernel[0]', 'tower/kernel[1]', 'tower/kernel[2]']
     assert heat[0] == rows
     assert [row for row, values in zip(*heat, strict=True) if 0 in values] == ['tower/kernel[2]']
-    told = f"t5ckpt diff {tmp_path}/run@1 {tmp_path}/run@2 --layers 'axis 2 of params/tower/**'"
+    told = f"t5ckpt diff {tmp_path}/run@1 {tmp_path}/run@2 --layers 'axis 2 of params/tower/.*'"
     assert t5ckpt_cli(*shlex.split(told)[1:], code=1).splitlines()[2].split()[:3] == ['params/tower[2]', '1', '1']
 
 
@@ -446,7 +446,8 @@ def test_a_sample_sees_many_places_of_an_array(tmp_path):
     ramp = np.arange(2**22, dtype=np.float32).reshape(2**12, 2**10)
     with t5ckpt.Checkpointer({'a': ramp}, checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save({'a': ramp}, step=1)
-    (stats,) = checkpoint_stats(t5ckpt.open_checkpoint(tmp_path), sample_bytes=2**22).values()
+    view = t5ckpt.open_checkpoint(tmp_path)
+    (stats,) = leaf_stats(view, view.infos(), sample_bytes=2**22).values()
     assert stats.size == 2**20
     assert math.isclose(stats.mean, ramp.mean(), rel_tol=0.1)
     assert math.isclose(stats.std, ramp.std(), rel_tol=0.1)

@@ -16,11 +16,9 @@ import pytest
 from flax import nnx
 
 import t5ckpt
-from t5ckpt import plots
 from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
 from t5ckpt.inspection.layers import stacks_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
-from t5ckpt.inspection.runs import Series
 from t5ckpt.inspection.stats import moments_of
 
 
@@ -100,9 +98,6 @@ def test_stats_of_a_checkpoint(tmp_path):
     assert frame.loc['holes', 'zeros'] == 70
     assert 'kernel' in repr(stats)
     assert '21,000' in stats._repr_html_()
-    assert stats.plot('kernel').get_title() == 'kernel'
-    with pytest.raises(ValueError, match='bins=64'):
-        view.stats(bins=0).plot('kernel')
 
 
 @pytest.mark.parametrize(
@@ -113,16 +108,6 @@ def test_a_histogram_counts_every_finite_value_whatever_their_range(values, tmp_
     leaf = view.stats(bins=8)['w']
     assert leaf.counts.sum() == len(values)
     assert (np.diff(leaf.edges) > 0).all()
-
-
-def test_a_heatmap_of_a_leaf_larger_than_the_picture(tmp_path):
-    kernel = np.arange(2000 * 30, dtype=np.float32).reshape(2000, 30) - 30000
-    view = saved(tmp_path, kernel=kernel, step_count=np.int32(7))
-    image = view.heatmap('kernel').images[0].get_array()
-    assert image.shape == (512, 30)
-    np.testing.assert_allclose(image[0], kernel[:3].mean(axis=0))
-    with pytest.raises(ValueError, match='at least one dimension'):
-        view.heatmap('step_count')
 
 
 def test_memory_is_bounded_by_blocks_and_not_by_the_array(tmp_path):
@@ -263,20 +248,14 @@ def test_a_run_is_its_steps(tmp_path):
         return float(np.linalg.norm(leaf))
 
     series = run.series('w', norm)
-    assert dict(series) == pytest.approx({0: 0.0, 5: 75**0.5, 10: 300**0.5})
-    assert dict(run.series('w', norm, since=5)) == pytest.approx({5: 75**0.5, 10: 300**0.5})
+    assert series == pytest.approx({0: 0.0, 5: 75**0.5, 10: 300**0.5})
+    assert run.series('w', norm, since=5) == pytest.approx({5: 75**0.5, 10: 300**0.5})
     assert len(calls) == 3, 'what was computed is kept'
     assert list(run.series('v', norm)) == [5, 10]
     with pytest.raises(KeyError, match='no such leaf'):
         run.series('u', norm)
     with pytest.raises(KeyError, match='step 7'):
         run[7]
-    assert series.to_pandas().loc[10] == pytest.approx(300**0.5)
-    assert series.plot().get_title() == 'w'
-    # Values close together: an offset would stand on the title.
-    near = Series('w', {step: 222 + step / 1000 for step in (20, 40, 60)}).plot()
-    near.figure.canvas.draw()
-    assert near.yaxis.get_offset_text().get_text() == ''
     assert list(run.to_pandas().index) == [0, 5, 10]
     assert 'latest' in repr(run)
     assert '<table>' in run._repr_html_()
@@ -303,63 +282,6 @@ def test_the_table_of_a_notebook_scrolls_and_has_a_histogram_for_each_row(tmp_pa
         100 - 50 * count for count in counts.repeat(2)
     ]
     assert 'class="hist"' not in view.stats(bins=0)._repr_html_()
-
-
-def test_changes_as_a_figure(tmp_path):
-    layers = {
-        f'layers_{at}': {'mlp': {'wi': np.ones((4, 4), np.float32)}, 'norm': np.ones(4, np.float32)} for at in range(3)
-    }
-    one = saved(tmp_path / 'a', target=layers, **{'a$b$': np.ones(3, np.float32)})
-    layers['layers_2']['mlp']['wi'] = layers['layers_2']['mlp']['wi'] * 11
-    layers['layers_1']['norm'] = layers['layers_1']['norm'] * 2
-    two = saved(tmp_path / 'b', target=layers, **{'a$b$': np.zeros(3, np.float32)})
-    ax = t5ckpt.diff(one, two).plot()
-    rows, columns = ([label.get_text() for label in labels] for labels in (ax.get_yticklabels(), ax.get_xticklabels()))
-    assert (rows, columns) == (['(top)', 'target/layers_1', 'target/layers_2'], [r'a\$b\$', 'norm', 'mlp/wi'])
-    picture = ax.get_images()[0].get_array()
-    np.testing.assert_allclose([picture[0, 0], picture[1, 1], picture[2, 2]], [1, 1, 10], rtol=1e-6)
-    assert picture.mask[1, 2]
-    ax.figure.canvas.draw()
-    assert [text.get_text() for text in ax.figure.axes[1].get_yticklabels()], 'the color bar has values'
-    same = t5ckpt.diff(one, one).plot()
-    same.figure.canvas.draw()
-
-
-def test_a_figure_of_changes_leaves_counters_out_and_shows_the_parameters(tmp_path):
-    """A state of optax has two numbered parts, as many as a small model has layers."""
-
-    def state(scale):
-        layers = {f'layers_{at}': {'w': np.full(4, scale + at)} for at in range(2)}
-        return {
-            'params': layers,
-            'opt': {'0': {'mu': layers, 'count': np.int32(scale)}, '2': {'count': np.int32(scale)}},
-        }
-
-    ax = t5ckpt.diff(saved(tmp_path / 'a', **state(1.0)), saved(tmp_path / 'b', **state(30.0))).plot()
-    rows, columns = ([label.get_text() for label in labels] for labels in (ax.get_yticklabels(), ax.get_xticklabels()))
-    assert columns == ['w']
-    assert rows == [f'{part}/layers_{at}' for part in ('opt/0/mu', 'params') for at in (0, 1)]
-    assert not ax.get_images()[0].get_array().mask.any()
-
-
-def test_figures_say_what_their_axes_are(tmp_path):
-    path = tmp_path / 'run'
-    with t5ckpt.Checkpointer({'w': np.zeros((600, 3))}, checkpoints_dir=path) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.save({'w': np.full((600, 3), 222.0 + step / 1000)}, step=step)
-    ax = t5ckpt.open_run(path).series('w', lambda leaf: float(np.mean(leaf))).plot()
-    ax.figure.canvas.draw()
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ('step', 'value')
-    assert ax.yaxis.get_offset_text().get_text() == ''
-    assert {label.get_text() for label in ax.get_xticklabels()} >= {'1', '2', '3'}
-    assert not [label for label in ax.get_xticklabels() if '.' in label.get_text()]
-    ax = t5ckpt.open_checkpoint(path).heatmap('w')
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ('column', 'row')
-    # 600 rows are drawn as 512, and counted as 600.
-    assert ax.get_ylim() == (599.5, -0.5)
-    assert ax.figure.axes[1].get_ylabel() == 'mean of a block'
-    long = plots.plot_heatmap(np.ones((2, 2)), 'decoder/layers_0/encoder_decoder_attention/query/$kernel: 20 to 60')
-    assert long.get_title() == 'decoder/layers_0/encoder_decoder_attention/query\n/\\$kernel: 20 to 60'
 
 
 def test_the_best_step_and_the_metrics_of_a_run_are_those_of_the_checkpointer(tmp_path):
@@ -465,7 +387,7 @@ def _params(model):
         (lambda: _params(_Scanned(None, 0)), 'params/ScanMlp_0', 0, None),
         (lambda: _params(_Scanned('layers', 0)), 'params/layers', 0, None),
         (lambda: _params(_Scanned('blocks', 1)), 'params/blocks', 1, None),
-        (lambda: _params(_Scanned('tower', 1)), 'params/tower', 1, 'axis 1 of **/tower'),
+        (lambda: _params(_Scanned('tower', 1)), 'params/tower', 1, 'axis 1 of .*/tower'),
         (lambda: eqx.filter(_Haliax(), eqx.is_array), 'layers/stacked', 0, None),
         (lambda: nnx.to_pure_dict(nnx.state(_Nnx(nnx.Rngs(0)))), 'blocks', 0, 'axis 0 of blocks'),
     ],
@@ -495,8 +417,6 @@ def test_stacked_layers_are_divided(tmp_path, make, group, axis, told):
     assert {leaf.name for leaf in found.parts if '[1]' in leaf.name} == {
         leaf.name.replace(group, f'{group}[1]') for leaf in found.leaves
     }
-    ticks = [text.get_text() for text in found.plot().get_yticklabels()]
-    assert ticks == [f'{group}[1]', f'{group}[2]']
 
 
 @pytest.mark.parametrize(
@@ -526,10 +446,10 @@ def test_layers_that_are_told_wrongly(tmp_path):
         for step in (1, 2):
             checkpointer.save({'a': {'w': np.full((2, 3), step, np.float32)}}, step=step)
     paths = [tmp_path / f'run/checkpoint_{step}' for step in (1, 2)]
-    for told in ('a/**', 'axis 0', 'axis -1 of a/**', ''):
+    for told in ('a/.*', 'axis 0', 'axis -1 of a/.*', ''):
         with pytest.raises(ValueError, match="is not 'axis N of PATTERN', such as 'axis 0 of params/layers"):
             t5ckpt.diff(*paths, layers=told)
-    for told in ('axis 0 of b/**', 'axis 2 of a/**'):
+    for told in ('axis 0 of b/.*', 'axis 2 of a/.*'):
         with pytest.raises(ValueError, match='matches no array that has axis'):
             t5ckpt.diff(*paths, layers=told)
     with pytest.raises(ValueError, match='layers: values=False compares no values'):
@@ -537,5 +457,5 @@ def test_layers_that_are_told_wrongly(tmp_path):
     with pytest.raises(ValueError, match='layers: no steps are compared'):
         t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'page.html', steps=[1], layers='axis 0 of a')
     # Of other leaves than the array, or of the array itself.
-    for told in ('axis 1 of a', 'axis 1 of a/w', 'axis 1 of **'):
+    for told in ('axis 1 of a', 'axis 1 of a/w', 'axis 1 of .*'):
         assert len(t5ckpt.diff(*paths, layers=told).by_layer()) == 3, told

@@ -698,13 +698,6 @@ FUNCTIONS: list[Case] = [
         lambda s, _: nothing().translate({'decoder/w': KERNEL}),
     ),
     (
-        'CheckpointView.heatmap',
-        'name',
-        KeyError,
-        'nowhere',
-        lambda s, _: t5ckpt.open_checkpoint(s.run).heatmap('nowhere'),
-    ),
-    (
         'CheckpointView.select',
         'pattern',
         (KeyError, ValueError),
@@ -908,13 +901,6 @@ FUNCTIONS: list[Case] = [
         errors.MissingMetricWarning,
         "without the metric 'acc'",
         lambda s, _: asked(s, 1, {'accuracy': 1}, save_policy=t5ckpt.SaveOnImprovement('acc')),
-    ),
-    (
-        'CheckpointStats.plot',
-        'name',
-        (KeyError, ValueError),
-        'nowhere',
-        lambda s, _: t5ckpt.open_checkpoint(s.run).stats(bins=4).plot('nowhere'),
     ),
     ('CheckpointDiff.only', 'what', ValueError, "got 'valeus'", lambda s, _: t5ckpt.diff(s.run, s.run).only('valeus')),
     (

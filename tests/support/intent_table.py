@@ -50,7 +50,6 @@ trust_files | warning | no list of checksums is lost
     'CheckpointTranslator.add': 'pattern | hint | a rule for names that may come',
     'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
     'CheckpointTranslator.translate': 'flatdict | error | a name without a rule\nopts | hint | for the rules',
-    'CheckpointView.heatmap': 'name | error | no such leaf\nax | hint | None makes one',
     'CheckpointView.report': """
 output | error | it exists
 sample_bytes | error | below 1; a larger one than the checkpoint reads all
@@ -213,9 +212,6 @@ mode | warning | the default, with a metric such as a loss: MetricModeWarning
 mode least min_step | error | out of range
 """,
     'SaveWhenIdle': 'min_step | error | out of range',
-    'Series.plot': 'ax | hint | None makes one',
-    'CheckpointDiff.plot': 'ax | hint | None makes one',
-    'CheckpointStats.plot': 'name | error | no such leaf\nax | hint | None makes one',
     'CheckpointDiff.only': 'what | error | unknown word',
     'CheckpointDiff.top': 'count | hint | a limit',
     'TensorBoardMetrics': 'directory | warning | no event file has the metric: MissingMetricWarning',
@@ -301,10 +297,6 @@ follow_links | warning | not on a local file system
     'convert.seqax.seqax_steps': 'directory | hint | a run that begins there: it has no steps yet',
     'convert.seqax.export_seqax': 'directory | error | it has the step already\nlike | error | other leaves',
     'datasets.as_dataset_iterator': 'iterator | error | it cannot return its position',
-    'plots.plot_heatmap': 'array title ax | hint | how it looks',
-    'plots.plot_histogram': 'counts edges title ax | hint | how it looks',
-    'plots.plot_layers': 'values title ax | hint | how it looks',
-    'plots.plot_series': 'values title ax | hint | how it looks',
     'storage.options.FileOptions': """
 direct_bytes | error | below 1
 """,
@@ -414,10 +406,10 @@ leaves | error | matches nothing
 RETURNED = """
 CheckpointDiff CheckpointStats CheckpointView CommittedCheckpoint Conversion CopyReport Damage
 Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
-Run RunConversion SaveStateTransformationFn Series StepInfo VerifyReport
+Run RunConversion SaveStateTransformationFn StepInfo VerifyReport
 """
 
-PUBLIC = ('', 'convert.seqax', 'datasets', 'plots', 'training')
+PUBLIC = ('', 'convert.seqax', 'datasets', 'training')
 ANSWERS = {'error', 'warning', 'report', 'hint'}
 # Public names of these modules that no user calls.
 INTERNAL = {

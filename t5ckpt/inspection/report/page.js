@@ -72,7 +72,7 @@ const figure = (id, label, caption, height) =>
 // --- tables -----------------------------------------------------------------------------------------------------------
 
 // columns: {title, right, value(row) to sort by, cell(row) -> text or node}
-function table(columns, rows, { page = 100, label, sort = null, descending = false, row: dress = null }) {
+function table(columns, rows, { page = 100, label, sort = null, descending = false }) {
   let [by, down, shown, list] = [sort, descending, page, rows];
   const body = make('tbody');
   const more = make('button', { type: 'button', class: 'more', onclick: () => { const before = shown; shown += page; fill(); body.rows[before]?.querySelector('button')?.focus(); } });
@@ -94,11 +94,7 @@ function table(columns, rows, { page = 100, label, sort = null, descending = fal
   function fill(next) {
     if (next) { list = next; shown = page; }
     heads.forEach((head, at) => (at === by ? head.setAttribute('aria-sort', down ? 'descending' : 'ascending') : head.removeAttribute('aria-sort')));
-    body.replaceChildren(...sorted().slice(0, shown).map((row) => {
-      const line = make('tr', {}, columns.map((column) => make('td', { class: [column.right && 'num', column.class].filter(Boolean).join(' ') }, column.cell(row))));
-      if (dress) dress(line, row);
-      return line;
-    }));
+    body.replaceChildren(...sorted().slice(0, shown).map((row) => make('tr', {}, columns.map((column) => make('td', { class: [column.right && 'num', column.class].filter(Boolean).join(' ') }, column.cell(row))))));
     more.hidden = shown >= list.length;
     more.textContent = `Show ${whole(Math.min(page, list.length - shown))} more of ${whole(list.length)}`;
   }
@@ -146,10 +142,7 @@ const GROUPS = [
   ['kept', '--c1', () => true],
 ];
 
-function extreme(curve, choose) {
-  const finite = curve.values.map((value) => number(value)).filter(Number.isFinite);
-  return finite.length ? choose(...finite) : null;
-}
+const ofPoints = ({ points }, choose) => { const finite = points.map((point) => number(point[2])).filter(Number.isFinite); return finite.length ? choose(...finite) : null; };
 
 function runSection(facts) {
   const steps = facts.steps;
@@ -180,8 +173,8 @@ function runSection(facts) {
       layout.annotations.push({ text: plain(short(name, 60)), x: 0.005, xref: 'paper', y: top, yref: 'paper', xanchor: 'left', yanchor: 'bottom', showarrow: false, font: { color: css('--text'), size: 12.5 } });
       const curve = curves.get(name);
       if (curve) {
-        const finite = curve.steps.map((step, k) => k).filter((k) => Number.isFinite(number(curve.values[k])) && (!time || curve.times[k]));
-        data.push({ type: 'scatter', mode: 'lines', x: finite.map((k) => (time ? new Date(curve.times[k] * 1000).toISOString() : curve.steps[k])), y: finite.map((k) => curve.values[k]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c1'), width: 1.5 }, hoverinfo: 'text', hovertext: finite.map((k) => `${plain(name)} ${digits(curve.values[k])}<br>step ${whole(curve.steps[k])}, events`), showlegend: false });
+        const finite = curve.points.filter(([, at, value]) => Number.isFinite(number(value)) && (!time || at));
+        data.push({ type: 'scatter', mode: 'lines', x: finite.map(([step, at]) => (time ? new Date(at * 1000).toISOString() : step)), y: finite.map((point) => point[2]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c1'), width: 1.5 }, hoverinfo: 'text', hovertext: finite.map(([step, , value]) => `${plain(name)} ${digits(value)}<br>step ${whole(step)}, events`), showlegend: false });
       }
       if (has.length) data.push({ type: 'scatter', mode: curve ? 'markers' : 'lines+markers', x: has.map(at), y: has.map((step) => step.metrics[name]), yaxis: `y${row ? row + 1 : ''}`, line: { color: css('--c0'), width: 2 }, marker: { size: 6 }, hoverinfo: 'text', hovertext: has.map((step) => `${plain(name)} ${digits(step.metrics[name])}<br>step ${whole(step.step)}`), showlegend: false });
     });
@@ -199,7 +192,7 @@ function runSection(facts) {
       const group = [...left].filter(belongs);
       group.forEach((step) => left.delete(step));
       if (!group.length) continue;
-      data.push({ type: 'bar', name, x: group.map(at), y: group.map((step) => step.bytes ?? 0), width, yaxis: sizes, marker: { color: css(colour) }, hoverinfo: 'text', textposition: 'none', hovertext: group.map((step) => `step ${whole(step.step)}, ${bytes(step.bytes)}<br>${moment(step.created)} UTC<br>${plain(short(step.kept || step.state, 90))}`) });
+      data.push({ type: 'bar', name, x: group.map(at), y: group.map((step) => step.nbytes ?? 0), width, yaxis: sizes, marker: { color: css(colour) }, hoverinfo: 'text', textposition: 'none', hovertext: group.map((step) => `step ${whole(step.step)}, ${bytes(step.nbytes)}<br>${moment(step.created)} UTC<br>${plain(short(step.kept || step.state, 90))}`) });
     }
     for (const step of list.filter((each) => marks.includes(each.step))) {
       layout.shapes.push({ type: 'line', xref: 'x', yref: 'paper', x0: at(step), x1: at(step), y0: 0, y1: 1, layer: 'above', opacity: 0.7, line: { color: css('--accent'), width: 1.5, dash: 'dot' } });
@@ -218,7 +211,7 @@ function runSection(facts) {
   const columns = [
     numbered,
     { title: 'saved (UTC)', right: true, value: (row) => row.created, cell: (row) => moment(row.created) },
-    { title: 'size', right: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
+    { title: 'size', right: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
     ...saved.filter(isCompared).map(metric),
     ...(steps.some((step) => step.layout !== 't5x') ? [{ title: 'layout', value: (row) => row.layout, cell: (row) => row.layout }] : []),
     { title: 'kept because', class: 'why', value: (row) => row.kept, cell: (row) => [row.state === 'complete' ? null : make('span', { class: 'bad' }, row.state + ' '), row.kept, ' ', here(row.step)] },
@@ -228,14 +221,14 @@ function runSection(facts) {
   const order = { sort: 0, descending: true, page: 50 };
   const list = table(columns, steps, { label: 'Steps of the run', ...order });
   const rest = isFew ? null : folded(`${others.length} metrics that the keep policy does not compare`, false, table([numbered, ...others.map(metric)], steps, { label: 'Other metrics', ...order }).node);
-  const last = (row) => row.values[row.values.length - 1];
+  const last = ({ points }) => points[points.length - 1];
+  const sized = (title, choose) => ({ title, right: true, value: (row) => number(ofPoints(row, choose)), cell: (row) => digits(ofPoints(row, choose)) });
   const events = table([
     { title: 'curve', value: (row) => row.name, cell: (row) => broken(row.name) },
     { title: 'points', right: true, value: (row) => row.count, cell: (row) => whole(row.count) },
-    { title: 'last step', right: true, value: (row) => row.steps[row.steps.length - 1], cell: (row) => whole(row.steps[row.steps.length - 1]) },
-    { title: 'last value', right: true, value: (row) => number(last(row)), cell: (row) => digits(last(row)) },
-    { title: 'smallest', right: true, value: (row) => number(extreme(row, Math.min)), cell: (row) => digits(extreme(row, Math.min)) },
-    { title: 'largest', right: true, value: (row) => number(extreme(row, Math.max)), cell: (row) => digits(extreme(row, Math.max)) },
+    { title: 'last step', right: true, value: (row) => last(row)[0], cell: (row) => whole(last(row)[0]) },
+    { title: 'last value', right: true, value: (row) => number(last(row)[2]), cell: (row) => digits(last(row)[2]) },
+    sized('smallest', Math.min), sized('largest', Math.max),
   ], facts.curves, { label: 'Curves of the event files', sort: 0, page: 50 });
   const caption = 'Dotted lines: the steps described and compared below. Drag to zoom, double-click to reset. The table has the same values.';
   return {
@@ -250,85 +243,59 @@ function runSection(facts) {
 
 // --- leaves -----------------------------------------------------------------------------------------------------------
 
+// Groups of {key, id, children, bytes, leaves}, and leaves of {key, id, leaf, bytes} in them; weights before the optimizer's state.
 function grown(leaves) {
-  const root = { key: '', id: 0, children: new Map(), leaf: null, bytes: 0, leaves: 0, parent: null };
-  let next = 1;
+  let next = 0;
+  const group = (key) => ({ key, id: `n${next++}`, groups: new Map(), children: [], bytes: 0, leaves: 0 });
+  const root = group('');
   for (const leaf of leaves) {
-    let node = root;
-    leaf.keys.forEach((key, depth) => {
-      const end = depth === leaf.keys.length - 1;
-      // A group and a leaf of one name would be one node.
-      const label = end ? 'l' + key : 'g' + key;
-      if (!node.children.has(label)) node.children.set(label, { key, id: next++, children: new Map(), leaf: null, bytes: 0, leaves: 0, parent: node });
-      node = node.children.get(label);
-      if (end) node.leaf = leaf;
-    });
-    for (let each = node; each; each = each.parent) { each.bytes += leaf.bytes; each.leaves += 1; }
+    const above = [root];
+    for (const key of leaf.path.slice(0, -1)) {
+      const node = above[above.length - 1];
+      if (!node.groups.has(key)) { node.groups.set(key, group(key)); node.children.push(node.groups.get(key)); }
+      above.push(node.groups.get(key));
+    }
+    above[above.length - 1].children.push({ key: leaf.path[leaf.path.length - 1] ?? '', id: `n${next++}`, leaf, bytes: leaf.nbytes });
+    for (const node of above) { node.bytes += leaf.nbytes; node.leaves += 1; }
   }
   const order = (item) => {
-    // Weights before the optimizer's state.
     const first = (child) => item === root && WEIGHTS.test(child.key);
-    item.children = new Map([...item.children].sort(([, a], [, b]) => first(b) - first(a) || natural(a.key, b.key)));
-    item.children.forEach(order);
+    item.children?.sort((a, b) => first(b) - first(a) || natural(a.key, b.key)).forEach(order);
   };
   order(root);
   return root;
 }
 
 // A tree of <details>. The rows of a group are made when it is opened.
-function treeView(onSelect) {
-  const MOST = 300;
+function treeView(onLeaf) {
   const node = make('div', { class: 'tree panel', role: 'group', 'aria-label': 'Leaves' });
   let [total, on] = [1, null];
-  const described = (item) => (item.leaf ? (item.leaf.dtype ? `${item.leaf.dtype} ${shape(item.leaf.shape)}` : item.leaf.value ? short(item.leaf.value, 24) : item.leaf.kind) : counted(item.leaves, 'leaf', 'leaves'));
+  const described = ({ leaf, leaves }) => (!leaf ? counted(leaves, 'leaf', 'leaves') : leaf.dtype ? `${leaf.dtype} ${shape(leaf.shape)}` : leaf.value ? short(leaf.value, 24) : leaf.kind);
   const mark = (row) => { on?.removeAttribute('aria-current'); on = row; row.setAttribute('aria-current', 'true'); };
-  const inside = (place) => [...place.children].filter((each) => each.item);
 
-  function line(item, level) {
-    const row = make(item.leaf ? 'button' : 'summary', { class: 'row', type: item.leaf && 'button', style: { '--level': String(level) }, onclick: () => { mark(row); onSelect(item); } },
+  function place(item, level) {
+    const row = make(item.leaf ? 'button' : 'summary', { class: 'row', type: item.leaf && 'button', style: { '--level': String(level) }, onclick: () => { mark(row); if (item.leaf) onLeaf(item.leaf); } },
       make('span', { class: 'name' }, item.key || '(no name)'), make('span', { class: 'what' }, described(item)), make('span', { class: 'num' }, bytes(item.bytes)),
       make('span', { class: 'share', 'aria-hidden': 'true' }, make('i', { style: { width: `${(100 * item.bytes) / total}%` } })));
-    const place = item.leaf ? row : make('details', { ontoggle: () => place.open && open(place) }, row);
-    return Object.assign(place, { item, level, row });
-  }
-  function fill(place, children, level) {
-    const lines = children.slice(0, MOST).map((child) => line(child, level));
-    const rest = children.slice(MOST);
-    place.append(...lines);
-    if (rest.length) place.append(make('button', { class: 'row dim', type: 'button', style: { '--level': String(level) }, onclick: (event) => { event.currentTarget.remove(); fill(place, rest, level)[0].row.focus(); } }, `${whole(rest.length)} more`));
-    return lines;
-  }
-  function open(group) {
-    if (group.children.length === 1) fill(group, [...group.item.children.values()], group.level + 1);
-    group.open = true;
-    return inside(group);
+    if (item.leaf) return Object.assign(row, { item });
+    const group = make('details', { ontoggle: () => group.open && group.grow() }, row);
+    const grow = () => { if (group.children.length === 1) group.append(...item.children.map((child) => place(child, level + 1))); group.open = true; return [...group.children].slice(1); };
+    return Object.assign(group, { item, grow });
   }
   function show(root, openAll) {
     total = Math.max(1, root.bytes);
-    node.replaceChildren();
-    let items = fill(node, [...root.children.values()], 0);
-    if (!items.length) node.append(make('p', { class: 'dim' }, 'No leaf matches.'));
-    let budget = openAll ? 400 : 40;
-    while (items.length && budget > 0) {
-      const groups = items.filter(({ item, level }) => !item.leaf && (openAll || level < 1 || item.children.size <= 3));
-      items = [];
-      for (const group of groups) {
-        if (budget <= 0) break;
-        items.push(...open(group));
-        budget -= group.item.children.size;
-      }
-    }
+    node.replaceChildren(...root.children.map((child) => place(child, 0)));
+    if (!root.children.length) node.append(make('p', { class: 'dim' }, 'No leaf matches.'));
+    const open = (places, level) => places.forEach((each) => each.grow && (openAll || level < 1) && open(each.grow(), level + 1));
+    open([...node.children], 0);
   }
   function select(leaf) {
-    let place = node;
-    leaf.keys.forEach((key, depth) => {
-      const end = depth === leaf.keys.length - 1;
-      place = place && inside(place).find(({ item }) => item.key === key && Boolean(item.leaf) === end);
-      if (place && !end) open(place);
-    });
-    if (!place) return;
-    mark(place.row);
-    node.scrollTop = place.row.offsetTop - node.offsetTop - 60;
+    let places = [...node.children];
+    for (const key of leaf.path.slice(0, -1)) places = places.find((each) => each.grow && each.item.key === key)?.grow() ?? [];
+    const row = places.find((each) => each.item?.leaf === leaf);
+    if (!row) return;
+    mark(row);
+    node.scrollTop = row.offsetTop - node.offsetTop - 60;
   }
   return { node, show, select };
 }
@@ -336,28 +303,23 @@ function treeView(onSelect) {
 // White text is legible on these and on Plotly's darker shades of them, in both themes.
 const DEEP = ['#2a6fb0', '#00796b', '#a85d00', '#7d3fb5', '#ad3559', '#4d6d17'];
 
-function areas(root, onLeaf) {
-  const MOST = 500;
-  const leaves = [];
-  const walk = (item) => (item.leaf ? leaves.push(item) : item.children.forEach(walk));
-  walk(root);
-  const shown = new Set(leaves.filter((item) => item.bytes > 0).sort((a, b) => b.bytes - a.bytes).slice(0, MOST));
-  const [ids, labels, parents, values, text, hover, items] = [[], [], [], [], [], [], new Map()];
-  const push = (id, label, parent, value, item, about) => { ids.push(id); labels.push(plain(short(label, 60))); parents.push(parent); values.push(value); text.push(bytes(value)); hover.push(about); items.set(id, item); };
+// The largest leaves as areas; Plotly is slow with more.
+function areas(root, leaves, onLeaf) {
+  const shown = new Set([...leaves].sort((a, b) => b.nbytes - a.nbytes).slice(0, 500));
+  const boxes = [];
   const add = (item, parent) => {
-    if (!item.bytes) return;
-    const id = `n${item.id}`;
-    if (item.leaf) { if (shown.has(item)) push(id, item.key, parent, item.bytes, item, `${plain(short(item.leaf.name, 90))}<br>${plain(item.leaf.dtype)} ${shape(item.leaf.shape)}<br>${bytes(item.bytes)}`); return; }
-    push(id, item.parent ? item.key : 'all leaves', parent, item.bytes, item, `${plain(item.parent ? item.key : 'all leaves')}<br>${counted(item.leaves, 'leaf', 'leaves')}, ${bytes(item.bytes)}`);
-    const small = [...item.children.values()].filter((child) => child.leaf && child.bytes && !shown.has(child));
-    item.children.forEach((child) => add(child, id));
-    if (small.length) { const sum = small.reduce((all, child) => all + child.bytes, 0); push(`${id}s`, `${whole(small.length)} smaller`, id, sum, null, `${counted(small.length, 'smaller leaf', 'smaller leaves')}, ${bytes(sum)}`); }
+    if (!item.bytes || (item.leaf && !shown.has(item.leaf))) return;
+    boxes.push({ item, parent });
+    item.children?.forEach((child) => add(child, item.id));
   };
   add(root, '');
+  const label = (item) => plain(short(item === root ? 'all leaves' : item.key, 60));
+  const about = ({ leaf, leaves: count }) => (leaf ? `${plain(short(leaf.name, 90))}<br>${plain(leaf.dtype)} ${shape(leaf.shape)}` : counted(count, 'leaf', 'leaves'));
+  const each = (value) => boxes.map(({ item }) => value(item));
   return () => ({
-    data: [{ type: 'treemap', ids, labels, parents, values, text, branchvalues: 'total', textinfo: 'label+text', hoverinfo: 'text', hovertext: hover, tiling: { pad: 1 }, maxdepth: 5, marker: { line: { width: 1, color: css('--panel') }, pad: { t: 20, l: 3, r: 3, b: 3 }, cornerradius: 3 }, root: { color: '#5b6675' }, textfont: { color: '#fff' }, pathbar: { thickness: 22 } }],
+    data: [{ type: 'treemap', ids: each((item) => item.id), labels: each(label), parents: boxes.map(({ parent }) => parent), values: each((item) => item.bytes), text: each((item) => bytes(item.bytes)), branchvalues: 'total', textinfo: 'label+text', hoverinfo: 'text', hovertext: each((item) => `${item.leaf ? '' : `${label(item)}<br>`}${about(item)}<br>${bytes(item.bytes)}`), tiling: { pad: 1 }, maxdepth: 5, marker: { line: { width: 1, color: css('--panel') }, pad: { t: 20, l: 3, r: 3, b: 3 }, cornerradius: 3 }, root: { color: '#5b6675' }, textfont: { color: '#fff' }, pathbar: { thickness: 22 } }],
     layout: { margin: { l: 0, r: 0, t: 26, b: 0 }, treemapcolorway: DEEP, uniformtext: { minsize: 9, mode: 'hide' } },
-    click: ['plotly_treemapclick', (event) => { const item = items.get(event.points[0].id); if (item && item.leaf) onLeaf(item.leaf); }],
+    click: ['plotly_treemapclick', (event) => { const item = boxes.find((box) => box.item.id === event.points[0].id)?.item; if (item?.leaf) onLeaf(item.leaf); }],
   });
 }
 
@@ -376,14 +338,14 @@ function leafSection(facts) {
   const { leaves, all_leaves: all, step } = facts.checkpoint;
   const root = grown(leaves);
   // In the order of the tree.
-  const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.keys[0]) - WEIGHTS.test(a.keys[0]) || natural(a.name, b.name));
+  const arrays = leaves.filter((leaf) => leaf.stats).sort((a, b) => WEIGHTS.test(b.path[0]) - WEIGHTS.test(a.path[0]) || natural(a.name, b.name));
   const sampled = arrays.filter((leaf) => leaf.stats.read < leaf.size);
   const details = make('div', { class: 'panel', 'aria-live': 'polite' }, make('p', { class: 'dim' }, 'Choose a leaf in the tree, the picture or the table.'));
   const title = step === null ? 'Leaves' : `Step ${whole(step)}`;
 
   function describe(leaf) {
     const stats = leaf.stats;
-    const rows = [['dtype', leaf.dtype || leaf.kind], ['shape', leaf.dtype ? shape(leaf.shape) : ''], ['values', leaf.size ? whole(leaf.size) : ''], ['size', leaf.dtype ? bytes(leaf.bytes) : ''], ['on disk', grid(leaf)], ['value', leaf.value]];
+    const rows = [['dtype', leaf.dtype || leaf.kind], ['shape', leaf.dtype ? shape(leaf.shape) : ''], ['values', leaf.size ? whole(leaf.size) : ''], ['size', leaf.dtype ? bytes(leaf.nbytes) : ''], ['on disk', grid(leaf)], ['value', leaf.value]];
     if (stats) {
       const part = stats.read < leaf.size ? ` in a sample of ${whole(stats.read)} values` : '';
       rows.push(['mean ± std', `${digits(stats.mean)} ± ${digits(stats.std)}`], ['range', `${digits(stats.min)} to ${digits(stats.max)}${part}`], [part ? 'norm, estimated' : 'norm', digits(stats.norm)], ['zeros', `${digits((100 * stats.zeros) / stats.read)} %`]);
@@ -398,20 +360,12 @@ function leafSection(facts) {
       const width = high / stats.counts.length - low / stats.counts.length;
       draw('leaf-plot', () => ({ data: [{ type: 'bar', x: stats.counts.map((_, at) => low + (at + 0.5) * width), y: stats.counts, width, marker: { color: css('--c0') }, hoverinfo: 'text', textposition: 'none', hovertext: stats.counts.map((count, at) => `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}<br>${counted(count, 'value')}`) }], layout: { bargap: 0, margin: { l: 52, r: 8, t: 6, b: 28 }, xaxis: axis({ nticks: 7 }), yaxis: axis({ type: 'log', dtick: 1, exponentformat: 'SI' }) } }));
     }
-    mark(leaf);
   }
-  const zoom = (item) => window.Plotly && $('areas') && window.Plotly.restyle('areas', { level: `n${item.id}` });
-  const tree = treeView((item) => (item.leaf ? describe(item.leaf) : zoom(byKeys(item))));
-  // The tree of a search has nodes of its own.
-  const keysOf = (item) => { const keys = []; for (let each = item; each.parent; each = each.parent) keys.unshift(each.key); return keys; };
-  const byKeys = (item) => keysOf(item).reduce((node, key) => node?.children.get('g' + key), root) || root;
-
-  let on = null;
-  const lines = new WeakMap();
-  const mark = (leaf) => { on?.classList.remove('on'); on = lines.get(leaf) || null; on?.classList.add('on'); };
+  const tree = treeView(describe);
+  const choose = (leaf) => { tree.select(leaf); describe(leaf); };
   const stat = (title, field) => ({ title, right: true, value: (leaf) => number(leaf.stats[field]), cell: (leaf) => digits(leaf.stats[field]) });
   const rows = leafTable([
-    { title: 'leaf', class: 'name', value: (leaf) => leaf.name, cell: (leaf) => make('button', { type: 'button', class: 'link', onclick: () => { tree.select(leaf); describe(leaf); } }, broken(leaf.name)) },
+    { title: 'leaf', class: 'name', value: (leaf) => leaf.name, cell: (leaf) => make('button', { type: 'button', class: 'link', onclick: () => choose(leaf) }, broken(leaf.name)) },
     { title: 'dtype', value: (leaf) => leaf.dtype, cell: (leaf) => leaf.dtype },
     { title: 'shape', right: true, value: (leaf) => leaf.size, cell: (leaf) => shape(leaf.shape) },
     { title: 'histogram', cell: (leaf) => (leaf.stats.counts ? hist(leaf.stats) : '') },
@@ -419,7 +373,7 @@ function leafSection(facts) {
     { title: 'zeros', right: true, value: (leaf) => leaf.stats.zeros / leaf.stats.read, cell: (leaf) => `${digits(Number(((100 * leaf.stats.zeros) / leaf.stats.read).toPrecision(3)))} %` },
     { title: 'NaN', right: true, value: (leaf) => leaf.stats.nan, cell: (leaf) => make('span', { class: leaf.stats.nan ? 'bad' : '' }, whole(leaf.stats.nan)) },
     { title: 'inf', right: true, value: (leaf) => leaf.stats.inf, cell: (leaf) => make('span', { class: leaf.stats.inf ? 'bad' : '' }, whole(leaf.stats.inf)) },
-  ], arrays, { label: 'Statistics of the arrays', page: 60, row: (line, leaf) => lines.set(leaf, line) });
+  ], arrays, { label: 'Statistics of the arrays', page: 60 });
 
   const status = make('span', { class: 'dim', role: 'status' });
   const box = make('input', { type: 'search', id: 'search', placeholder: 'Search: layers_0 kernel, float32, 512 × 2,048', 'aria-label': 'Search the leaves by name, dtype or shape', autocomplete: 'off', spellcheck: 'false' });
@@ -427,7 +381,7 @@ function leafSection(facts) {
   function search() {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matches = words.length ? leaves.filter((leaf) => words.every((word) => texts.get(leaf).includes(word))) : leaves;
-    tree.show(words.length ? grown(matches) : root, words.length > 0 || leaves.length <= 40);
+    tree.show(words.length ? grown(matches) : root, matches.length <= (words.length ? 400 : 40));
     status.textContent = words.length ? `${whole(matches.length)} of ${counted(leaves.length, 'leaf', 'leaves')}` : all > leaves.length ? `the largest ${whole(leaves.length)} of ${whole(all)} leaves` : counted(all, 'leaf', 'leaves');
   }
   let wait;
@@ -441,7 +395,7 @@ function leafSection(facts) {
     ? make('p', { class: 'note warn' }, make('b', {}, `${counted(bad.length, 'leaf has', 'leaves have')} NaN or infinite values${where}: `), bad.slice(0, 8).map((leaf) => leaf.name).join(', '), bad.length > 8 ? ` and ${bad.length - 8} more` : '')
     : make('p', { class: 'note' }, `No NaN and no infinite value${where}.`);
   const read = sampled.length
-    ? `${counted(sampled.length, 'leaf', 'leaves')} of ${whole(arrays.length)} were sampled: their statistics come from evenly spread parts, ${bytes(facts.checkpoint.sample_bytes)} of ${bytes(facts.checkpoint.bytes)} in all. Their extremes and counts are those of the sample.`
+    ? `${counted(sampled.length, 'leaf', 'leaves')} of ${whole(arrays.length)} were sampled: their statistics come from evenly spread parts, ${bytes(facts.checkpoint.sample_bytes)} of ${bytes(facts.checkpoint.nbytes)} in all. Their extremes and counts are those of the sample.`
     : 'All values were read.';
   return {
     node: make('div', {},
@@ -452,9 +406,9 @@ function leafSection(facts) {
         make('p', { class: 'dim' }, 'T5X\'s format records no shardings. The chunks of an array divide the shards that the devices wrote.')),
       make('section', { id: 'statistics', 'aria-labelledby': 'statistics-title' }, make('h2', { id: 'statistics-title' }, 'Statistics'), make('p', { class: 'dim' }, read), health, rows)),
     start: () => {
-      draw('areas', areas(root, (leaf) => { tree.select(leaf); describe(leaf); }));
-      const first = arrays.filter((leaf) => WEIGHTS.test(leaf.keys[0]) === WEIGHTS.test(arrays[0].keys[0]));
-      if (first.length) describe(first.reduce((a, b) => (b.bytes > a.bytes ? b : a)));
+      draw('areas', areas(root, leaves, choose));
+      const first = arrays.filter((leaf) => WEIGHTS.test(leaf.path[0]) === WEIGHTS.test(arrays[0].path[0]));
+      if (first.length) describe(first.reduce((a, b) => (b.nbytes > a.nbytes ? b : a)));
     },
   };
 }
@@ -464,7 +418,7 @@ function leafSection(facts) {
 function changeSection(facts) {
   const { steps: [before, after], leaves: changed, same, heat } = facts.changes;
   const parts = [...new Set(heat.map((cell) => cell.part))];
-  const weight = (part) => facts.checkpoint.leaves.filter((leaf) => leaf.keys[0] === part).reduce((all, leaf) => all + leaf.bytes, 0);
+  const weight = (part) => facts.checkpoint.leaves.filter((leaf) => leaf.path[0] === part).reduce((all, leaf) => all + leaf.nbytes, 0);
   let part = parts.find((name) => WEIGHTS.test(name)) ?? [...parts].sort((a, b) => weight(b) - weight(a))[0];
   const [MOST_ROWS, MOST_COLUMNS] = [80, 60];
   const cut = make('p', { class: 'dim' });
@@ -490,10 +444,7 @@ function changeSection(facts) {
       text[row][column] = `${plain(short(cell.name, 90))}<br>${!cell.what ? 'unchanged' : Number.isNaN(value) ? `not compared: ${plain(cell.a)} → ${plain(cell.b)}` : `‖b − a‖ / ‖a‖ = ${digits(value)}<br>largest |b − a| = ${digits(cell.largest)}`}`;
     }
     if (!(high > low)) { low = (Number.isFinite(low) ? low : -3) - 1; high = low + 2; }
-    const every = high - low > 2.5 ? [1] : high - low > 0.8 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
-    const ticks = [];
-    for (let at = Math.floor(low); at <= high; at += Math.max(1, Math.round((high - low) / 6))) for (const each of every) { const log = at + Math.log10(each); if (log >= low && log <= high) ticks.push(log); }
-    const marks = ticks.length > 1 ? ticks : [low, high];
+    const marks = [0, 1, 2, 3, 4].map((at) => low + (at * (high - low)) / 4);
     // With so many digits that the numbers at the color bar differ.
     const labels = (size) => marks.map((at) => digits(Number((10 ** at).toPrecision(size))));
     const size = [2, 3, 4].find((each) => new Set(labels(each)).size === marks.length) ?? 5;
@@ -543,10 +494,10 @@ function cards(facts) {
   if (steps.length) {
     const complete = steps.filter((step) => step.state === 'complete');
     const latest = complete[complete.length - 1];
-    rows.push(['Steps', whole(complete.length), latest ? `latest ${whole(latest.step)}` : ''], ['All steps on disk', bytes(steps.reduce((all, step) => all + (step.bytes ?? 0), 0)), '']);
+    rows.push(['Steps', whole(complete.length), latest ? `latest ${whole(latest.step)}` : ''], ['All steps on disk', bytes(steps.reduce((all, step) => all + (step.nbytes ?? 0), 0)), '']);
     if (latest) rows.push(['Last saved', moment(latest.created).slice(0, 10), latest.created === null ? '' : `${moment(latest.created).slice(11)} UTC`]);
   }
-  rows.push([checkpoint.step === null ? 'Arrays in memory' : `Arrays of step ${whole(checkpoint.step)}`, bytes(checkpoint.bytes), ''], ['Leaves', whole(checkpoint.all_leaves), ''], ['Values', checkpoint.size >= 1e6 ? `${(checkpoint.size / 1e6).toLocaleString('en-US', { maximumFractionDigits: 1 })} M` : whole(checkpoint.size), checkpoint.size >= 1e6 ? whole(checkpoint.size) : '']);
+  rows.push([checkpoint.step === null ? 'Arrays in memory' : `Arrays of step ${whole(checkpoint.step)}`, bytes(checkpoint.nbytes), ''], ['Leaves', whole(checkpoint.all_leaves), ''], ['Values', checkpoint.size >= 1e6 ? `${(checkpoint.size / 1e6).toLocaleString('en-US', { maximumFractionDigits: 1 })} M` : whole(checkpoint.size), checkpoint.size >= 1e6 ? whole(checkpoint.size) : '']);
   return make('dl', { class: 'cards' }, rows.map(([name, value, small]) => make('div', {}, make('dt', {}, name), make('dd', {}, value, small ? make('small', {}, small) : null))));
 }
 

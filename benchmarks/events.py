@@ -15,7 +15,7 @@ import tempfile
 import time
 
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.metrics.record_file import masked_crc32c
+from t5ckpt.metrics.event_file import masked_crc32c
 
 
 def _event(step: int, tag: bytes, value: float) -> bytes:

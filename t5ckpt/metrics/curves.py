@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import ceil_div
 from t5ckpt.format.names import parse_prefixed_step
-from t5ckpt.metrics.event_protobuf import Scalar, all_scalars
-from t5ckpt.metrics.record_file import RecordScan
+from t5ckpt.metrics.event_file import EventScan
 from t5ckpt.metrics.tensorboard import is_event_file
 from t5ckpt.storage import Storage, foreign_errors
 
@@ -55,11 +54,13 @@ def curves(storage: Storage) -> list[Curve]:
     points: dict[str, dict[int, tuple[float, float]]] = {}
     for path in _chosen(root):
         directory = os.path.relpath(os.path.dirname(path), root)
+        scan = EventScan(max_record=_MAX_RECORD)
         try:
-            for scalar in _scalars(path):
-                tag = scalar.tag.decode('utf-8', 'replace')
-                name = tag if directory == os.curdir else f'{directory}/{tag}'
-                points.setdefault(name, {})[scalar.step] = (scalar.time, scalar.value)
+            with foreign_errors(path), open(path, 'rb') as file:
+                size, number = os.path.getsize(path), file.fileno()
+                for scalar in scan.scalars(size, lambda start, count, number=number: os.pread(number, count, start)):
+                    name = scalar.tag if directory == os.curdir else f'{directory}/{scalar.tag}'
+                    points.setdefault(name, {})[scalar.step] = (scalar.time, scalar.value)
         except T5CkptError as error:
             _log.warning('t5ckpt: events are not read: %s', error)
     return [_curve(name, points[name]) for name in sorted(points)[:_MAX_CURVES]]
@@ -97,12 +98,3 @@ def _curve(name: str, values: dict[int, tuple[float, float]]) -> Curve:
     # From the end, so that the last point is always there.
     kept = steps[::-1][::every][::-1]
     return Curve(name, tuple((step, *values[step]) for step in kept), len(steps))
-
-
-def _scalars(path: str) -> Iterator[Scalar]:
-    scan = RecordScan(b'', _MAX_RECORD)
-    with foreign_errors(path), open(path, 'rb', buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        for record in scan.records(size, lambda start, count: os.pread(file.fileno(), count, start)):
-            with contextlib.suppress(ValueError):
-                yield from all_scalars(record)

@@ -1,4 +1,4 @@
-"""Reads metrics of steps from TensorBoard's event files, without TensorFlow and TensorBoard.
+"""Reads metrics of steps from TensorBoard's event files, with the extra ``tensorboard``.
 
 Each call continues where the previous one ended, so that a save reads only the events since the previous save. On an object
 store, a file that has changed is fetched completely, and its new part is parsed.
@@ -17,8 +17,7 @@ import numpy as np
 
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
-from t5ckpt.metrics.event_protobuf import all_scalars
-from t5ckpt.metrics.record_file import RecordScan
+from t5ckpt.metrics.event_file import EventScan
 from t5ckpt.storage import Storage, open_storage
 
 _log = logging.getLogger('t5ckpt')
@@ -44,6 +43,7 @@ class TensorBoardMetrics:
 
         Raises:
           StorageError: a file cannot be read.
+          MissingDependencyError: there is a file, and tensorboardX is not installed.
         """
         parts = metric.split('/')
         values: dict[int, float] = {}
@@ -68,11 +68,11 @@ class _EventFile:
 
     def __init__(self, key: str, tag: str):
         self._key = key
-        self._tag = tag.encode()
+        self._tag = tag
         self._begin()
 
     def _begin(self) -> None:
-        self._scan = RecordScan(self._tag)
+        self._scan = EventScan(self._tag.encode())
         self._steps = array('q')
         self._values = array('d')
         self._identity: Any = None
@@ -96,14 +96,10 @@ class _EventFile:
         if size < self._scan.offset or is_other:
             self._begin()
         self._identity = identity
-        for record in self._scan.records(size, read):
-            try:
-                for scalar in all_scalars(record):
-                    if scalar.tag == self._tag:
-                        self._steps.append(scalar.step)
-                        self._values.append(scalar.value)
-            except ValueError:
-                self._scan.broken += 1
+        for scalar in self._scan.scalars(size, read):
+            if scalar.tag == self._tag:
+                self._steps.append(scalar.step)
+                self._values.append(scalar.value)
 
     def values(self, wanted: Collection[int]) -> dict[int, float]:
         """The last value of each wanted step that has one."""

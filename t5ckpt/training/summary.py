@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, leaf_name
-from t5ckpt.core.text import counted
+from t5ckpt.core.text import aligned, counted
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.storage import open_storage
 from t5ckpt.tree.leaf_table import Empty
@@ -43,8 +43,7 @@ def state_summary(state: Any) -> str:
             parameters += math.prod(shape)
         rows.append((leaf_name(path), str(leaf.dtype), str(tuple(shape)), f'{nbytes:,}', _sharding_text(sharding)))
     of = 'all arrays' if weights is None else weights
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows, [False] * len(_HEADER))
     lines += ['', f'{counted(len(table), "leaf", "leaves")}, {in_all:,} bytes, {on_device:,} bytes on each device']
     return '\n'.join([*lines, f'{parameters:,} parameters ({of})', ''])
 

@@ -6,6 +6,8 @@ import os
 import pathlib
 import random
 import struct
+import subprocess
+import sys
 import tarfile
 import uuid
 
@@ -18,8 +20,7 @@ from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, SaveBestCheckpointer, TensorBoardMetrics, all_steps, pin_checkpoint
 from t5ckpt.errors import StorageError
-from t5ckpt.metrics.event_protobuf import all_scalars
-from t5ckpt.metrics.record_file import RecordScan, masked_crc32c
+from t5ckpt.metrics.event_file import EventScan, masked_crc32c
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 
@@ -242,7 +243,7 @@ def test_only_what_is_new_is_read(tmp_path):
         return data
 
     # Not a single letter: the event that begins a file holds the time, whose bytes may be any.
-    scan = RecordScan(b'metric')
+    scan = EventScan(b'metric')
     assert sum(1 for _ in scan.records(log.path.stat().st_size, read)) == 20_000
     reads.clear()
     assert list(scan.records(log.path.stat().st_size, read)) == []
@@ -321,7 +322,7 @@ def record(data, length=None):
 
 
 def scanned(data, marker=b''):
-    scan = RecordScan(marker)
+    scan = EventScan(marker)
     return scan, list(scan.records(len(data), lambda start, count: data[start : start + count]))
 
 
@@ -366,27 +367,41 @@ def test_a_broken_record_is_left_out_and_a_broken_length_ends_the_file(tmp_path,
     assert (found, scan.ended) == ([b'one'], True)
 
 
+def scalars(data):
+    scan, whole = EventScan(), record(data)
+    return scan, list(scan.scalars(len(whole), lambda start, count: whole[start : start + count]))
+
+
 @given(st.binary(max_size=300))
-def test_any_bytes_are_an_event_or_a_value_error(data):
-    try:
-        found = list(all_scalars(data))
-    except ValueError:
-        return
+def test_any_bytes_are_an_event_or_counted_as_broken(data):
+    scan, found = scalars(data)
+    assert not (scan.broken and found)
     assert all(isinstance(each.step, int) and isinstance(each.value, float) for each in found)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
-def test_a_mutated_event_is_an_event_or_a_value_error(seed, flips):
+def test_a_mutated_event_is_an_event_or_counted_as_broken(seed, flips):
     value = summary_pb2.Summary.Value(tag='m', tensor=tensor(1, (1, 1), tensor_content=b'abcd', half_val=[3]))
     data = bytearray(event_pb2.Event(step=7, summary={'value': [value, value]}).SerializeToString())
     chance = random.Random(seed)
     for _ in range(flips):
         data[chance.randrange(len(data))] = chance.randrange(256)
-    try:
-        found = list(all_scalars(bytes(data)))
-    except ValueError:
-        return
+    scan, found = scalars(bytes(data))
+    assert not (scan.broken and found)
     assert all(-(2**63) <= each.step < 2**63 for each in found)
+
+
+def test_without_the_library_event_files_are_an_error_that_names_it(tmp_path):
+    Log(tmp_path / 'r').add(1, ('m', 1.0)).flush()
+    code = (
+        'import sys, t5ckpt; sys.modules["tensorboardX"] = None\n'
+        f'metrics = t5ckpt.TensorBoardMetrics({str(tmp_path)!r})\n'
+        'assert metrics.by_step("none/m", [1]) == {}\n'
+        'try: metrics.by_step("r/m", [1])\n'
+        'except t5ckpt.errors.MissingDependencyError as error: print(error)'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert "pip install 't5ckpt[tensorboard]'" in done.stdout
 
 
 def test_public_names():

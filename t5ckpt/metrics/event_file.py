@@ -34,15 +34,15 @@ class Scalar(NamedTuple):
 
 
 def _library() -> tuple[Any, Any]:
-    """Returns the function for checksums and the class of events."""
+    """Returns the function for checksums, and the module with the class of events, which is generated when it is loaded."""
     try:
         from tensorboardX.crc32c import crc32c
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto import event_pb2
     except ImportError as error:
         raise MissingDependencyError(
             "TensorBoard's event files need tensorboardX: pip install tensorboardX, or pip install 't5ckpt[tensorboard]'"
         ) from error
-    return crc32c, Event
+    return crc32c, event_pb2
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -77,10 +77,10 @@ class EventScan:
         """
         from google.protobuf.message import DecodeError
 
-        _, event_class = _library()
+        _, events = _library()
         for record in self.records(size, read):
             try:
-                event = event_class.FromString(record)
+                event = events.Event.FromString(record)
             except DecodeError:
                 self.broken += 1
                 continue

@@ -165,7 +165,8 @@ def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Conte
         text = dataset.load(
             *(received or (storage, directory)),
             processes,
-            lambda prefix: reader.check_prefixed(join(below, prefix)),
+            # The sender has checked what it sent.
+            lambda prefix: None if received else reader.check_prefixed(join(below, prefix)),
             of_orbax=not located.manifest,
             is_part=is_part,
         )

@@ -22,6 +22,7 @@ from t5ckpt.catalog.listing import has_step, newest, read_facts, steps_in
 from t5ckpt.catalog.locate import Located
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Clock
 from t5ckpt.core.text import some_of
@@ -54,7 +55,7 @@ from t5ckpt.tiers.exchange import Move, plan_moves, read_with_moves
 
 _ACTION = 'a restore from local directories'
 _DAMAGES = (CorruptCheckpointError, CheckpointNotFoundError, StorageError)
-_SHOWN, _ATTEMPTS = 5, 5
+_SHOWN = 5
 _log = logging.getLogger('t5ckpt')
 
 
@@ -89,6 +90,7 @@ class LocalRestore:
         self._refused: dict[tuple[int, str], tuple[str, bool]] = {}
         # The files of this disk that count as absent, by save.
         self._lost_files: dict[str, frozenset[str]] = {}
+        self._failed_for_a_moment = set[str]()
         self.for_others = set[int]()
         """Steps that another job can restore, and this one cannot."""
 
@@ -107,7 +109,6 @@ class LocalRestore:
             )
         wanted = request.step
         needs_positions = request.dataset is not None and not request.leaves_iterator
-        attempts = 0
         while True:
             at = self._coordinator.round(_ACTION)
             with at.failing_together(Phase.LOOK):
@@ -131,8 +132,7 @@ class LocalRestore:
                 self._refused[chosen['step'], chosen['save']] = str(error), error.is_for_others
             except Exception as error:
                 # The other processes have a RemoteError and come here, too.
-                attempts += 1
-                if not self._is_worth_another(error, disk) or attempts == _ATTEMPTS:
+                if not self._counts_as_absent(error, disk, chosen):
                     raise
         if wanted is None:
             self._report_newer(request, {*disks, *damaged}, chosen)
@@ -256,30 +256,37 @@ class LocalRestore:
             )
         )
 
-    def _is_worth_another(self, error: Exception, disk: DiskStep | None) -> bool:
-        """Looks for the files that the restore could not read; returns, in all processes, whether to choose again.
+    def _counts_as_absent(self, error: Exception, disk: DiskStep | None, chosen: Mapping[str, Any]) -> bool:
+        """Looks for the files that the restore could not read, so that the processes choose again; those of the save if it has none.
 
-        They do not if the error of any process says nothing about a file.
+        Returns False, in all processes, if the error of any process says nothing about a file.
         """
         at = self._coordinator.round(_ACTION)
-        kind = 'other'
+        kind, save = 'other', chosen['save']
         with at.failing_together(Phase.NEED):
             if isinstance(error, RemoteError):
                 kind = 'none'
             elif isinstance(error, _DAMAGES) and means_damage(error):
-                lost = frozenset() if disk is None else disk.unreadable_files()
-                if disk is not None and lost:
-                    known = self._lost_files.get(disk.identity.save, frozenset())
-                    self._lost_files[disk.identity.save] = known | lost
-                    for name in sorted(lost)[:_SHOWN]:
-                        _log.warning('t5ckpt: %s is damaged, and counts as absent', disk.storage.url(disk.key(name)))
+                known = self._lost_files.get(save, frozenset())
+                lost = frozenset[str]() if disk is None else disk.unreadable_files() - known
+                self._lost_files[save] = known | lost
+                for name in sorted(lost)[:_SHOWN]:
+                    _log.warning(
+                        't5ckpt: %s is damaged, and counts as absent',
+                        self._local.url(join(step_dir(chosen['step']), name)),
+                    )
                 # A disk may have failed for a moment.
-                kind = 'again' if lost or is_disk_error(error) else 'none'
+                is_new = bool(lost) or (is_disk_error(error) and save not in self._failed_for_a_moment)
+                self._failed_for_a_moment.add(save)
+                kind = 'again' if is_new else 'damaged'
 
-        def decide(kinds: Sequence[str]) -> bool:
-            return 'again' in kinds and 'other' not in kinds
+        def decide(votes: Sequence[Sequence[str]]) -> bool:
+            kinds = [each for each, _ in votes]
+            if 'again' not in kinds:
+                self._refused[chosen['step'], save] = next(text for each, text in votes if each == 'damaged'), False
+            return 'other' not in kinds
 
-        return at.reduce_on_leader(Phase.NEED, kind, decide)
+        return at.reduce_on_leader(Phase.NEED, (kind, str(error)), decide)
 
     def _report_newer(self, request: RestoreRequest, disks: Collection[int], chosen: Mapping[str, Any]) -> None:
         """Logs which newer local steps were not restored, and renames them: training reaches them again."""
@@ -341,11 +348,11 @@ class DiskPart(LocalPart):
                 f'the position {prefix}' for prefix in positions if prefix in damaged and senders[prefix] is None
             ]
             other = any(votes[process]['never_had'] for process in self.roles.values())
-            return {'lacks': [*by_role.items()], 'missing': missing[:_SHOWN], 'senders': senders, 'other': other}
+            return {'lacks': [*by_role.items()], 'missing': some_of(missing, 4), 'senders': senders, 'other': other}
 
         agreed = at.reduce_on_leader(Phase.NEED, vote, decide)
         if agreed['missing']:
-            text = f'{some_of(agreed["missing"], 4)} is on no disk'
+            text = f'{agreed["missing"]} is on no disk'
             if agreed['other']:
                 text += ': the shardings are not those of the save'
             raise _StepOnNoDiskError(text, is_for_others=agreed['other'])

@@ -38,6 +38,29 @@ def test_a_step_whose_only_copy_of_a_position_is_damaged_comes_from_the_bucket(f
     assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
 
 
+@pytest.mark.parametrize('how', ['damaged', 'gone'])
+@pytest.mark.parametrize('process', [0, 3])
+def test_a_position_that_is_damaged_on_its_own_disk_comes_from_the_other(four, place, process, how):
+    saved(four, place, [1, 2], persist=[1])
+    file = place.disks[process] / 'checkpoint_2' / f'train_ds-00{process}-of-004.msgpack'
+    if how == 'damaged':
+        damage(file)
+    else:
+        file.unlink()
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
+    assert place.steps_on(process) == ['checkpoint_1', 'checkpoint_2']
+
+
+def test_a_disk_without_the_checksums_of_its_copies(four, place):
+    """What it has of the files of other processes is not verified, so the step comes from the bucket."""
+    saved(four, place, [1, 2], persist=[2])
+    (place.disks[1] / 'checkpoint_2' / 'copies.json').unlink()
+    answers = restored(four, place, persist=[])
+    assert [(answer['step'], answer['position']) for answer in answers] == [(2, 2)] * COUNT
+    assert t5ckpt.all_steps(place.run) == [2]
+
+
 @pytest.mark.parametrize('last', [1, 2])
 def test_all_positions_are_lost(four, place, last):
     """The bucket's step, or the older step, is restored; the data does not begin again at 0."""

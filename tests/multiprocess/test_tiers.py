@@ -42,7 +42,7 @@ def test_all_back(four, place):
 
 
 NAMES_PART = (
-    r'is the part of process 1 of 4: .* in a job of several processes \(or of one, if it has all chunks\) .* or read the copy '
+    r'is the part of process 1 of 4: .* in a job of as many processes .* or read the copy '
     'in checkpoints_dir'
 )
 

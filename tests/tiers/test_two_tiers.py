@@ -489,6 +489,18 @@ def test_a_step_with_a_damaged_file_comes_from_the_run(run_dir, local, caplog, h
     assert said(caplog, 'local step 1 was not restored: a part of w is on no disk', logging.WARNING)
 
 
+def test_many_local_steps_that_share_a_damaged_file(run_dir, local):
+    """Unchanged arrays are links to one file. However many steps have it, the run's step is restored."""
+    tier = t5ckpt.LocalTier(local, keep=9, persist=t5ckpt.SaveAt([1]))
+    with checkpointer(run_dir, tier) as ck:
+        for step in range(1, 10):
+            ck.save(state(1) | {'step': np.int32(step)})
+    with chunk(local, 9).open('r+b') as file:
+        file.write(bytes(8))
+    with checkpointer(run_dir, tier) as ck:
+        assert ck.restore()['step'] == 1
+
+
 def test_damaged_metadata_of_a_local_step_needs_no_other_copy(run_dir, local):
     with checkpointer(run_dir, local, reuse_unchanged=False) as ck:
         ck.save(state(1))

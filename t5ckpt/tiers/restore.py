@@ -257,7 +257,7 @@ class LocalRestore:
         )
 
     def _counts_as_absent(self, error: Exception, disk: DiskStep | None, chosen: Mapping[str, Any]) -> bool:
-        """Looks for the files that the restore could not read, so that the processes choose again; those of the save if it has none.
+        """Looks for the files that the restore could not read, so that the processes choose again; without any, the save is refused.
 
         Returns False, in all processes, if the error of any process says nothing about a file.
         """
@@ -267,7 +267,7 @@ class LocalRestore:
             if isinstance(error, RemoteError):
                 kind = 'none'
             elif isinstance(error, _DAMAGES) and means_damage(error):
-                known = self._lost_files.get(save, frozenset())
+                known, directory = self._lost_files.get(save, frozenset()), self._local.url(step_dir(chosen['step']))
                 lost = frozenset[str]() if disk is None else disk.unreadable_files() - known
                 self._lost_files[save] = known | lost
                 for name in sorted(lost)[:_SHOWN]:

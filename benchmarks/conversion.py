@@ -130,7 +130,7 @@ def measured(case: str, folder: pathlib.Path) -> dict[str, float]:
         case 'tf':
             convert('tf', folder / 'tf', folder / 'run')
         case 'cast':
-            rewrite(folder / 'run', folder / 'cast', options=ConvertOptions(save_dtype='bfloat16'))
+            rewrite(folder / 'run', folder / 'cast', ConvertOptions(save_dtype='bfloat16'))
         case 'average':
             rewrite([folder / 'run', folder / 'run'], folder / 'average')
         case 'link':

@@ -16,7 +16,7 @@ DEFAULTS = (
     (r'<built-in function (\w+)>', r'\1'),
     ('<factory>', '...'),
     (r'<Signals\.(\w+): \d+>', r'\1'),
-    (r'(?<==)(\w+)\([^()]*\)', r'\1()'),
+    (r'(?<==)(\w+)\((?:[^()]|\(\))*\)', r'\1()'),
 )
 # Made by the library, or by subclasses.
 NOT_MADE = {

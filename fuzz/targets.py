@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 import t5ckpt
-from t5ckpt.convert.files.tf_bundle import read_bundle
+from t5ckpt.convert.tf.bundle import read_bundle
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.array_dirs import array_dirs
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves, parse_spec, spec_of

@@ -13,12 +13,10 @@ from t5ckpt._version import __version__
 if TYPE_CHECKING:
     from t5ckpt.checkpointer import Checkpointer
     from t5ckpt.commit.transaction import CommittedCheckpoint
-    from t5ckpt.convert import Conversion, ConvertOptions, RunConversion, convert_checkpoint, convert_run
-    from t5ckpt.convert.copy import CopyReport, copy_checkpoint
-    from t5ckpt.convert.export_options import ExportOptions, ExportReport, ImportOptions
-    from t5ckpt.convert.huggingface import export_hf, import_hf
-    from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
-    from t5ckpt.convert.safetensors import export_safetensors, import_safetensors
+    from t5ckpt.convert import ConvertOptions, ConvertReport, convert_checkpoint
+    from t5ckpt.convert.copy import copy_checkpoint
+    from t5ckpt.convert.rewrite import rewrite_checkpoint
+    from t5ckpt.convert.whole_run import convert_run
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.errors import (
         MetricModeWarning,
@@ -90,21 +88,16 @@ if TYPE_CHECKING:
 __all__ = [
     'MODEL',
     'OPTIMIZER',
-    'Changes',
     'CheckpointDiff',
     'CheckpointStats',
     'CheckpointTranslator',
     'CheckpointView',
     'Checkpointer',
     'CommittedCheckpoint',
-    'Conversion',
     'ConvertOptions',
-    'CopyReport',
+    'ConvertReport',
     'Damage',
     'Decision',
-    'ExportOptions',
-    'ExportReport',
-    'ImportOptions',
     'KeepAll',
     'KeepAny',
     'KeepBest',
@@ -131,7 +124,6 @@ __all__ = [
     'ProgressReporter',
     'RestoreStateTransformationFn',
     'Run',
-    'RunConversion',
     'SaveAll',
     'SaveAny',
     'SaveAt',
@@ -163,13 +155,9 @@ __all__ = [
     'convert_run',
     'copy_checkpoint',
     'diff',
-    'export_hf',
-    'export_safetensors',
     'export_weights',
     'find_checkpoint',
     'get_checkpoint_dir',
-    'import_hf',
-    'import_safetensors',
     'intersect_state',
     'is_pinned_checkpoint',
     'latest_step',
@@ -187,12 +175,10 @@ __all__ = [
 _NAMES = {
     'checkpointer': 'Checkpointer',
     'commit.transaction': 'CommittedCheckpoint',
-    'convert': 'Conversion ConvertOptions RunConversion convert_checkpoint convert_run',
-    'convert.copy': 'CopyReport copy_checkpoint',
-    'convert.export_options': 'ExportOptions ExportReport ImportOptions',
-    'convert.huggingface': 'export_hf import_hf',
-    'convert.safetensors': 'export_safetensors import_safetensors',
-    'convert.rewrite': 'Changes rewrite_checkpoint',
+    'convert': 'ConvertOptions ConvertReport convert_checkpoint',
+    'convert.copy': 'copy_checkpoint',
+    'convert.rewrite': 'rewrite_checkpoint',
+    'convert.whole_run': 'convert_run',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'errors': (
         'MetricModeWarning MissingMetricWarning NarrowedDtypeWarning NoEffectWarning ObsoleteArgumentWarning '

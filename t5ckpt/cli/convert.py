@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from t5ckpt.cli.conversion_output import library_usage_errors
+from t5ckpt.cli.conversion_output import library_usage_errors, print_names, print_report, report_fields
 from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
     dtype_option,
-    fields_of,
     json_option,
     print_json,
     print_line,
@@ -23,17 +22,18 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN, step_path
 from t5ckpt.cli.verb import Verb
-from t5ckpt.convert import CODEC_NAMES, FORMATS, RUN_FORMATS, TO_ORBAX, RunConversion, convert_checkpoint, convert_run
-from t5ckpt.convert.conversion import Conversion, ConvertOptions
-from t5ckpt.convert.to_orbax import convert_to_orbax
-from t5ckpt.core.text import counted, human_bytes, lines, some_of
+from t5ckpt.convert import FORMATS, TO_ORBAX, ConvertOptions, ConvertReport, convert_checkpoint
+from t5ckpt.convert.whole_run import RUN_FORMATS, convert_run
+from t5ckpt.core.text import human_bytes, some_of
+from t5ckpt.format.codecs import CODECS
 from t5ckpt.translate import CheckpointTranslator
 
 _SHOWN = 8
+_CODECS = [codec for codec in CODECS if codec is not None]
 
 
 @click.command('convert', cls=Verb)
-@click.argument('kind', type=click.Choice((*FORMATS, TO_ORBAX)), metavar='FORMAT')
+@click.argument('kind', type=click.Choice(FORMATS), metavar='FORMAT')
 @click.argument('source', metavar='SRC', type=CHECKPOINT)
 @click.argument('directory', metavar='DST', type=RUN)
 @steps_option
@@ -47,7 +47,11 @@ _SHOWN = 8
 @dtype_option('save_dtype')
 @cast_leaves_option
 @click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
-@click.option('--compression', type=click.Choice(CODEC_NAMES), help='Codec of the arrays; default: none.')
+@click.option(
+    '--compression',
+    type=click.Choice(_CODECS),
+    help='Codec of the arrays; default: none.',
+)
 @click.option('--rules', metavar='FILE.py', help='For tf: a Python file that defines `translator`. It is executed.')
 @click.option(
     '--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Limit of the values in memory.'
@@ -80,24 +84,17 @@ def command(kind: str, source: str, directory: str, rules: str | None, as_json: 
     arguments['step'] = as_step
     arguments['optimizer'] = not arguments.pop('no_optimizer')
     arguments['overwrite'] = arguments.pop('force')
-    translator = None if rules is None else _translator(rules)
-    if translator is not None and kind != 'tf':
-        raise click.UsageError(f'--rules is only for tf, not for {kind}. Leave it out.')
+    if rules is not None:
+        arguments['translator'] = _translator(rules)
     with progress(f'convert {source}') as shown, library_usage_errors():
         options = ConvertOptions(**arguments, progress=shown)
         if of_run:
             run = convert_run(kind, source, directory, options, steps=None if everything else steps)
-            _print_run(run, as_json=as_json, dry_run=options.dry_run)
+            _print_run(run, directory, as_json=as_json, dry_run=options.dry_run)
             return
         source = step_path(source, steps[0]) if steps else source
-        if kind == TO_ORBAX:
-            done = convert_to_orbax(source, directory, options)
-        else:
-            done = convert_checkpoint(kind, source, directory, options, translator)
-    if as_json:
-        print_json({**conversion_fields(done), 'dry_run': options.dry_run})
-    else:
-        print_conversion(done, options.dry_run)
+        done = convert_checkpoint(kind, source, directory, options)
+    print_report(done, options, as_json)
 
 
 def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: int | None) -> None:
@@ -116,27 +113,22 @@ def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: 
         raise click.UsageError('--as-step is for one step. The steps of a run keep their numbers.')
 
 
-def _print_run(done: RunConversion, *, as_json: bool, dry_run: bool) -> None:
+def _print_run(done: Sequence[ConvertReport], path: str, *, as_json: bool, dry_run: bool) -> None:
     if as_json:
-        converted = [conversion_fields(conversion) for conversion in done.converted]
-        print_json({**fields_of(done), 'converted': converted, 'dry_run': dry_run})
+        print_json({'path': path, 'steps': [report_fields(report) for report in done], 'dry_run': dry_run})
         return
-    if done.there:
-        print_line(f'already there: step {some_of(list(map(str, done.there)), _SHOWN, ", ")}')
-    for conversion in done.converted:
-        how = (
-            'would be written'
-            if dry_run
-            else f'written: {human_bytes(conversion.nbytes)} in {conversion.seconds:.1f} s'
-        )
-        print_line(f'{conversion.path} {how}')
-    if done.gone:
-        print_line(f'deleted from the source during the conversion: {", ".join(map(str, done.gone))}')
-    dropped = sorted({name for conversion in done.converted for name in conversion.dropped})
-    if dropped:
-        _print_some(f'dropped {counted(len(dropped), "name")}', dropped)
-    _print_names({name for conversion in done.converted for name in conversion.left_out}, 'left out: ')
-    _print_names({option for conversion in done.converted for option in _idle(conversion)}, 'without effect: ')
+    there = [str(report.step) for report in done if report.outcome == 'there']
+    gone = [str(report.step) for report in done if report.outcome == 'gone']
+    if there:
+        print_line(f'already there: step {some_of(there, _SHOWN, ", ")}')
+    for report in done:
+        if report.outcome == 'converted':
+            written = f'written: {human_bytes(report.nbytes)} in {report.seconds:.1f} s'
+            print_line(f'{report.path} {"would be written" if dry_run else written}')
+    if gone:
+        print_line(f'deleted from the source during the conversion: {", ".join(gone)}')
+    print_names({name for report in done for name in report.dropped}, 'dropped: ')
+    print_names({name for report in done for name in report.left_out}, 'left out: ')
 
 
 def _translator(path: str) -> CheckpointTranslator:
@@ -152,34 +144,3 @@ def _translator(path: str) -> CheckpointTranslator:
     if not isinstance(translator, CheckpointTranslator):
         raise click.UsageError(f'--rules {path}: defines no `translator`, a t5ckpt.CheckpointTranslator.')
     return translator
-
-
-def conversion_fields(done: Conversion) -> dict[str, Any]:
-    """The fields of a conversion for JSON, with the command line's names of options."""
-    return {**fields_of(done), 'without_effect': _idle(done)}
-
-
-def _idle(done: Conversion) -> list[str]:
-    return [f'--no-{name}' for name in done.without_effect]
-
-
-def print_conversion(done: Conversion, dry_run: bool) -> None:
-    """Prints the summary of a conversion."""
-    what = 'would be written' if dry_run else f'written: {human_bytes(done.nbytes)} in {done.seconds:.1f} s'
-    print_line(f'{done.path} {what}')
-    renamed = [f'{old} -> {new}' for old, new in done.mapped.items() if old != new]
-    _print_some(f'mapped {counted(len(done.mapped), "name")}, {len(renamed)} renamed', renamed)
-    _print_some(f'added {counted(len(done.added), "leaf", "leaves")}', done.added)
-    _print_some(f'dropped {counted(len(done.dropped), "name")}', done.dropped)
-    _print_names(done.left_out, 'left out: ')
-    _print_names(_idle(done), 'without effect: ')
-
-
-def _print_names(names: Collection[str], head: str) -> None:
-    if names:
-        print_line(f'{head}{some_of(sorted(names), _SHOWN)}')
-
-
-def _print_some(head: str, names: Sequence[str]) -> None:
-    more = [f'and {len(names) - _SHOWN} more (--json lists all)'] if names[_SHOWN:] else []
-    print_line(lines(f'{head}:', *names[:_SHOWN], *more, between='\n  ') if names else head)

@@ -6,38 +6,34 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.conversion_output import library_usage_errors
+from t5ckpt.cli.conversion_output import library_usage_errors, print_report
 from t5ckpt.cli.output import (
     as_step_option,
     cast_leaves_option,
     dtype_option,
-    fields_of,
     follow_links_option,
     json_option,
     moved_option,
-    print_json,
-    print_line,
     progress,
     step_option,
 )
 from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.verb import Verb
 from t5ckpt.convert.copy import copy_checkpoint
-from t5ckpt.core.text import counted, human_bytes
+from t5ckpt.convert.options import ConvertOptions
 
-_CHANGES = (
+_SAME_NAME = (
     'save_dtype',
-    'no_optimizer',
+    'cast_leaves',
+    'compression',
     'drop',
     'rename',
     'ema',
-    'average',
-    'compression',
-    'as_step',
-    'cast_leaves',
     'parameters',
     'trust_files',
+    'dry_run',
 )
+_CHANGES = (*_SAME_NAME[:-1], 'no_optimizer', 'average', 'as_step')
 
 
 @click.command('cp', cls=Verb)
@@ -113,20 +109,12 @@ def command(source: str, target: str, step: int | None, as_json: bool, **argumen
             follow_links=arguments['follow_links'],
             progress=report,
         )
-    if as_json:
-        print_json({**fields_of(done), 'dry_run': arguments['dry_run']})
-        return
-    how = 'would be copied' if arguments['dry_run'] else f'in {done.seconds:.1f} s'
-    print_line(f'{done.path}: {counted(done.files, "file")}, {human_bytes(done.nbytes)} {how}')
-    if done.left_out:
-        print_line(f'left out: {", ".join(done.left_out)}')
+    print_report(done, ConvertOptions(dry_run=arguments['dry_run']), as_json)
 
 
 def _with_changes(source: str, target: str, step: int | None, as_json: bool, arguments: dict[str, Any]) -> None:
     # Imported here, since a plain copy needs no jax.
-    from t5ckpt.cli.convert import conversion_fields, print_conversion
-    from t5ckpt.convert import ConvertOptions
-    from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint
+    from t5ckpt.convert.rewrite import rewrite_checkpoint
     from t5ckpt.steps import find_checkpoint
 
     if arguments['follow_links']:
@@ -134,27 +122,14 @@ def _with_changes(source: str, target: str, step: int | None, as_json: bool, arg
     if arguments['workers'] is not None:
         raise click.UsageError('--workers applies only to a copy without changes. Leave it out.')
     with progress('copying') as report, library_usage_errors():
-        changes = Changes(
-            arguments['ema'],
-            arguments['drop'],
-            arguments['rename'],
-            arguments['parameters'],
-            arguments['trust_files'],
-        )
         options = ConvertOptions(
             step=arguments['as_step'],
-            save_dtype=arguments['save_dtype'],
-            cast_leaves=arguments['cast_leaves'],
-            compression=arguments['compression'],
             optimizer=not arguments['no_optimizer'],
             overwrite=arguments['force'],
-            dry_run=arguments['dry_run'],
             progress=report,
+            **{name: arguments[name] for name in _SAME_NAME},
         )
         checkpoint = find_checkpoint(source, step)
         sources = [*arguments['average'], checkpoint] if arguments['average'] else checkpoint
-        done = rewrite_checkpoint(sources, target, changes, options)
-    if as_json:
-        print_json({**conversion_fields(done), 'dry_run': options.dry_run})
-    else:
-        print_conversion(done, options.dry_run)
+        done = rewrite_checkpoint(sources, target, options)
+    print_report(done, options, as_json)

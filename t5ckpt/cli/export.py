@@ -18,20 +18,20 @@ from t5ckpt.cli.output import (
 )
 from t5ckpt.cli.paths import ANY_PATH, CHECKPOINT
 from t5ckpt.cli.verb import Verb, VerbGroup
-from t5ckpt.convert.export_options import ExportOptions
+from t5ckpt.convert import ConvertOptions, convert_checkpoint
 
 _common = with_options(
     click.argument('path', type=CHECKPOINT),
     click.argument('out', type=ANY_PATH),
     step_option,
-    dtype_option('dtype'),
-    click.option('--force', is_flag=True, help='Replace the output of an earlier export.'),
+    dtype_option('save_dtype'),
+    click.option('--force', 'overwrite', is_flag=True, help='Replace the output of an earlier export.'),
     click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.'),
     json_option,
 )
 # For the formats that keep the names of the checkpoint.
 _named = with_options(
-    click.option('--select', help='Only arrays whose name contains a match of this regular expression.'),
+    click.option('--select', metavar='REGEX', help='Only arrays whose whole names match.'),
     cast_leaves_option,
 )
 
@@ -46,7 +46,7 @@ def command() -> None:
     \b
     Examples:
       t5ckpt export hf run model
-      t5ckpt export safetensors run params.safetensors --select '^target/'
+      t5ckpt export safetensors run params.safetensors --select 'target/.*'
     """
 
 
@@ -69,11 +69,9 @@ def export_hf(path: str, out: str, config: str | None, max_shard_size: int, as_j
       t5ckpt export hf longt5 model \\
         --config '{"model_type": "longt5", "encoder_attention_type": "local"}'
     """
-    from t5ckpt.convert.huggingface import export_hf
-
     with library_usage_errors(), progress('exporting') as report:
-        chosen = ExportOptions(max_shard_bytes=max_shard_size, progress=report, **options)
-        print_report(export_hf(path, out, config, chosen), as_json)
+        chosen = ConvertOptions(config=config, max_shard_bytes=max_shard_size, progress=report, **options)
+        print_report(convert_checkpoint('to-hf', path, out, chosen), chosen, as_json)
 
 
 @command.command('safetensors', cls=Verb)
@@ -84,9 +82,8 @@ def export_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
 
     \b
     Example:
-      t5ckpt export safetensors run params.safetensors --select '^target/'
+      t5ckpt export safetensors run params.safetensors --select 'target/.*'
     """
-    from t5ckpt.convert.safetensors import export_safetensors
-
     with library_usage_errors(), progress('exporting') as report:
-        print_report(export_safetensors(path, out, ExportOptions(progress=report, **options)), as_json)
+        chosen = ConvertOptions(progress=report, **options)
+        print_report(convert_checkpoint('to-safetensors', path, out, chosen), chosen, as_json)

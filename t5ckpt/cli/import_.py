@@ -10,7 +10,7 @@ from t5ckpt.cli.conversion_output import library_usage_errors, print_report
 from t5ckpt.cli.output import cast_leaves_option, dtype_option, json_option, moved_option, progress, with_options
 from t5ckpt.cli.paths import ANY_PATH, RUN
 from t5ckpt.cli.verb import Verb, VerbGroup
-from t5ckpt.convert.export_options import ImportOptions
+from t5ckpt.convert import ConvertOptions, convert_checkpoint
 
 _common = with_options(
     click.argument('path', type=ANY_PATH),
@@ -23,9 +23,9 @@ _common = with_options(
         metavar='STEP',
         help='Step to write; default: that in the input, or 0.',
     ),
-    dtype_option('dtype'),
+    dtype_option('save_dtype'),
     cast_leaves_option,
-    click.option('--force', is_flag=True, help='Replace an existing checkpoint.'),
+    click.option('--force', 'overwrite', is_flag=True, help='Replace an existing checkpoint.'),
     click.option('--dry-run', is_flag=True, help='Print what would be written; write nothing.'),
     json_option,
 )
@@ -66,10 +66,9 @@ def import_hf(path: str, out: str, config: str | None, as_json: bool, **options:
       t5ckpt import hf model run
       t5ckpt import hf model run --as-step 1000000 --save-dtype float32
     """
-    from t5ckpt.convert.huggingface import import_hf
-
     with library_usage_errors(), progress('importing') as report:
-        print_report(import_hf(path, out, config, ImportOptions(progress=report, **options)), as_json)
+        chosen = ConvertOptions(config=config, progress=report, **options)
+        print_report(convert_checkpoint('hf', path, out, chosen), chosen, as_json)
 
 
 @command.command('safetensors', cls=Verb)
@@ -81,7 +80,6 @@ def import_safetensors(path: str, out: str, as_json: bool, **options: Any) -> No
     Example:
       t5ckpt import safetensors params.safetensors run
     """
-    from t5ckpt.convert.safetensors import import_safetensors
-
     with library_usage_errors(), progress('importing') as report:
-        print_report(import_safetensors(path, out, ImportOptions(progress=report, **options)), as_json)
+        chosen = ConvertOptions(progress=report, **options)
+        print_report(convert_checkpoint('safetensors', path, out, chosen), chosen, as_json)

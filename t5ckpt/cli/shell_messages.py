@@ -20,7 +20,6 @@ from t5ckpt.core.text import Lines
 _RULES = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
-        (r'force=True, or overwrite=True of a conversion', '--force'),
         (r'\b(overwrite|force)=True', '--force'),
         (r'\bin_place=True', '--in-place'),
         (r'\bfull=True', '--full'),
@@ -28,7 +27,7 @@ _RULES = tuple(
         (r'(complete steps are: [\d, ]+)\. Pass one of them', r'\1. Name one of them'),
         (r'\btrust_files=True', '--trust-files'),
         (r'Changes\(drop=\.\.\.\)', 't5ckpt cp --drop'),
-        (r'(Convert|Import)Options\(step=\.\.\.\)', '--as-step'),
+        (r'ConvertOptions\(step=\.\.\.\)', '--as-step'),
         (r'output="[^"]*"', 'OUTPUT'),
         (r'\boptimizer=False', '--no-optimizer'),
         (r"storage_options=\{'retry_seconds': \.\.\.\} sets the wait", '--timeout sets the wait'),

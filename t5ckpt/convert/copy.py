@@ -24,6 +24,7 @@ from t5ckpt.commit.removal import directories_of
 from t5ckpt.commit.taken_steps import taken_step_exists
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
+from t5ckpt.convert.options import ConvertReport
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Progress
@@ -35,6 +36,7 @@ from t5ckpt.format.manifest import file_with_facts, version_of
 from t5ckpt.format.names import (
     DATASET_REMOVED,
     FACTS_FILE,
+    MANIFEST,
     PINNED,
     foreign_keys,
     generation_of,
@@ -54,27 +56,6 @@ from t5ckpt.storage import Storage
 _CURE = 'Copy an older step, or leave out what is damaged: t5ckpt cp --drop.'
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyReport:
-    """The result of a copy or, with ``dry_run``, its description.
-
-    Attributes:
-      step: of the checkpoint.
-      path: the directory of the copy, as a path or URL.
-      files: the number of files in the copy.
-      nbytes: the bytes that were copied.
-      seconds: the duration.
-      left_out: files that are not copied: the pin, and those of other programs.
-    """
-
-    step: int
-    path: str
-    files: int
-    nbytes: int
-    seconds: float
-    left_out: tuple[str, ...] = ()
-
-
 def copy_checkpoint(
     source: str | os.PathLike[str] | Storage,
     target: str | os.PathLike[str] | Storage,
@@ -85,7 +66,7 @@ def copy_checkpoint(
     dry_run: bool = False,
     follow_links: bool = False,
     progress: Progress | None = None,
-) -> CopyReport:
+) -> ConvertReport:
     """Copies a checkpoint byte for byte to another run, on any storage; pins and files of other programs are not copied.
 
     Args:
@@ -123,8 +104,9 @@ def copy_checkpoint(
         nbytes = sum(plan.sizes.values()) + len(file_with_facts(plan.manifest, plan.facts))
         if not dry_run:
             nbytes = _carry_out(plan, storage, step, workers, progress, overwrite=overwrite)
-    files, seconds = len(plan.sizes) + 1, time.monotonic() - started
-    return CopyReport(step, storage.url(step_dir(step)), files, nbytes, seconds, plan.left_out)
+    files, seconds = (*plan.sizes, MANIFEST), time.monotonic() - started
+    path = storage.url(step_dir(step))
+    return ConvertReport(step, path, nbytes, seconds, left_out=plan.left_out, files=files)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,17 +18,19 @@ import ast
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from t5ckpt.catalog.locate import Located, not_of_format, open_target
-from t5ckpt.commit.transaction import CommittedCheckpoint
+from t5ckpt.catalog.locate import Located, not_of_format
+from t5ckpt.convert.options import ConvertOptions, ConvertReport
+from t5ckpt.convert.source import cast_leaf, open_export
 from t5ckpt.core.keys import is_inside, join
-from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import TrainState
-from t5ckpt.core.text import counted
+from t5ckpt.core.text import some_of
 from t5ckpt.core.thread_pool import Pool
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import (
@@ -41,24 +43,25 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
     UnsupportedTopologyError,
 )
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import TYPESTRS
-from t5ckpt.format.facts import Facts
-from t5ckpt.inspection.view import open_checkpoint
+from t5ckpt.format.facts import NO_FACTS
+from t5ckpt.format.manifest import Manifest
 from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.casts import check_cast
 from t5ckpt.planning.chunk_shape import choose_chunks
-from t5ckpt.planning.save_plan import SaveOptions
-from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf
+from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.orbax import array_leaves
-from t5ckpt.save.prepare import write_stream
-from t5ckpt.save.request import STREAM_BYTES, SaveContext, SaveRequest
+from t5ckpt.reading.contents import Contents
+from t5ckpt.reading.zarr_tree import read_zarr_tree
+from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import is_jax_array
 from t5ckpt.tree.train_state import flatten_state
 
-__all__ = ['export_seqax', 'import_seqax', 'read_seqax', 'seqax_steps', 'write_seqax']
+__all__ = ['read_seqax', 'seqax_steps', 'write_seqax']
 
 _STEP = re.compile(r'[0-9]{10}')
 _DONE = 'write_completed'
@@ -105,19 +108,31 @@ def read_seqax(path: str | os.PathLike[str], step: int | None = None) -> tuple[L
       CheckpointNotFoundError: no complete checkpoint; the message lists the complete steps.
       FormatError: an array cannot be read, or its name is not one of ``keystr``.
     """
+    contents = open_seqax(path, step)
+    return linked_leaves(contents), contents.located.step_to_write()
+
+
+def open_seqax(path: str | os.PathLike[str], step: int | None = None) -> Contents:
+    """Opens a checkpoint; see :func:`read_seqax`."""
     storage, directory = _found(path, step)
-    reader = ArrayReader(Located(storage, directory, '', int(directory)))
-    names: dict[Path, str] = {}
-    for name in _array_names(storage, directory):
-        leaf_path = _path_of(name, storage.url(directory))
-        if names.setdefault(leaf_path, name) != name:
+    where = storage.url(directory)
+    tree = read_zarr_tree(CheckpointFiles.at(storage, directory), logs_items=False)
+    if tree.left_out:
+        raise UnsupportedFormatError(f'{where}: t5ckpt does not know the dtypes of {some_of(tree.left_out, 5)}.')
+    arrays: dict[Path, StoredArray] = {}
+    for parts, array in tree.manifest.leaves.items():
+        # zarr makes groups of a '/' in a name.
+        leaf_path = _path_of('/'.join(parts), where)
+        if leaf_path in arrays:
             raise UnsupportedFormatError(
-                f'{storage.url(directory)}: {name} and another array would both become the leaf {leaf_name(leaf_path)}.'
+                f'{where}: {"/".join(parts)} and another array would both become the leaf {leaf_name(leaf_path)}.'
             )
-    if not names:
-        raise UnsupportedFormatError(f'{storage.url(directory)} holds no arrays.')
-    arrays = array_leaves(CheckpointFiles.at(storage, directory), '', names, 'zarr')
-    return {path: lazy_leaf(reader, array, leaf_name(path)) for path, array in arrays.items()}, int(directory)
+        arrays[leaf_path] = array
+    of_arrays = {parts[0] for parts in tree.manifest.leaves}
+    empty = [entry.name for entry in storage.entries(directory) if entry.is_dir and entry.name not in of_arrays]
+    if empty:
+        raise CorruptCheckpointError(f'{where}: {empty[0]} has no regular file .zarray. Copy the checkpoint again.')
+    return Contents(Located(storage, directory, '', int(directory)), Manifest(3, arrays), NO_FACTS)
 
 
 def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str]:
@@ -142,28 +157,6 @@ def _found(path: str | os.PathLike[str], step: int | None) -> tuple[Storage, str
     return storage, directory
 
 
-def _array_names(storage: Storage, directory: str, below: str = '') -> list[str]:
-    """The arrays of a group and of the groups in it, which zarr makes of a '/' in a name.
-
-    Raises:
-      CorruptCheckpointError: a directory holds chunks, or nothing, but no ``.zarray``, so that an array would be left out.
-    """
-    names: list[str] = []
-    entries = storage.entries(join(directory, below))
-    chunks = [entry.name for entry in entries if not entry.is_dir and not entry.name.startswith('.')]
-    if below and (chunks or not entries or any(entry.name == '.zarray' for entry in entries)):
-        held = f'{counted(len(chunks), "other file")} ({chunks[0]})' if chunks else 'nothing else'
-        raise CorruptCheckpointError(
-            f'{storage.url(join(directory, below))} has no regular file .zarray, but {held}. Copy the checkpoint again.'
-        )
-    for entry in entries:
-        if entry.is_dir:
-            name = join(below, entry.name)
-            is_array = storage.kind(join(directory, name, '.zarray')) == 'file'
-            names += [name] if is_array else _array_names(storage, directory, name)
-    return names
-
-
 def _path_of(name: str, where: str) -> Path:
     """The inverse of ``jax.tree_util.keystr``."""
     path: list[str] = []
@@ -179,79 +172,44 @@ def _path_of(name: str, where: str) -> Path:
     return tuple(path)
 
 
-def import_seqax(
-    path: str | os.PathLike[str],
-    checkpoints_dir: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    overwrite: bool = False,
-) -> CommittedCheckpoint:
-    """Converts a checkpoint of seqax to T5X's format, with the same step.
-
-    seqax's states have no step, so pass ``step=`` to ``Checkpointer.save``.
-
-    Args:
-      path: a run's directory of seqax, or a step's.
-      checkpoints_dir: the run's directory to write to.
-      step: which step; None takes the latest.
-      overwrite: replaces a checkpoint of that step.
-    """
-    table, source_step = read_seqax(path, step)
-    source = {'format': 'seqax', 'path': os.fspath(path), 'step': source_step}
-    context = SaveContext(open_target(checkpoints_dir), SaveOptions())
-    return write_stream(table, SaveRequest(context, source_step, STREAM_BYTES, overwrite, Facts(source=source)))
-
-
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def export_seqax(
-    path: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    like: Any = None,
-    overwrite: bool = False,
-) -> str:
-    """Converts a checkpoint in T5X's format to seqax's.
-
-    Args:
-      path: as for ``open_checkpoint``.
-      directory: seqax's ``checkpoint_dir``.
-      step: which step of a run; None takes the latest.
-      like: the state that seqax will load into, with the same leaves, which may be jax.ShapeDtypeStruct. It determines which
-        parts of a name are attributes and which are keys of dicts.
-      overwrite: replaces a checkpoint of that step.
-
-    Returns:
-      The directory that was written.
+    checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions
+) -> ConvertReport:
+    """Writes a checkpoint in seqax's format.
 
     Raises:
-      TreeMismatchError: ``like`` has other leaves.
+      TreeMismatchError: ``options.like`` has other leaves.
       UnsupportedLeafError: seqax does not support a leaf's dtype or, without ``like``, its name.
     """
-    view = open_checkpoint(path, step)
-    if view.step is None:
-        raise UnsupportedFormatError(
-            f'{view.path} has no step in its name, but seqax needs one. Rename the directory to checkpoint_<step>.'
-        )
-    if like is None:
-        names = {name: ''.join(f'.{part}' for part in path_of(name)) for name in view}
+    started = time.monotonic()
+    contents, source = open_export(checkpoint, os.fspath(directory), options, typed=False)
+    check_cast(options.cast, source.table)
+    where, step = contents.located.url, contents.located.step_to_write()
+    if options.like is None:
+        names = {path: ''.join(f'.{part}' for part in path) for path in source.table}
         # A '.' in a key begins a level in seqax, where two leaves may then have one name.
-        changed = next((name for name in view if any(part == '' or {*'.['} & {*part} for part in path_of(name))), None)
+        changed = next((path for path in names if any(part == '' or {*'.['} & {*part} for part in path)), None)
         if changed is not None:
             raise UnsupportedLeafError(
-                f'{changed}: seqax would read the name {names[changed]} as another path. Pass like=, the state that seqax will '
-                'load into.'
+                f'{leaf_name(changed)}: seqax would read the name {names[changed]} as another path. Pass like=, the state that '
+                'seqax will load into.'
             )
     else:
-        names = {leaf_name(path): name for path, name in _keystr_names(like).items()}
-        if set(names) != set(view):
-            only = [sorted(set(view) - set(names))[:5], sorted(set(names) - set(view))[:5]]
+        names = _keystr_names(options.like)
+        if names.keys() != source.table.keys():
+            here, there = names.keys(), source.table.keys()
+            only = [sorted(map(leaf_name, paths))[:5] for paths in (there - here, here - there)]
             raise TreeMismatchError(
-                f'{view.path} and `like` have different leaves: only in the checkpoint {only[0]}, only in `like` {only[1]}.'
+                f'{where} and `like` have different leaves: only in the checkpoint {only[0]}, only in `like` {only[1]}.'
             )
-    return _write(directory, view.step, {names[name]: view[name] for name in view}, overwrite)
+    leaves = {names[path]: cast_leaf(path, leaf, options.cast) for path, leaf in source.table.items()}
+    path = _write(directory, step, leaves, options)
+    nbytes, seconds = sum(leaf.nbytes for leaf in leaves.values()), time.monotonic() - started
+    mapped = {names[path]: leaf_name(path) for path in source.table}
+    return ConvertReport(step, path, nbytes, seconds, mapped, dropped=source.dropped)
 
 
 def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, overwrite: bool = False) -> str:
@@ -267,7 +225,8 @@ def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, ove
       The directory that was written.
     """
     table = flatten_state(state).table
-    return _write(directory, step, {name: table[path] for path, name in _keystr_names(state).items()}, overwrite)
+    leaves = {name: table[path] for path, name in _keystr_names(state).items()}
+    return _write(directory, step, leaves, ConvertOptions(overwrite=overwrite))
 
 
 def _keystr_names(state: Any) -> dict[Path, str]:
@@ -282,7 +241,7 @@ def _keystr_names(state: Any) -> dict[Path, str]:
     return {path: jax.tree_util.keystr(keys) for path, (keys, _) in zip(paths, flat, strict=True)}
 
 
-def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, Any], overwrite: bool) -> str:
+def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, Any], options: ConvertOptions) -> str:
     if jax_processes().count > 1:
         raise UnsupportedTopologyError("only one process can write seqax's format: convert a checkpoint after the run.")
     name = f'{step:010}'
@@ -290,14 +249,18 @@ def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, An
         raise ValueError(f'step={step} must be between 0 and 9999999999, since seqax uses ten digits.')
     arrays = {key: _checked(key, leaf) for key, leaf in leaves.items()}
     storage = open_storage(directory)
-    _check_room(storage, name, overwrite)
+    _check_room(storage, name, options.overwrite)
+    if options.dry_run:
+        return storage.url(name)
     # seqax ignores names that are not numbers. On a storage without rename, .zattrs makes the checkpoint complete.
     work = f'{name}.tmp' if storage.commits_by_rename else name
     _remove(storage, work)
     storage.make_dir(work)
     storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')
+    meter = Meter(options.progress, sum(array.nbytes for array in arrays.values()))
     for key, array in arrays.items():
         _write_array(storage, join(work, key), array)
+        meter.add(array.nbytes)
     storage.sync_tree(work, sorted(arrays))
     storage.write(join(work, '.zattrs'), json.dumps({_DONE: True}).encode())
     if work != name:

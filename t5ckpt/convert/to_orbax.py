@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from t5ckpt.catalog.locate import Located, locate
+from t5ckpt.catalog.locate import locate
 from t5ckpt.commit.output_files import check_output, local_output, output
-from t5ckpt.convert.conversion import Conversion, ConvertOptions
-from t5ckpt.convert.trees import select_leaves, stamp_of
+from t5ckpt.convert.options import ConvertOptions, ConvertReport
+from t5ckpt.convert.source import cast_leaf, open_export
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import some_of, without_cure_of_damage
 from t5ckpt.errors import (
@@ -32,12 +32,11 @@ from t5ckpt.errors import (
     UnsupportedLeafError,
 )
 from t5ckpt.format.checksum import digest
-from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
 from t5ckpt.format.orbax import CONVERTED_FROM, is_orbax_entry
-from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
+from t5ckpt.lazy import LazyArray
+from t5ckpt.planning.casts import Cast, check_cast
 from t5ckpt.progress import Meter
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves
@@ -51,44 +50,19 @@ _CURE = 'Nothing was kept. Convert it again, to another disk if it fails again.'
 
 
 def convert_to_orbax(
-    source: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions | None = None
-) -> Conversion:
-    """Writes a checkpoint in Orbax's layout.
+    source: str | os.PathLike[str], directory: str | os.PathLike[str], options: ConvertOptions, *, is_step: bool = False
+) -> ConvertReport:
+    """Writes a checkpoint in Orbax's layout, to a directory such as ``run/12`` on a local file system.
 
-    Args:
-      source: a run's directory (``options.step``, or the latest), a step's, or a manifest file.
-      directory: Orbax's, such as ``run/12``, on a local file system.
-      options: ``step`` selects the step to read; ``save_dtype``, ``cast_leaves``, ``optimizer``, ``overwrite``, ``dry_run`` and
-        ``progress`` work as in the other conversions.
+    With ``is_step`` as a step of a run of ``CheckpointManager``, with its metrics and custom metadata.
 
     Raises:
       OutputExistsError: the directory exists, and ``options.overwrite`` is not set.
       UnsupportedLeafError: leaves that Orbax cannot hold, or would store under one name.
       UnsupportedFormatError: Orbax would take the directory's name for a pattern.
     """
-    options = ConvertOptions() if options is None else options
-    return _convert(locate(source, options.step), local_output(directory), options, is_step=False)
-
-
-def convert_to_orbax_run(
-    source: str | os.PathLike[str], directory: str | os.PathLike[str], step: int, options: ConvertOptions
-) -> Conversion:
-    """Writes a checkpoint as a step of a run of Orbax's ``CheckpointManager``, with its metrics and custom metadata.
-
-    Args:
-      source: the step's directory.
-      directory: the run's, on a local file system.
-      step: the number, which names the step's directory.
-      options: as for :func:`convert_to_orbax`.
-    """
-    target = local_output(os.path.join(directory, str(step)))
-    return _convert(locate(source), target, options, is_step=True)
-
-
-def _convert(located: Located, target: str, options: ConvertOptions, *, is_step: bool) -> Conversion:
-    if options.compression is not None or options.concurrent_gb != ConvertOptions.concurrent_gb:
-        raise ValueError('compression and concurrent_gb have no effect on what Orbax writes. Leave them out.')
-    contents = read_contents(located)
+    started, target = time.monotonic(), local_output(directory)
+    contents, selected = open_export(source, target, options)
     check_output(target, options.overwrite, is_orbax_entry)
     if glob.has_magic(target):
         # Orbax merges the files of its processes by glob.glob, and finds none, or those of another step.
@@ -96,8 +70,6 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
             f'{target}: Orbax would take the *, ? or [ in this path for a pattern, and the step would be unreadable. Convert to '
             'another directory, and move the step afterwards.'
         )
-    step = contents.located.step or 0
-    selected = select_leaves(linked_leaves(contents), step, source_of(located), optimizer=options.optimizer)
     check_cast(options.cast, selected.table)
     empty = [leaf_name(path) for path, leaf in selected.table.items() if 0 in getattr(leaf, 'shape', ())]
     if empty:
@@ -106,8 +78,6 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
         )
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
     _check_names(leaves)
-    left_out = _left_out(contents, is_step=is_step)
-    started = time.monotonic()
     nbytes = 0
     if not options.dry_run:
         with contents.identity.reading(), output(target, options.overwrite, is_orbax_entry) as temporary:
@@ -116,12 +86,12 @@ def _convert(located: Located, target: str, options: ConvertOptions, *, is_step:
             digests = _save(_with_lists(unflatten(leaves)), temporary, Meter(options.progress, total), facts)
             _compare_with_written(leaves, digests, temporary, target)
             if is_step:
-                source = {**selected.source, **options.recorded}
-                pathlib.Path(temporary, CONVERTED_FROM).write_text(json.dumps(source), encoding='utf-8')
+                source_and_options = {**selected.identity, **options.recorded}
+                pathlib.Path(temporary, CONVERTED_FROM).write_text(json.dumps(source_and_options), encoding='utf-8')
         nbytes = sum(size or 0 for _, size in open_storage(target).walk(''))
-    seconds = time.monotonic() - started
-    return Conversion(
-        step, target, nbytes, seconds, selected.mapped, (), selected.dropped, selected.without_effect, left_out
+    seconds, left_out = time.monotonic() - started, _left_out(contents, is_step=is_step)
+    return ConvertReport(
+        selected.step or 0, target, nbytes, seconds, selected.mapped, dropped=selected.dropped, left_out=left_out
     )
 
 
@@ -148,11 +118,6 @@ def _left_out(contents: Contents, *, is_step: bool) -> tuple[str, ...]:
     return tuple(sorted(files + recorded))
 
 
-def source_of(located: Located) -> Mapping[str, Any]:
-    """The identity of a source, of JSON's types."""
-    return {'format': 't5x', 'path': located.url, 'stamp': stamp_of(located)}
-
-
 def recorded_source(directory: str) -> Mapping[str, Any]:
     """The identity of the source and the options that a step was converted with; {} for a step that Orbax saved."""
     try:
@@ -173,14 +138,14 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         )
     if isinstance(leaf, KeyData):
         return _keys(path, leaf)
-    dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
+    array = cast_leaf(path, leaf, cast)
     try:
-        ts.dtype(dtype.name)
+        ts.dtype(array.dtype.name)
     except (TypeError, ValueError) as error:
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: Orbax cannot hold {dtype.name}. Drop it with t5ckpt cp.'
+            f'{leaf_name(path)}: Orbax cannot hold {array.dtype.name}. Drop it with t5ckpt cp.'
         ) from error
-    return LazyThreadPoolArray(leaf.shape, dtype, lambda: cast_values(np.asarray(leaf), dtype, leaf_name(path)))
+    return array
 
 
 def _keys(path: Path, leaf: KeyData) -> Any:

@@ -1,4 +1,4 @@
-"""Reads checkpoints of other JAX programs for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax.
+"""Reads checkpoints for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax, zarr, safetensors.
 
 The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; the msgpack files of Flax are held
 completely.
@@ -10,17 +10,16 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import is_orbax
 from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer_of_flax, no_checkpoint, not_of_format
-from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
-from t5ckpt.convert.seqax import read_seqax
-from t5ckpt.core.arguments import check_word
+from t5ckpt.convert.options import ConvertOptions
+from t5ckpt.convert.safetensors import open_tensors
+from t5ckpt.convert.seqax import open_seqax
+from t5ckpt.convert.source import Source, chosen_source, stamp_of
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of, root_names
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
@@ -29,7 +28,7 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.facts import NO_FACTS, Facts
 from t5ckpt.format.manifest import Manifest, decode_manifest
-from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
+from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
@@ -42,61 +41,26 @@ from t5ckpt.tree.train_state import flatten_state
 
 _log = logging.getLogger('t5ckpt')
 
-TREE_FORMATS = ('orbax', 'flax', 'jax', 'seqax', 'zarr')
 _JAX_ARRAYS = 'array_store'
 
 
-def optimizer_leaves(paths: Collection[Path]) -> set[Path]:
-    """The leaves of the optimizer's state, see ``leaf_path.OPTIMIZER``.
-
-    Warns if there are none, since a program may store its optimizer's state under another name.
-    """
-    pattern = leaf_pattern(OPTIMIZER)
-    optimizer_paths = {path for path in paths if pattern.fullmatch(leaf_name(path))}
-    if not optimizer_paths:
-        warn_no_optimizer(root_names(paths))
-    return optimizer_paths
-
-
-def convert_tree(
-    kind: str,
-    source: str | os.PathLike[str],
-    directory: str | os.PathLike[str] | Storage,
-    options: ConvertOptions | None = None,
-) -> Conversion:
-    """Converts a checkpoint of another JAX program to T5X's format.
+def open_tree(kind: str, source: str | os.PathLike[str], options: ConvertOptions) -> Source:
+    """Reads the names, shapes and dtypes of a checkpoint of another JAX program.
 
     Args:
-      kind: 'orbax', 'flax', 'jax', 'seqax' or 'zarr'.
-      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or
-        ``to_bytes``, a directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory
-        of ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's.
-        zarr: a run or a step of Levanter, or any directory tree of zarr arrays.
-      directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
-      options: see :class:`ConvertOptions`.
+      kind: 'orbax', 'flax', 'jax', 'seqax', 'zarr' or 'safetensors'.
+      source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or ``to_bytes``, a
+        directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory of
+        ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's. zarr: a run or
+        a step of Levanter, or any directory tree of zarr arrays. safetensors: a file, the index of several, or the directory of a
+        model; a '/' in a name begins a level of the tree.
+      options: ``select`` and ``optimizer``.
 
     Raises:
-      CheckpointExistsError: the step exists; nothing was read.
-      T5CkptError: the source cannot be read, or the result cannot be written; nothing became visible.
+      T5CkptError: the source cannot be read.
     """
-    options = ConvertOptions() if options is None else options
-    found = open_tree(kind, source, options.optimizer)
-    log_left_out(found, source)
-    return finish(found, directory, options)
-
-
-def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True) -> Found:
-    """Reads the names, shapes and dtypes of a checkpoint; see :func:`convert_tree`."""
-    if kind == 'seqax':
-        table, step = read_seqax(source)
-        identity = {'format': kind, 'path': os.fspath(source), 'step': step}
-        return select_leaves(table, step, identity, optimizer=optimizer)
-    check_word('the format', kind, TREE_FORMATS)
     contents = _OPENERS[kind](os.fspath(source))
-    located = contents.located
-    identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
-    found = select_leaves(linked_leaves(contents), located.step, identity, optimizer=optimizer)
-    facts = contents.facts
+    located, facts = contents.located, contents.facts
     # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
     recorded = Facts(
         knows_tree=False,
@@ -104,42 +68,20 @@ def open_tree(kind: str, source: str | os.PathLike[str], optimizer: bool = True)
         metrics=facts.metrics,
         custom_metadata=facts.custom_metadata,
     )
-    return dataclasses.replace(found, facts=recorded, left_out=contents.left_out)
+    identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
+    table = linked_leaves(contents)
+    return chosen_source(table, located.step, identity, options, facts=recorded, left_out=contents.left_out)
 
 
-def log_left_out(found: Found, source: str | os.PathLike[str]) -> None:
+def log_left_out(left_out: Sequence[str], found: Source, source: str | os.PathLike[str]) -> None:
     """Logs the items of a step of Orbax, or the arrays of a tree of zarr, that a conversion leaves out."""
-    if found.left_out:
-        storage = open_storage(found.source['path'])
-        trees = [storage.url(name) for name in found.left_out if storage.is_file(join(name, TREE_METADATA))]
+    if left_out:
+        storage = open_storage(found.identity['path'])
+        trees = [storage.url(name) for name in left_out if storage.is_file(join(name, TREE_METADATA))]
         cure = f' To convert another tree, pass its path: {trees[0]}.' if trees else ''
-        what = 'arrays of unknown dtypes' if found.source['format'] == 'zarr' else 'items of Orbax'
-        text = f'{source}: {what} that are not converted: {some_of(found.left_out, 8)}.{cure}'
+        what = 'arrays of unknown dtypes' if found.identity['format'] == 'zarr' else 'items of Orbax'
+        text = f'{source}: {what} that are not converted: {some_of(left_out, 8)}.{cure}'
         _log.warning('t5ckpt: %s', printable(text))
-
-
-def stamp_of(located: Located) -> list[int] | None:
-    """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
-    for name in [located.manifest] if located.manifest else [TREE_METADATA, STEP_METADATA]:
-        stamp = located.storage.stamp(join(located.directory, name))
-        if stamp is not None:
-            return list(stamp)
-    return None
-
-
-def select_leaves(table: LeafTable, step: int | None, source: Mapping[str, Any], *, optimizer: bool) -> Found:
-    """The leaves that a conversion writes under their names: all, or without ``optimizer`` those of no optimizer's state."""
-    dropped = set[Path]() if optimizer else optimizer_leaves(table)
-    kept = {path: leaf for path, leaf in table.items() if path not in dropped}
-    names = list(map(leaf_name, kept))
-    return Found(
-        kept,
-        step,
-        source,
-        dict(zip(names, names, strict=True)),
-        dropped=tuple(sorted(map(leaf_name, dropped))),
-        without_effect=() if optimizer or dropped else ('optimizer',),
-    )
 
 
 def _open_orbax(source: str) -> Contents:
@@ -236,9 +178,23 @@ def _open_jax(source: str) -> Contents:
     return Contents(located, Manifest(3, table | arrays), NO_FACTS)
 
 
+def _open_safetensors(source: str) -> Contents:
+    """The tensors; the step is the value of ``state/step`` or ``step``, or 0."""
+    contents, _ = open_tensors(source)
+    if not contents.manifest.leaves:
+        raise UnsupportedFormatError(f'{source} contains no array, but a checkpoint has at least one.')
+    arrays = linked_leaves(contents)
+    held = [arrays[path] for path in (('state', 'step'), ('step',)) if path in arrays]
+    steps = [int(step) for step in held if step.shape == () and step.dtype.kind in 'iu']
+    located = dataclasses.replace(contents.located, step=next(iter(steps), 0))
+    return dataclasses.replace(contents, located=located)
+
+
 _OPENERS: Mapping[str, Callable[[str], Contents]] = {
     'orbax': _open_orbax,
     'flax': _open_flax,
     'jax': _open_jax,
+    'seqax': open_seqax,
     'zarr': _open_orbax,
+    'safetensors': _open_safetensors,
 }

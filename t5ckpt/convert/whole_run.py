@@ -15,16 +15,17 @@ from typing import Any
 from t5ckpt.catalog.layouts import FLAX, ORBAX, PADDED, T5X, ZARR, ListedStep, readable
 from t5ckpt.catalog.listing import facts_of, inspect_step, listing
 from t5ckpt.catalog.locate import locate, no_checkpoint, open_run_storage, open_target, openable_below
-from t5ckpt.convert.conversion import Conversion, ConvertOptions, finish
-from t5ckpt.convert.to_orbax import convert_to_orbax_run, recorded_source, source_of
+from t5ckpt.convert.options import TO_ORBAX, ConvertOptions, ConvertReport, check_options
+from t5ckpt.convert.source import source_identity, write_source
+from t5ckpt.convert.to_orbax import convert_to_orbax, recorded_source
 from t5ckpt.convert.trees import log_left_out, open_tree
 from t5ckpt.core.arguments import check_word, given_steps
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import counted, numbered, some_of
 from t5ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from t5ckpt.format.names import step_dir
 from t5ckpt.storage import Storage
 
-TO_ORBAX = 'to-orbax'
 _LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), 'zarr': (ZARR,), TO_ORBAX: (T5X, PADDED)}
 _log = logging.getLogger('t5ckpt')
 _CURE = 'Convert to another directory, or replace such steps (overwrite=True).'
@@ -32,40 +33,26 @@ RUN_FORMATS = tuple(_LAYOUTS)
 """The formats that :func:`convert_run` takes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConversion:
-    """The result of a conversion of a run or, with ``dry_run``, its description.
-
-    Attributes:
-      path: the new run's directory.
-      converted: the conversions that were written, ascending by step.
-      there: the steps that were skipped because an earlier call had converted them.
-      gone: the steps that were deleted from the source during the call.
-    """
-
-    path: str
-    converted: tuple[Conversion, ...]
-    there: tuple[int, ...]
-    gone: tuple[int, ...] = ()
-
-
 def convert_run(
     kind: str,
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
-    options: ConvertOptions | None = None,
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
     *,
     steps: Collection[int] | None = None,
-) -> RunConversion:
+) -> tuple[ConvertReport, ...]:
     """Converts the steps of a run, with their metrics, times and custom metadata; skips those that are converted already.
 
     Args:
-      kind: 'orbax' or 'flax' write T5X's format; 'to-orbax' reads it and writes a run of Orbax's ``CheckpointManager``, whose
-        steps have an item ``default`` and their metrics. Orbax records no other time than the time of the conversion.
+      kind: 'orbax', 'flax' and 'zarr' write T5X's format; 'to-orbax' reads it and writes a run of Orbax's ``CheckpointManager``,
+        whose steps have an item ``default`` and their metrics. Orbax records no other time than the time of the conversion.
       source: the run's directory. Its steps in other layouts are left out.
       directory: the new run's.
       options: see :class:`ConvertOptions`; without ``step``. ``overwrite`` converts every step again.
       steps: which steps; None takes all.
+
+    Returns:
+      A report for each step, ascending; its ``outcome`` says whether the step was converted.
 
     Raises:
       CheckpointNotFoundError: the run has no such step, or none in the layout.
@@ -74,28 +61,30 @@ def convert_run(
       T5CkptError: a step cannot be read or written. The steps before it are converted, and the same call resumes.
     """
     check_word('the format of a run', kind, RUN_FORMATS)
-    options = ConvertOptions() if options is None else options
+    check_options(options, kind)
     if options.step is not None:
         raise ValueError('ConvertOptions(step=...) is for one checkpoint. Pass steps=[...] to convert_run.')
     run, target = open_run_storage(source), open_target(directory)
     chosen = _chosen_steps(run, kind, None if steps is None else given_steps(steps))
     converted = [] if options.overwrite else _converted_before(run, target, chosen, kind, options)
-    remaining = [listed_step for listed_step in chosen if listed_step.step not in converted]
     _log_left_out(run, [] if steps is not None else chosen)
-    conversions: list[Conversion] = []
-    gone: list[int] = []
+    reports: list[ConvertReport] = []
     logged: set[str] = set()
-    for listed_step in remaining:
-        part = dataclasses.replace(
-            options, progress=_part(options.progress, len(conversions) + len(gone), len(remaining))
-        )
+    remaining = len(chosen) - len(converted)
+    for listed_step in chosen:
+        there = ConvertReport(listed_step.step, target.url(step_dir(listed_step.step)), outcome='there')
+        if listed_step.step in converted:
+            reports.append(there)
+            continue
+        before = sum(report.outcome != 'there' for report in reports)
+        part = dataclasses.replace(options, progress=_part(options.progress, before, remaining))
         try:
-            conversions.append(_convert(kind, run, listed_step, target, part, logged))
+            reports.append(_convert(kind, run, listed_step, target, part, logged))
         except CheckpointNotFoundError:
             if inspect_step(run, listed_step.step) is not None:
                 raise
-            gone.append(listed_step.step)
-    return RunConversion(target.url(), tuple(conversions), tuple(converted), tuple(gone))
+            reports.append(dataclasses.replace(there, outcome='gone'))
+    return tuple(reports)
 
 
 def _chosen_steps(run: Storage, kind: str, steps: Collection[int] | None) -> list[ListedStep]:
@@ -165,21 +154,20 @@ def _recorded(target: Storage, step: ListedStep, kind: str) -> Mapping[str, Any]
 
 
 def _source(kind: str, source: str) -> Mapping[str, Any]:
-    return source_of(locate(source)) if kind == TO_ORBAX else open_tree(kind, source).source
+    return source_identity(locate(source)) if kind == TO_ORBAX else open_tree(kind, source, ConvertOptions()).identity
 
 
 def _convert(
     kind: str, run: Storage, listed_step: ListedStep, target: Storage, options: ConvertOptions, logged: set[str]
-) -> Conversion:
+) -> ConvertReport:
     """Converts a step; logs the items that it leaves out and that are not in ``logged``."""
     source = run.url(listed_step.name)
     if kind == TO_ORBAX:
-        return convert_to_orbax_run(source, target.url(), listed_step.step, options)
-    found = dataclasses.replace(open_tree(kind, source, options.optimizer), step=listed_step.step)
-    new = tuple(name for name in found.left_out if name not in logged)
-    logged.update(new)
-    log_left_out(dataclasses.replace(found, left_out=new), source)
-    return finish(found, target, options)
+        return convert_to_orbax(source, target.url(str(listed_step.step)), options, is_step=True)
+    found = dataclasses.replace(open_tree(kind, source, options), step=listed_step.step)
+    log_left_out([name for name in found.left_out if name not in logged], found, source)
+    logged.update(found.left_out)
+    return write_source(found, target, options)
 
 
 def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:

@@ -18,6 +18,7 @@ from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, T5CkptError
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import separator_of
+from t5ckpt.format.facts import TreeFacts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
 from t5ckpt.format.zarray import implied_metadata, zarray_file, zarray_of
 from t5ckpt.lazy import LazyThreadPoolArray
@@ -127,17 +128,17 @@ def linked_write(write: ArrayWrite) -> ArrayWrite:
     return write if source is None else source.linked(write)
 
 
-def linked_leaves(contents: Contents, reader: ArrayReader | None = None) -> LeafTable:
+def linked_leaves(contents: Contents, reader: ArrayReader | None = None, *, typed: bool = True) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 
     ``reader`` is that of :func:`open_source`, if the caller has it.
 
-    Python numbers, text, empty containers and typed PRNG keys are restored if the facts record them.
+    With ``typed`` Python numbers and PRNG keys are restored as such if the facts record them; else they are arrays.
 
     Raises:
       CorruptCheckpointError: the checksums cannot be read.
     """
-    tree_facts = contents.facts.tree
+    tree_facts = contents.facts.tree if typed else TreeFacts()
     reader = reader or open_source(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():

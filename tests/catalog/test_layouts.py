@@ -27,9 +27,6 @@ from t5ckpt import errors
 from t5ckpt.cli.app import app
 from t5ckpt.commit.markers import Marker
 from t5ckpt.convert import ConvertOptions, convert_checkpoint
-from t5ckpt.convert.export_options import ImportOptions
-from t5ckpt.convert.huggingface import import_hf
-from t5ckpt.convert.safetensors import import_safetensors
 from t5ckpt.storage import open_storage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'step': np.int32(7)}
@@ -323,7 +320,9 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
                 lambda step: ck.save(state(step), step=step, overwrite=True),
                 lambda _: t5ckpt.pin_checkpoint(f'{url}/{theirs}'),
                 lambda step: t5ckpt.copy_checkpoint(ours, url, step),
-                lambda step: import_safetensors(tmp_path / 'w.safetensors', url, ImportOptions(step=step)),
+                lambda step: t5ckpt.convert_checkpoint(
+                    'safetensors', tmp_path / 'w.safetensors', url, ConvertOptions(step=step)
+                ),
             ):
                 with pytest.raises(errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}'):
                     refused(7)
@@ -423,7 +422,7 @@ def test_metrics_of_the_latest_step_are_not_those_of_an_older_one(run_dir):
 def test_a_run_that_holds_an_export_is_still_the_run(run_dir):
     with open_ck(run_dir) as ck:
         ck.save(state(1))
-        t5ckpt.export_safetensors(run_dir, run_dir / 'model.safetensors')
+        t5ckpt.convert_checkpoint('to-safetensors', run_dir, run_dir / 'model.safetensors')
         ck.save(state(2))
         assert ck.restore(path=run_dir)['w'][0] == 2
         assert ck.restore(path=run_dir / 'model.safetensors')['w'][0] == 1
@@ -453,7 +452,7 @@ def test_a_run_that_goes_on_from_a_tensorflow_checkpoint_is_a_run(run_dir, on_bu
 def test_a_file_where_a_run_is_expected_is_named(tmp_path):
     tensors, text = tmp_path / 'w.safetensors', tmp_path / 't9.py'
     open_ck(tmp_path / 'run').save(state(1))
-    t5ckpt.export_safetensors(tmp_path / 'run', tensors)
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tensors)
     text.write_text('import numpy as np\n')
     wanted = {
         tensors: 'w.safetensors is a safetensors file, not a checkpoint: restore(path=...) and open_checkpoint read it, '
@@ -515,7 +514,9 @@ def test_copies_and_imports_move_files_of_others_aside(tmp_path, way):
         t5ckpt.copy_checkpoint(tmp_path / 'source', tmp_path / 'target')
     else:
         save_file({'w': np.ones(3)}, tmp_path / 'a.safetensors')
-        import_safetensors(tmp_path / 'a.safetensors', tmp_path / 'target', ImportOptions(step=500))
+        t5ckpt.convert_checkpoint(
+            'safetensors', tmp_path / 'a.safetensors', tmp_path / 'target', ConvertOptions(step=500)
+        )
     assert t5ckpt.all_steps(tmp_path / 'target') == [500]
     (aside,) = (tmp_path / 'target').glob('checkpoint_500.foreign-*')
     assert list(tree(aside)) == [THEIRS[2]]
@@ -881,12 +882,9 @@ def test_a_trainer_may_save_above_other_checkpoints(tmp_path, caplog, what):
 def test_an_import_of_flax_weights_names_the_verb_that_reads_them(tmp_path):
     path = model_of_hf(tmp_path, 'other.safetensors')
     (path / 'flax_model.msgpack').write_bytes(flax.serialization.to_bytes({'w': np.ones(3)}))
-    with pytest.raises(errors.CheckpointNotFoundError, match=r't5ckpt convert flax reads Flax weights'):
-        import_hf(path, tmp_path / 'out')
-    assert (
-        convert_checkpoint('flax', path / 'flax_model.msgpack', tmp_path / 'out', options=ConvertOptions(step=0)).step
-        == 0
-    )
+    with pytest.raises(errors.UnsupportedFormatError, match=r't5ckpt convert flax reads Flax weights'):
+        t5ckpt.convert_checkpoint('hf', path, tmp_path / 'out')
+    assert convert_checkpoint('flax', path / 'flax_model.msgpack', tmp_path / 'out', ConvertOptions(step=0)).step == 0
 
 
 def test_above_a_directory_of_jax_its_path_is_named(tmp_path):
@@ -948,7 +946,7 @@ def test_a_run_names_the_checkpoints_that_are_not_among_its_steps(tmp_path, capl
     named_by_flax_too = directory / 'checkpoint_10.5'
     named_by_flax_too.write_bytes((directory / 'checkpoint_2').read_bytes())
     assert 'not listed: checkpoint_10.5' in CliRunner().invoke(app, ['ls', str(directory)]).stderr
-    t5ckpt.convert.convert_run('flax', directory, tmp_path / 'out')
+    t5ckpt.convert_run('flax', directory, tmp_path / 'out')
     assert 'not converted: checkpoint_10.5' in caplog.text
     for restore in (
         lambda: t5ckpt.restore_or_init(open_ck(directory), None),

@@ -1,6 +1,5 @@
 """From Orbax, Flax and JAX, and the command line of all conversions."""
 
-import functools
 import json
 import random
 import re
@@ -29,7 +28,6 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import ConvertOptions, convert_checkpoint as convert
 from t5ckpt.convert.seqax import read_seqax, write_seqax
-from t5ckpt.convert.to_orbax import convert_to_orbax
 
 TREE = {
     'params': {'dense': {'kernel': np.arange(60000, dtype=np.float32).reshape(200, 300), 'bias': np.ones(3, jnp.bfloat16)}},
@@ -164,7 +162,7 @@ def test_orbax_directories_have_their_step(tmp_path):
     state = {'params': {'w': np.ones((64, 64), np.float32)}, 'opt_state': ({'mu': np.zeros(3, np.float32)}, (), [])}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(state, step=12)
-    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '12')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax' / '12')
     done = t5ckpt.convert_checkpoint('orbax', tmp_path / 'orbax' / '12', tmp_path / 'back')
     assert done.step == 12
     loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')
@@ -197,7 +195,7 @@ def test_orbax_restores_into_the_state(tmp_path):
         with t5ckpt.Checkpointer(root, checkpoints_dir=tmp_path / name / 'run') as ck:
             ck.save(root, step=12)
         t5ckpt.convert_run('to-orbax', tmp_path / name / 'run', tmp_path / name / 'steps')
-        convert_to_orbax(tmp_path / name / 'run', tmp_path / name / 'bare')
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / name / 'run', tmp_path / name / 'bare')
         ocp.PyTreeCheckpointer().save(tmp_path / name / 'own', root)
         with ocp.CheckpointManager(tmp_path / name / 'steps') as manager:
             of_step = manager.restore(12, args=ocp.args.StandardRestore(root))
@@ -217,7 +215,7 @@ def test_dicts_of_nnx_are_restored_as_the_page_says(tmp_path):
     state = nnx.to_pure_dict(nnx.state({'layers': nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(12)])}))
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(state, step=1)
-    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     restored = ocp.PyTreeCheckpointer().restore(tmp_path / 'orbax')
     assert_same_tree(nnx.restore_int_paths(flax.serialization.to_state_dict(restored)), state)
 
@@ -288,7 +286,7 @@ def test_orbax_reads_what_is_written_back(tmp_path):
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**16).save(state)
     seen = []
     options = ConvertOptions(progress=lambda *numbers: seen.append(numbers))
-    done = convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '7', options)
+    done = t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax' / '7', options)
     assert (done.step, done.path) == (7, str(tmp_path / 'orbax' / '7'))
     assert [path.name for path in (tmp_path / 'orbax').iterdir()] == ['7']
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -310,8 +308,6 @@ def test_all_that_orbax_cannot_hold_is_named_at_once(tmp_path):
     state = {'a': np.zeros((0, 4)), 'b': np.zeros(0), 'w': np.ones(4)}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
     with pytest.raises(errors.UnsupportedLeafError, match=r'a, b: Orbax cannot hold.*t5ckpt cp'):
-        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
-    with pytest.raises(ValueError, match=r"convert_run\('to-orbax', run, directory"):
         t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
 
 
@@ -321,7 +317,7 @@ def test_to_orbax_names_a_leaf_of_a_dtype_that_tensorstore_lacks(tmp_path, dtype
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(state, step=1)
     with pytest.raises(errors.UnsupportedLeafError, match=rf'w: Orbax cannot hold {dtype}'):
-        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     assert [*tmp_path.glob('orbax/*')] == []
 
 
@@ -331,9 +327,9 @@ def test_orbax_is_given_one_array_at_a_time(tmp_path):
     code = (
         'import resource\n'
         'import orbax.checkpoint\n'
-        'from t5ckpt.convert.to_orbax import convert_to_orbax\n'
+        'import t5ckpt.convert.to_orbax\n'
         'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
-        f'convert_to_orbax({str(tmp_path / "run")!r}, {str(tmp_path / "orbax")!r})\n'
+        f't5ckpt.convert_checkpoint("to-orbax", {str(tmp_path / "run")!r}, {str(tmp_path / "orbax")!r})\n'
         'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'
     )
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
@@ -343,16 +339,16 @@ def test_orbax_is_given_one_array_at_a_time(tmp_path):
 def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
     t5ckpt.Checkpointer(TREE, checkpoints_dir=tmp_path / 'run').save(TREE)
     target = tmp_path / 'orbax'
-    assert convert_to_orbax(tmp_path / 'run', target, ConvertOptions(dry_run=True)).nbytes == 0
+    assert t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target, ConvertOptions(dry_run=True)).nbytes == 0
     assert not target.exists()
-    convert_to_orbax(tmp_path / 'run', target)
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target)
     with pytest.raises(errors.OutputExistsError):
-        convert_to_orbax(tmp_path / 'run', target)
-    convert_to_orbax(tmp_path / 'run', target, ConvertOptions(overwrite=True, optimizer=False))
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target)
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target, ConvertOptions(overwrite=True, optimizer=False))
     assert not any('opt_state' in name for name in leaves_of(target))
     (target / 'mine.txt').write_text('')
     with pytest.raises(errors.OutputExistsError, match=r'mine\.txt'):
-        convert_to_orbax(tmp_path / 'run', target, ConvertOptions(overwrite=True))
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target, ConvertOptions(overwrite=True))
 
 
 @pytest.mark.filterwarnings('ignore:Sharding info not provided')
@@ -372,7 +368,7 @@ def test_typed_keys_go_to_orbax_and_back(tmp_path, is_step):
         with ocp.CheckpointManager(tmp_path / 'orbax') as manager:
             restored = manager.restore(1, args=ocp.args.PyTreeRestore())
     else:
-        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax' / '1')
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax' / '1')
         restored = ocp.PyTreeCheckpointer().restore(tmp_path / 'orbax' / '1')
     assert {name: str(jax.random.key_impl(key)) for name, key in restored['keys'].items()} == {
         name: name for name in keys
@@ -408,7 +404,7 @@ def test_what_orbax_cannot_hold(tmp_path, make):
     state = {'params': {'w': np.ones(3)}, 'odd': leaf}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
     with pytest.raises(errors.UnsupportedLeafError, match=r'odd.* Orbax can'):
-        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     assert not (tmp_path / 'orbax').exists()
 
 
@@ -425,15 +421,15 @@ def test_leaves_that_orbax_would_store_under_one_name(tmp_path, state):
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
     first, second = sorted(name for name in flatten(flax.serialization.to_state_dict(state)) if name != 'layers/1')
     with pytest.raises(errors.UnsupportedLeafError, match=f'({first}|{second}).* and .*({first}|{second}).*t5ckpt cp'):
-        convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     assert not (tmp_path / 'orbax').exists()
     t5ckpt_cli('cp', tmp_path / 'run', tmp_path / 'renamed', '--rename', re.escape(first), 'other')
-    convert_to_orbax(tmp_path / 'renamed', tmp_path / 'orbax')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'renamed', tmp_path / 'orbax')
     assert not t5ckpt.diff(tmp_path / 'renamed', tmp_path / 'orbax')
 
 
-@pytest.mark.parametrize('convert_step', [convert_to_orbax, functools.partial(t5ckpt.convert_run, 'to-orbax')])
-def test_damage_to_what_orbax_writes_is_found_by_reading_it_back(tmp_path, convert_step):
+@pytest.mark.parametrize('convert_any', [t5ckpt.convert_checkpoint, t5ckpt.convert_run])
+def test_damage_to_what_orbax_writes_is_found_by_reading_it_back(tmp_path, convert_any):
     state = {'w': np.random.default_rng(0).normal(size=300_000)}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
 
@@ -443,9 +439,9 @@ def test_damage_to_what_orbax_writes_is_found_by_reading_it_back(tmp_path, conve
 
     options = ConvertOptions(progress=damage)
     with pytest.raises(errors.SaveFailedError, match=r'orbax.* Orbax wrote .* Convert it again'):
-        convert_step(tmp_path / 'run', tmp_path / 'orbax', options)
+        convert_any('to-orbax', tmp_path / 'run', tmp_path / 'orbax', options)
     assert not [path for path in tmp_path.glob('orbax*/**/*') if path.is_file()]
-    convert_to_orbax(tmp_path / 'run', tmp_path / 'again')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'again')
 
 
 @pytest.mark.parametrize('name', ['seed=[1,2]', '[!a]', 'a*', 'a?'])
@@ -453,11 +449,11 @@ def test_a_target_that_orbax_would_take_for_a_pattern(tmp_path, name):
     t5ckpt.Checkpointer(TREE, checkpoints_dir=tmp_path / 'run').save(TREE)
     for target in (tmp_path / name, tmp_path / name / '7'):
         with pytest.raises(errors.UnsupportedFormatError, match=r'pattern.* Convert to another directory'):
-            convert_to_orbax(tmp_path / 'run', target)
+            t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target)
     with pytest.raises(errors.UnsupportedFormatError, match='pattern'):
         t5ckpt.convert_run('to-orbax', tmp_path / 'run', tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ['run']
-    convert_to_orbax(tmp_path / 'run', tmp_path / 'orbax')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     (tmp_path / 'orbax').rename(tmp_path / name)
     check(tmp_path / name, expected())
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -474,7 +470,7 @@ def test_targets_with_odd_names(tmp_path, monkeypatch, name):
     (tmp_path / 'link').symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     for target in (tmp_path / name / '7', f'./{name}-relative', tmp_path / 'link' / f'{name}-linked'):
-        convert_to_orbax('run', target)
+        t5ckpt.convert_checkpoint('to-orbax', 'run', target)
         assert not t5ckpt.diff('run', target), target
         with ocp.PyTreeCheckpointer() as checkpointer:
             assert_same(checkpointer.restore((tmp_path / target).absolute())['w'], state['w'], 'w')

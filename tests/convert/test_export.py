@@ -14,7 +14,7 @@ from flax import serialization as flax_serialization
 from support import forked
 
 import t5ckpt
-from t5ckpt import ExportOptions, ImportOptions
+from t5ckpt import ConvertOptions
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -73,7 +73,7 @@ def run(tmp_path: pathlib.Path) -> str:
 
 
 def test_safetensors_reads_every_array(run: str, tmp_path: pathlib.Path):
-    report = t5ckpt.export_safetensors(run, tmp_path / 'out.safetensors')
+    report = t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'out.safetensors')
     expected = table(tree())
     with safetensors.safe_open(tmp_path / 'out.safetensors', 'flax') as file:
         assert set(file.keys()) == set(expected)
@@ -83,13 +83,13 @@ def test_safetensors_reads_every_array(run: str, tmp_path: pathlib.Path):
         assert bytes(entry['data']) == expected[name].tobytes(), name
         assert tuple(entry['shape']) == expected[name].shape
     assert sorted(report.dropped) == ['empty', 'nothing', 'text']
-    assert report.bytes == sum(values.nbytes for values in expected.values())
+    assert report.nbytes == sum(values.nbytes for values in expected.values())
 
 
 def test_there_and_back(run: str, tmp_path: pathlib.Path):
-    t5ckpt.export_safetensors(run, tmp_path / 'out.safetensors')
-    report = t5ckpt.import_safetensors(tmp_path / 'out.safetensors', tmp_path / 'back')
-    assert report.output.endswith('checkpoint_41')
+    t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'out.safetensors')
+    report = t5ckpt.convert_checkpoint('safetensors', tmp_path / 'out.safetensors', tmp_path / 'back')
+    assert report.path.endswith('checkpoint_41')
     assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')), table(tree()))
 
 
@@ -106,32 +106,36 @@ def test_weights_of_other_programs(tmp_path: pathlib.Path):
     index = shards / 'model.safetensors.index.json'
     index.write_text(json.dumps({'metadata': {}, 'weight_map': names}))
     for source in (flax, shards, index):
-        t5ckpt.export_safetensors(source, tmp_path / 'out.safetensors', ExportOptions(force=True))
-        t5ckpt.import_safetensors(tmp_path / 'out.safetensors', tmp_path / 'back', ImportOptions(force=True))
+        t5ckpt.convert_checkpoint(
+            'to-safetensors', source, tmp_path / 'out.safetensors', ConvertOptions(overwrite=True)
+        )
+        t5ckpt.convert_checkpoint(
+            'safetensors', tmp_path / 'out.safetensors', tmp_path / 'back', ConvertOptions(overwrite=True)
+        )
         assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')), weights)
     before = index.read_bytes()
     with pytest.raises(OutputExistsError, match='contains the checkpoint to export'):
-        t5ckpt.export_safetensors(shards, index, ExportOptions(force=True))
+        t5ckpt.convert_checkpoint('to-safetensors', shards, index, ConvertOptions(overwrite=True))
     assert index.read_bytes() == before
 
 
 def test_pieces_make_the_same_file(run: str, tmp_path: pathlib.Path):
-    t5ckpt.export_safetensors(run, tmp_path / 'whole.safetensors')
+    t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'whole.safetensors')
     calls: list[tuple[int, int]] = []
-    options = ExportOptions(piece_bytes=5000, progress=lambda done, total: calls.append((done, total)))
-    report = t5ckpt.export_safetensors(run, tmp_path / 'pieces.safetensors', options)
+    options = ConvertOptions(concurrent_gb=2e-5, progress=lambda done, total: calls.append((done, total)))
+    report = t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'pieces.safetensors', options)
     assert (tmp_path / 'whole.safetensors').read_bytes() == (tmp_path / 'pieces.safetensors').read_bytes()
     assert len(calls) > 60
-    assert calls[-1] == (report.bytes, report.bytes)
+    assert calls[-1] == (report.nbytes, report.nbytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path):
-    options = ExportOptions(select='^target/(big|half)|wide', dtype='float32')
-    report = t5ckpt.export_safetensors(run, tmp_path / 'out.safetensors', options)
+    options = ConvertOptions(select='target/(big|half)|.*wide', save_dtype='float32')
+    report = t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'out.safetensors', options)
     assert sorted(report.mapped) == ['state/wide', 'target/big', 'target/half']
     assert 'target/f16' in report.dropped
-    t5ckpt.import_safetensors(tmp_path / 'out.safetensors', tmp_path / 'back', ImportOptions(step=3))
+    t5ckpt.convert_checkpoint('safetensors', tmp_path / 'out.safetensors', tmp_path / 'back', ConvertOptions(step=3))
     found = table(t5ckpt.load_t5x_checkpoint(tmp_path / 'back', step=3))
     assert {name: values.dtype.name for name, values in found.items()} == {
         'state/wide': 'float64',  # a cast touches the parameters alone
@@ -139,9 +143,9 @@ def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path):
         'target/half': 'float32',
     }
     np.testing.assert_array_equal(found['target/half'], table(tree())['target/half'].astype(np.float32))
-    for pattern, words in (('(', 'not a regular expression'), ('xyz', 'matches no array')):
+    for pattern, words in (('(', 'not a regular expression'), ('xyz', 'matches no leaf')):
         with pytest.raises(ValueError, match=words):
-            t5ckpt.export_safetensors(run, tmp_path / 'no', ExportOptions(select=pattern))
+            t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'no', ConvertOptions(select=pattern))
 
 
 @pytest.mark.parametrize('force', [False, True])
@@ -152,7 +156,7 @@ def test_nothing_is_written_into_a_step(run: str, tmp_path: pathlib.Path, force:
     before = sorted(step.rglob('*'))
     for place in (step / 'checkpoint', step / 'new', step / 'target.big' / 'new', tmp_path / 'link' / 'new'):
         with pytest.raises(OutputExistsError, match=r'which is a checkpoint. Pass a path outside it'):
-            t5ckpt.export_safetensors(run, place, ExportOptions(force=force))
+            t5ckpt.convert_checkpoint('to-safetensors', run, place, ConvertOptions(overwrite=force))
     assert sorted(step.rglob('*')) == before
     assert t5ckpt.verify(step, full=True).ok
 
@@ -162,27 +166,27 @@ def test_a_dtype_that_safetensors_has_not_is_refused_before_anything_is_written(
     with t5ckpt.Checkpointer(state, checkpoints_dir=str(tmp_path / 'run')) as checkpointer:
         checkpointer.save(state, step=1)
     with pytest.raises(UnsupportedLeafError, match=r'target/w: safetensors has no int4.*selection\.$'):
-        t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'out')
-    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'out', ExportOptions(select='v'))
+        t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'out')
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'out', ConvertOptions(select='.*/v'))
 
 
 def test_nothing_is_overwritten_unless_asked(run: str, tmp_path: pathlib.Path):
     out = tmp_path / 'out.safetensors'
     out.write_text('mine')
     with pytest.raises(OutputExistsError, match=r'exists\. Choose'):
-        t5ckpt.export_safetensors(run, out)
+        t5ckpt.convert_checkpoint('to-safetensors', run, out)
     assert out.read_text() == 'mine'
     with pytest.raises(OutputExistsError, match='is a directory'):
-        t5ckpt.export_safetensors(run, tmp_path, ExportOptions(force=True))
-    t5ckpt.export_safetensors(run, tmp_path / 'dry', ExportOptions(dry_run=True))
+        t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path, ConvertOptions(overwrite=True))
+    t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'dry', ConvertOptions(dry_run=True))
     assert not (tmp_path / 'dry').exists()
-    t5ckpt.export_safetensors(run, out, ExportOptions(force=True))
-    assert t5ckpt.import_safetensors(out, tmp_path / 'back', ImportOptions(dry_run=True)).bytes > 0
+    t5ckpt.convert_checkpoint('to-safetensors', run, out, ConvertOptions(overwrite=True))
+    t5ckpt.convert_checkpoint('safetensors', out, tmp_path / 'back', ConvertOptions(dry_run=True))
     assert not (tmp_path / 'back').exists()
-    t5ckpt.import_safetensors(out, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('safetensors', out, tmp_path / 'back')
     with pytest.raises(CheckpointExistsError):
-        t5ckpt.import_safetensors(out, tmp_path / 'back')
-    t5ckpt.import_safetensors(out, tmp_path / 'back', ImportOptions(force=True))
+        t5ckpt.convert_checkpoint('safetensors', out, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('safetensors', out, tmp_path / 'back', ConvertOptions(overwrite=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ['back', out.name, 'run']
 
 
@@ -190,7 +194,7 @@ def test_a_checkpoint_that_is_damaged_leaves_no_file(run: str, tmp_path: pathlib
     chunk = next(path for path in pathlib.Path(run).rglob('target.big/*') if path.name != '.zarray')
     chunk.write_bytes(chunk.read_bytes()[:-100])
     with pytest.raises(CorruptCheckpointError, match='target/big'):
-        t5ckpt.export_safetensors(run, tmp_path / 'out')
+        t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'out')
     assert [path.name for path in tmp_path.iterdir()] == ['run']
 
 
@@ -200,7 +204,7 @@ import resource, signal, t5ckpt
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    t5ckpt.export_safetensors({run!r}, {str(tmp_path / 'out')!r})
+    t5ckpt.convert_checkpoint('to-safetensors', {run!r}, {str(tmp_path / 'out')!r})
 except t5ckpt.errors.StorageError as error:
     print('said:', error)
 """
@@ -215,7 +219,7 @@ except t5ckpt.errors.StorageError as error:
 def test_files_of_the_packages_are_read(tmp_path: pathlib.Path):
     arrays = {'a/w': np.arange(12, dtype=np.float32).reshape(3, 4), 'a/b': np.float64(2.5), 'n': np.int64([1])}
     safetensors.numpy.save_file({k: np.asarray(v) for k, v in arrays.items()}, tmp_path / 'x.safetensors')
-    t5ckpt.import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'one')
+    t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'one')
     assert_same(table(t5ckpt.load_t5x_checkpoint(tmp_path / 'one')), {k: np.asarray(v) for k, v in arrays.items()})
 
 
@@ -278,25 +282,25 @@ def entry(dtype: Any = 'F32', shape: Any = (1,), span: Any = (0, 4)) -> dict[str
 def test_a_header_that_lies_is_found_out(tmp_path: pathlib.Path, data: bytes):
     (tmp_path / 'x.safetensors').write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r'x\.safetensors'):
-        t5ckpt.import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
 def test_what_is_not_there_or_not_to_be_had(tmp_path: pathlib.Path):
     for path in (tmp_path / 'none.safetensors', tmp_path):
         with pytest.raises(CheckpointNotFoundError):
-            t5ckpt.import_safetensors(path, tmp_path / 'run')
+            t5ckpt.convert_checkpoint('safetensors', path, tmp_path / 'run')
     with pytest.raises(CheckpointNotFoundError):
-        t5ckpt.export_safetensors(tmp_path / 'none', tmp_path / 'out.safetensors')
+        t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'none', tmp_path / 'out.safetensors')
     safetensors.numpy.save_file({}, tmp_path / 'empty.safetensors')
     with pytest.raises(UnsupportedFormatError, match='no array'):
-        t5ckpt.import_safetensors(tmp_path / 'empty.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'empty.safetensors', tmp_path / 'run')
     safetensors.numpy.save_file({name: np.ones(1) for name in ('a', 'a/b')}, tmp_path / 'clash.safetensors')
     with pytest.raises(UnsupportedFormatError, match='clash'):
-        t5ckpt.import_safetensors(tmp_path / 'clash.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'clash.safetensors', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
 def test_exports_go_to_local_disks(run: str):
     with pytest.raises(UnsupportedFormatError, match='local file system'):
-        t5ckpt.export_safetensors(run, 'memory://exports/x.safetensors')
+        t5ckpt.convert_checkpoint('to-safetensors', run, 'memory://exports/x.safetensors')

@@ -15,8 +15,6 @@ from support import t5
 from support.hf_models import VARIANTS, long_t5, write, write_t5
 
 import t5ckpt
-from t5ckpt.convert.export_options import ExportOptions, ImportOptions
-from t5ckpt.convert.huggingface import export_hf, import_hf
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -54,6 +52,11 @@ def tensors_in(directory: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: files[place][name] for name, place in places.items()}
 
 
+def model_type(directory: pathlib.Path) -> str:
+    """In the configuration."""
+    return json.loads((directory / 'config.json').read_text())['model_type']
+
+
 def same(one: Any, other: Any) -> bool:
     """Names, dtypes and bits."""
     a, b = flat(one), flat(other)
@@ -65,11 +68,11 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize('name', VARIANTS)
 def test_there_and_back_is_the_same_to_the_bit(tmp_path: pathlib.Path, name: str):
     run = write_t5(tmp_path / 'run', VARIANTS[name])
-    report = export_hf(run, tmp_path / 'hf')
-    assert report.kind == KINDS.get(name, 't5')
+    report = t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf')
+    assert model_type(tmp_path / 'hf') == KINDS.get(name, 't5')
     assert sorted(report.dropped) == ['state/param_states/decoder/v', 'state/step']
     assert sorted(path.name for path in (tmp_path / 'hf').iterdir()) == sorted(report.files)
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert t5ckpt.all_steps(tmp_path / 'back') == [7]
     before, after = t5ckpt.load_t5x_checkpoint(run), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')
     assert same(before['target'], after['target'])
@@ -80,9 +83,9 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path: pathlib.Path, name: str
 def test_from_hugging_face_and_back_gives_the_same_files(tmp_path: pathlib.Path, name: str):
     run = write_t5(tmp_path / 'run', VARIANTS[name])
     for source, target in ((run, 'hf'), (str(tmp_path / 'back'), 'again')):
-        export_hf(source, tmp_path / target)
+        t5ckpt.convert_checkpoint('to-hf', source, tmp_path / target)
         if target == 'hf':
-            import_hf(tmp_path / 'hf', tmp_path / 'back')
+            t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     for path in (tmp_path / 'hf').iterdir():
         assert path.read_bytes() == (tmp_path / 'again' / path.name).read_bytes(), path.name
 
@@ -90,7 +93,7 @@ def test_from_hugging_face_and_back_gives_the_same_files(tmp_path: pathlib.Path,
 def test_the_names_and_axes_are_those_of_the_issue(tmp_path: pathlib.Path):
     config = VARIANTS['t5_1_1']
     old = flat(t5.init(config))
-    export_hf(write_t5(tmp_path / 'run', config), tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', write_t5(tmp_path / 'run', config), tmp_path / 'hf')
     new = tensors_in(tmp_path / 'hf')
     expected = {
         'shared.weight': old['token_embedder/embedding'],
@@ -115,7 +118,7 @@ def test_the_names_and_axes_are_those_of_the_issue(tmp_path: pathlib.Path):
 
 
 def test_a_second_norm_is_written_for_versions_before_5_24_which_scale_umt5(tmp_path: pathlib.Path):
-    export_hf(write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'hf')
     config = json.loads((tmp_path / 'hf/config.json').read_text())
     newer, newest = (json.loads((tmp_path / 'hf' / name).read_text()) for name in config.pop('configuration_files'))
     assert newest == config, '5.24 scales no untied logits, like version 4'
@@ -130,13 +133,14 @@ def test_a_second_norm_is_written_for_versions_before_5_24_which_scale_umt5(tmp_
 
 def test_long_t5_with_transient_global_attention(tmp_path: pathlib.Path):
     tree = long_t5(transient_global=True)
-    assert export_hf(write(tmp_path / 'run', tree), tmp_path / 'hf').kind == 'longt5'
+    t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', tree), tmp_path / 'hf')
+    assert model_type(tmp_path / 'hf') == 'longt5'
     assert json.loads((tmp_path / 'hf/config.json').read_text())['encoder_attention_type'] == 'transient-global'
     new, first = tensors_in(tmp_path / 'hf'), 'encoder.block.0.layer.0.TransientGlobalSelfAttention'
     old = tree['target']['encoder']['side_relpos_bias']['rel_embedding']
     np.testing.assert_array_equal(new[f'{first}.global_relative_attention_bias.weight'], old.T)
     assert f'{first.replace("0", "2", 1)}.global_input_layer_norm.weight' in new
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(tree['target'], t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
@@ -144,10 +148,11 @@ def test_long_t5_with_local_attention_is_distinguished_from_t5_by_its_configurat
     tree = long_t5(transient_global=False)
     run = write(tmp_path / 'run', tree)
     given = {'model_type': 'longt5', 'encoder_attention_type': 'local', 'local_radius': 63}
-    assert export_hf(run, tmp_path / 'hf', given).kind == 'longt5'
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(config=given))
+    assert model_type(tmp_path / 'hf') == 'longt5'
     assert json.loads((tmp_path / 'hf/config.json').read_text()).items() >= given.items()
     assert 'encoder.block.0.layer.0.LocalSelfAttention.q.weight' in tensors_in(tmp_path / 'hf')
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(tree['target'], t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
@@ -157,26 +162,28 @@ def test_an_encoder_alone(tmp_path: pathlib.Path, inside: bool):
     del params['decoder']
     if inside:
         params['encoder']['token_embedder'] = params.pop('token_embedder')
-    export_hf(write(tmp_path / 'run', {'params': params}), tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', {'params': params}), tmp_path / 'hf')
     config = json.loads((tmp_path / 'hf/config.json').read_text())
     assert config['architectures'] == ['T5EncoderModel']
     assert 'num_decoder_layers' not in config
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(params, t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['params'])
 
 
 def test_bfloat16_weights_and_casts(tmp_path: pathlib.Path):
     params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), t5.init(VARIANTS['t5_1_1']))
     run = write(tmp_path / 'run', {'target': params})
-    export_hf(run, tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf')
     assert json.loads((tmp_path / 'hf/config.json').read_text())['torch_dtype'] == 'bfloat16'
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(params, t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
-    export_hf(run, tmp_path / 'wide', options=ExportOptions(dtype=np.float32))
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'wide', t5ckpt.ConvertOptions(save_dtype=np.float32))
     wide = tensors_in(tmp_path / 'wide')
     assert {values.dtype.name for values in wide.values()} == {'float32'}
     np.testing.assert_array_equal(wide['shared.weight'], params['token_embedder']['embedding'].astype(np.float32))
-    import_hf(tmp_path / 'wide', tmp_path / 'narrow', options=ImportOptions(dtype=ml_dtypes.bfloat16))
+    t5ckpt.convert_checkpoint(
+        'hf', tmp_path / 'wide', tmp_path / 'narrow', t5ckpt.ConvertOptions(save_dtype=ml_dtypes.bfloat16)
+    )
     assert same(params, t5ckpt.load_t5x_checkpoint(tmp_path / 'narrow')['target'])
 
 
@@ -185,13 +192,13 @@ def test_a_cast_that_would_overflow_is_refused(tmp_path: pathlib.Path):
     params['encoder']['layers_1']['mlp']['wo']['kernel'][3, 4] = 7e4
     run = write(tmp_path / 'run', {'target': params})
     with pytest.raises(UnsupportedLeafError, match=r'layers_1/mlp/wo/kernel.*float16'):
-        export_hf(run, tmp_path / 'hf', options=ExportOptions(dtype=np.float16))
+        t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(save_dtype=np.float16))
     assert [path.name for path in tmp_path.iterdir()] == ['run'], 'nothing is left of the attempt'
 
 
 def test_shards_are_filled_up_to_the_limit_and_indexed(tmp_path: pathlib.Path):
     run = write_t5(tmp_path / 'run', VARIANTS['byt5'])
-    report = export_hf(run, tmp_path / 'hf', options=ExportOptions(max_shard_bytes=20_000))
+    report = t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(max_shard_bytes=20_000))
     shards = [name for name in report.files if name.endswith('.safetensors')]
     assert len(shards) > 2
     sizes = [
@@ -200,11 +207,11 @@ def test_shards_are_filled_up_to_the_limit_and_indexed(tmp_path: pathlib.Path):
     assert max(sizes) <= 20_000
     index = json.loads((tmp_path / 'hf/model.safetensors.index.json').read_text())
     assert index['metadata'] == {'total_size': sum(sizes)}
-    export_hf(run, tmp_path / 'whole')
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'whole')
     whole, parts = tensors_in(tmp_path / 'whole'), tensors_in(tmp_path / 'hf')
     assert whole.keys() == parts.keys()
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(t5.init(VARIANTS['byt5']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
@@ -218,7 +225,7 @@ def test_a_fused_decoder_is_refused_with_its_names(tmp_path: pathlib.Path):
     layer['kv_fused'] = {'kernel': np.ones((20, 1, 10), np.float32)}
     del layer['self_attention'], layer['mlp']
     with pytest.raises(UnsupportedFormatError, match=r'layers_1/kv_fused/kernel, .*layers_1/q_wi_fused/kernel'):
-        export_hf(write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
+        t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
     assert not (tmp_path / 'hf').exists()
 
 
@@ -250,13 +257,13 @@ def test_an_unsupported_t5_is_refused(tmp_path: pathlib.Path, change: Any, error
     params = t5.init(t5.Config())
     change(params)
     with pytest.raises(error, match=words):
-        export_hf(write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
+        t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
     assert not (tmp_path / 'hf').exists()
 
 
 def test_a_tree_of_another_model_is_refused(tmp_path: pathlib.Path):
     with pytest.raises(UnsupportedFormatError, match='not a T5: no leaf is named target/encoder'):
-        export_hf(write(tmp_path / 'run', {'w': np.ones(3)}), tmp_path / 'hf')
+        t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', {'w': np.ones(3)}), tmp_path / 'hf')
 
 
 def test_experts_where_transformers_would_not_put_them_are_refused(tmp_path: pathlib.Path):
@@ -264,9 +271,11 @@ def test_experts_where_transformers_would_not_put_them_are_refused(tmp_path: pat
     layers = params['encoder']
     layers['layers_0'], layers['layers_1'] = layers['layers_1'], layers['layers_0']
     with pytest.raises(UnsupportedFormatError, match=r'encoder: the layers \[0, 3\] of 4 have experts'):
-        export_hf(write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
+        t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', {'target': params}), tmp_path / 'hf')
     with pytest.raises(UnsupportedFormatError, match='gated experts'):
-        export_hf(write_t5(tmp_path / 'gated', dataclasses.replace(VARIANTS['switch'], gated=True)), tmp_path / 'hf')
+        t5ckpt.convert_checkpoint(
+            'to-hf', write_t5(tmp_path / 'gated', dataclasses.replace(VARIANTS['switch'], gated=True)), tmp_path / 'hf'
+        )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +292,7 @@ def test_experts_where_transformers_would_not_put_them_are_refused(tmp_path: pat
 def test_a_configuration_that_contradicts_the_weights_is_refused(tmp_path: pathlib.Path, config: Any, words: str):
     run = write_t5(tmp_path / 'run', VARIANTS['t5_1_1'])
     with pytest.raises(UnsupportedFormatError, match=words):
-        export_hf(run, tmp_path / 'hf', config)
+        t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(config=config))
 
 
 def test_a_given_configuration_is_kept(tmp_path: pathlib.Path):
@@ -295,7 +304,7 @@ def test_a_given_configuration_is_kept(tmp_path: pathlib.Path):
         'transformers_version': '4',
     }
     (tmp_path / 'given.json').write_text(json.dumps(given))
-    export_hf(run, tmp_path / 'hf', tmp_path / 'given.json')
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(config=tmp_path / 'given.json'))
     config = json.loads((tmp_path / 'hf/config.json').read_text())
     assert config['feed_forward_proj'] == 'gated-silu'
     assert config['task_specific_params'] == {'a': 1}
@@ -304,47 +313,47 @@ def test_a_given_configuration_is_kept(tmp_path: pathlib.Path):
 
 def test_nothing_is_overwritten_unless_asked_and_never_what_is_not_ours(tmp_path: pathlib.Path):
     run, other = write_t5(tmp_path / 'run', VARIANTS['t5']), write_t5(tmp_path / 'other', VARIANTS['t5_1_1'])
-    export_hf(run, tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf')
     before = (tmp_path / 'hf/model.safetensors').read_bytes()
     with pytest.raises(OutputExistsError, match=r'exists\. Choose'):
-        export_hf(other, tmp_path / 'hf')
+        t5ckpt.convert_checkpoint('to-hf', other, tmp_path / 'hf')
     assert (tmp_path / 'hf/model.safetensors').read_bytes() == before
-    export_hf(other, tmp_path / 'hf', options=ExportOptions(force=True))
+    t5ckpt.convert_checkpoint('to-hf', other, tmp_path / 'hf', t5ckpt.ConvertOptions(overwrite=True))
     assert 'lm_head.weight' in tensors_in(tmp_path / 'hf')
     (tmp_path / 'hf/notes.txt').write_text('mine')
     with pytest.raises(OutputExistsError, match=r'notes\.txt, which no export wrote'):
-        export_hf(run, tmp_path / 'hf', options=ExportOptions(force=True))
+        t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(overwrite=True))
     for inside in (run, tmp_path):
         with pytest.raises(OutputExistsError):
-            export_hf(run, inside, options=ExportOptions(force=True))
+            t5ckpt.convert_checkpoint('to-hf', run, inside, t5ckpt.ConvertOptions(overwrite=True))
     assert t5ckpt.all_steps(run) == [7]
     (tmp_path / 'hf/notes.txt').unlink()
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     with pytest.raises(CheckpointExistsError):
-        import_hf(tmp_path / 'hf', tmp_path / 'back')
-    import_hf(tmp_path / 'hf', tmp_path / 'back', options=ImportOptions(force=True))
+        t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back', t5ckpt.ConvertOptions(overwrite=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ['back', 'hf', 'other', 'run']
 
 
 def test_an_import_into_a_step_is_refused(tmp_path: pathlib.Path):
-    export_hf(write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'model')
+    t5ckpt.convert_checkpoint('to-hf', write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'model')
     (step,) = (tmp_path / 'run').iterdir()
     before = sorted(step.rglob('*'))
     with pytest.raises(CheckpointNotFoundError, match='is a checkpoint, not a run'):
-        import_hf(tmp_path / 'model', step)
+        t5ckpt.convert_checkpoint('hf', tmp_path / 'model', step)
     assert sorted(step.rglob('*')) == before
 
 
 def test_a_dry_run_says_all_and_writes_nothing(tmp_path: pathlib.Path):
     run = write_t5(tmp_path / 'run', VARIANTS['umt5'])
-    said = export_hf(run, tmp_path / 'hf', options=ExportOptions(dry_run=True))
+    said = t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf', t5ckpt.ConvertOptions(dry_run=True))
     assert not (tmp_path / 'hf').exists()
-    done = export_hf(run, tmp_path / 'hf')
-    assert dataclasses.replace(said, seconds=0.0, dry_run=False) == dataclasses.replace(done, seconds=0.0)
-    said = import_hf(tmp_path / 'hf', tmp_path / 'back', options=ImportOptions(dry_run=True))
+    done = t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'hf')
+    assert dataclasses.replace(said, seconds=0.0) == dataclasses.replace(done, seconds=0.0)
+    said = t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back', t5ckpt.ConvertOptions(dry_run=True))
     assert not (tmp_path / 'back').exists()
-    done = import_hf(tmp_path / 'hf', tmp_path / 'back')
-    assert dataclasses.replace(said, seconds=0.0, dry_run=False) == dataclasses.replace(done, seconds=0.0)
+    done = t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
+    assert said == dataclasses.replace(done, seconds=0.0, nbytes=0)
 
 
 # --- what others wrote -----------------------------------------------------------------------------------------------
@@ -363,7 +372,7 @@ def rewrite(directory: pathlib.Path, change: Any, config: Any = None) -> None:
 
 def exported(tmp_path: pathlib.Path, name: str) -> pathlib.Path:
     """A directory to change."""
-    export_hf(write_t5(tmp_path / 'run', VARIANTS[name]), tmp_path / 'hf')
+    t5ckpt.convert_checkpoint('to-hf', write_t5(tmp_path / 'run', VARIANTS[name]), tmp_path / 'hf')
     return tmp_path / 'hf'
 
 
@@ -376,7 +385,7 @@ def test_doubles_of_the_embedding_are_left_out(tmp_path: pathlib.Path):
         tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'] = np.ones((8, 3), np.float32)
 
     rewrite(hf, add)
-    report = import_hf(hf, tmp_path / 'back')
+    report = t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
     assert len(report.dropped) == 4
     assert same(t5.init(VARIANTS['t5']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
@@ -396,7 +405,7 @@ def test_the_only_embedding_may_have_another_name(tmp_path: pathlib.Path, varian
     tensors = tensors_in(hf)
     tensors[name] = tensors.pop('shared.weight')
     safetensors.numpy.save_file(tensors, hf / 'model.safetensors', {'format': 'pt', **dict.fromkeys(aliases, name)})
-    import_hf(hf, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
     assert same(t5.init(VARIANTS[variant]), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
@@ -404,15 +413,17 @@ def test_an_embedding_of_its_own_is_refused(tmp_path: pathlib.Path):
     hf = exported(tmp_path, 't5')
     rewrite(hf, lambda tensors: tensors.update({'decoder.embed_tokens.weight': tensors['shared.weight'] + 1}))
     with pytest.raises(UnsupportedFormatError, match=r'decoder\.embed_tokens\.weight differs from shared'):
-        import_hf(hf, tmp_path / 'back')
+        t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
 
 
 def test_logits_that_depend_on_the_version_are_refused_until_the_caller_says(tmp_path: pathlib.Path):
     hf = exported(tmp_path, 't5_1_1')
     rewrite(hf, lambda tensors: None, {'tie_word_embeddings': None})
     with pytest.raises(UnsupportedFormatError, match=r'lm_head\.weight.*no tie_word_embeddings=false'):
-        import_hf(hf, tmp_path / 'back')
-    import_hf(hf, tmp_path / 'back', '{"tie_word_embeddings": false}')
+        t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
+    t5ckpt.convert_checkpoint(
+        'hf', hf, tmp_path / 'back', t5ckpt.ConvertOptions(config='{"tie_word_embeddings": false}')
+    )
     assert same(t5.init(VARIANTS['t5_1_1']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
@@ -420,18 +431,20 @@ def test_an_mt5_with_tied_logits_is_refused_until_the_caller_says(tmp_path: path
     hf = exported(tmp_path, 't5')
     rewrite(hf, lambda tensors: None, {'model_type': 'mt5'})
     with pytest.raises(UnsupportedFormatError, match='mt5 with tied logits'):
-        import_hf(hf, tmp_path / 'back')
-    import_hf(hf, tmp_path / 'back', {'model_type': 't5'})
+        t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back', t5ckpt.ConvertOptions(config={'model_type': 't5'}))
     assert same(t5.init(VARIANTS['t5']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
     with pytest.raises(UnsupportedFormatError, match='tied logits in an mt5'):
-        export_hf(tmp_path / 'run', tmp_path / 'again', {'model_type': 'mt5'})
+        t5ckpt.convert_checkpoint(
+            'to-hf', tmp_path / 'run', tmp_path / 'again', t5ckpt.ConvertOptions(config={'model_type': 'mt5'})
+        )
 
 
 def test_logits_of_the_embedding_that_are_not_scaled_become_a_kernel(tmp_path: pathlib.Path):
     # What version 5 saves of a T5 1.1 or mT5 whose logits are the embedding's: it looks at another flag.
     hf = exported(tmp_path, 't5')
     rewrite(hf, lambda tensors: None, {'tie_word_embeddings': True, 'scale_decoder_outputs': False})
-    import_hf(hf, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
     target = t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target']
     np.testing.assert_array_equal(target['decoder']['logits_dense']['kernel'], target['token_embedder']['embedding'].T)
 
@@ -439,21 +452,27 @@ def test_logits_of_the_embedding_that_are_not_scaled_become_a_kernel(tmp_path: p
 def test_the_layout_without_an_export_is_the_one_of_the_public_checkpoints(tmp_path: pathlib.Path):
     hf = exported(tmp_path, 'umt5_unscanned')
     rewrite(hf, lambda tensors: None)
-    import_hf(hf, tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
     leaves = flat(t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
     assert leaves['encoder/encoder/attention/query/kernel'].shape == (20, 3, 3, 5)
-    import_hf(hf, tmp_path / 'plain', options=ImportOptions(scanned=False, split_heads=False, step=9))
+    t5ckpt.convert_checkpoint(
+        'hf', hf, tmp_path / 'plain', t5ckpt.ConvertOptions(scanned=False, split_heads=False, step=9)
+    )
     assert same(t5.init(VARIANTS['umt5_unscanned']), t5ckpt.load_t5x_checkpoint(tmp_path / 'plain', step=9)['target'])
 
 
 @pytest.mark.parametrize(
     ('break_it', 'error', 'words'),
     [
-        (lambda d: (d / 'model.safetensors').unlink(), CheckpointNotFoundError, 'no model.safetensors'),
+        (
+            lambda d: (d / 'model.safetensors').unlink(),
+            CheckpointNotFoundError,
+            'no complete checkpoint there; it contains',
+        ),
         (
             lambda d: (d / 'model.safetensors').rename(d / 'pytorch_model.bin'),
             CheckpointNotFoundError,
-            'pytorch_model.bin may be pickled',
+            'pytorch_model.bin is a PyTorch file, .* save safetensors',
         ),
         (
             lambda d: (d / 'model.safetensors').write_bytes((d / 'model.safetensors').read_bytes()[:-4]),
@@ -481,7 +500,7 @@ def test_a_broken_directory_is_refused(tmp_path: pathlib.Path, break_it: Any, er
     hf = exported(tmp_path, 't5')
     break_it(hf)
     with pytest.raises(error, match=words):
-        import_hf(hf, tmp_path / 'back')
+        t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
 
 
@@ -492,7 +511,7 @@ def test_an_index_leads_nowhere_else(tmp_path: pathlib.Path):
     index = {'weight_map': {'shared.weight': '../outside.safetensors'}}
     (hf / 'model.safetensors.index.json').write_text(json.dumps(index))
     with pytest.raises(CorruptCheckpointError, match='not below its directory'):
-        import_hf(hf, tmp_path / 'back')
+        t5ckpt.convert_checkpoint('hf', hf, tmp_path / 'back')
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -501,9 +520,9 @@ def test_an_index_leads_nowhere_else(tmp_path: pathlib.Path):
 @pytest.mark.parametrize('name', ['umt5', 't5_1_1', 'switch'])
 def test_pieces_make_the_same_file_as_the_whole(tmp_path: pathlib.Path, name: str):
     run = write_t5(tmp_path / 'run', VARIANTS[name])
-    export_hf(run, tmp_path / 'whole')
-    small = ExportOptions(piece_bytes=256)
-    export_hf(run, tmp_path / 'pieces', options=small)
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'whole')
+    small = t5ckpt.ConvertOptions(concurrent_gb=1e-6)
+    t5ckpt.convert_checkpoint('to-hf', run, tmp_path / 'pieces', small)
     for path in (tmp_path / 'whole').iterdir():
         assert path.read_bytes() == (tmp_path / 'pieces' / path.name).read_bytes(), path.name
 
@@ -533,6 +552,6 @@ def test_arrays_in_chunks_and_codecs_of_others(tmp_path: pathlib.Path):
     import flax.serialization
 
     (root / 'checkpoint').write_bytes(flax.serialization.msgpack_serialize({'version': 3, 'optimizer': specs}))
-    export_hf(tmp_path / 'run', tmp_path / 'hf', options=ExportOptions(piece_bytes=300))
-    import_hf(tmp_path / 'hf', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('to-hf', tmp_path / 'run', tmp_path / 'hf', t5ckpt.ConvertOptions(concurrent_gb=1.2e-6))
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'hf', tmp_path / 'back')
     assert same(params, t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])

@@ -20,7 +20,6 @@ from support import libraries, t5
 from support.hf_models import VARIANTS, long_t5, write, write_t5
 
 import t5ckpt
-from t5ckpt.convert.huggingface import export_hf, import_hf
 
 pytestmark = [pytest.mark.slow, libraries.needs('torch', 'PyTorch')]
 
@@ -60,12 +59,17 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A directory for each model, and the tokens."""
     root = tmp_path_factory.mktemp('exports')
     for name in EXPORTS:
-        export_hf(write_t5(root / f'run_{name}', VARIANTS[name]), root / name)
-    export_hf(write(root / 'run_local', long_t5(transient_global=False)), root / 'local', LOCAL)
-    export_hf(write(root / 'run_global', long_t5(transient_global=True)), root / 'global')
+        t5ckpt.convert_checkpoint('to-hf', write_t5(root / f'run_{name}', VARIANTS[name]), root / name)
+    t5ckpt.convert_checkpoint(
+        'to-hf',
+        write(root / 'run_local', long_t5(transient_global=False)),
+        root / 'local',
+        t5ckpt.ConvertOptions(config=LOCAL),
+    )
+    t5ckpt.convert_checkpoint('to-hf', write(root / 'run_global', long_t5(transient_global=True)), root / 'global')
     params = t5.init(VARIANTS['t5'])
     del params['decoder']
-    export_hf(write(root / 'run_encoder', {'target': params}), root / 'encoder')
+    t5ckpt.convert_checkpoint('to-hf', write(root / 'run_encoder', {'target': params}), root / 'encoder')
     inputs, targets = t5.tokens(VARIANTS['t5'])
     np.savez(root / 'tokens.npz', inputs=inputs, targets=targets)
     return root
@@ -142,9 +146,9 @@ def test_an_import_computes_the_same(results: Any, name: str, tmp_path: pathlib.
     if name == 'umt5' and version == '5.23':
         # This version scales them, T5X does not: the import wants to be told, and keeps the weights as they are.
         with pytest.raises(t5ckpt.errors.UnsupportedFormatError, match='depend on the version'):
-            import_hf(root / name, tmp_path / 'run')
+            t5ckpt.convert_checkpoint('hf', root / name, tmp_path / 'run')
         given, expected = {'tie_word_embeddings': False}, expected * np.sqrt(20, dtype=np.float32)
-    import_hf(root / name, tmp_path / 'run', given)
+    t5ckpt.convert_checkpoint('hf', root / name, tmp_path / 'run', t5ckpt.ConvertOptions(config=given))
     _, extra, own_head = MADE[name]
     per_layer = name.startswith('umt5')
     config = t5.Config(

@@ -18,8 +18,7 @@ from support.golden import flatten
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import ConvertOptions
-from t5ckpt.convert.rewrite import Changes, rewrite_checkpoint as rewrite
-from t5ckpt.convert.to_orbax import convert_to_orbax
+from t5ckpt.convert.rewrite import rewrite_checkpoint as rewrite
 
 RNG = np.random.default_rng(3)
 PARAMS = {'dense': {'kernel': RNG.standard_normal((300, 200), np.float32), 'bias': np.ones(200, jnp.bfloat16)}}
@@ -69,7 +68,7 @@ def test_a_copy_is_made_of_links(run, tmp_path):
 
 def test_every_golden_checkpoint_is_copied_to_the_bit(golden, tmp_path):
     for number, case in enumerate(cases.CASES):
-        rewrite(case.step_dir(golden), tmp_path / str(number), options=ConvertOptions(step=1))
+        rewrite(case.step_dir(golden), tmp_path / str(number), ConvertOptions(step=1))
         flat = loaded(tmp_path / str(number))
         wanted = case.expected(golden)
         assert set(flat) == {*wanted.arrays, *wanted.none_keys, *wanted.empty_keys}, case.name
@@ -89,7 +88,7 @@ def test_the_iterators_state_goes_along(golden, tmp_path):
 
 
 def test_without_the_optimizer_and_in_bfloat16(run, tmp_path):
-    done = rewrite(run, tmp_path / 'copy', options=ConvertOptions(optimizer=False, save_dtype='bfloat16'))
+    done = rewrite(run, tmp_path / 'copy', ConvertOptions(optimizer=False, save_dtype='bfloat16'))
     assert len(done.dropped) == 4
     leaves = loaded(tmp_path / 'copy')
     assert set(leaves) == {'params/dense/kernel', 'params/dense/bias', 'params/steps', 'none', 'count', 'step'}
@@ -104,7 +103,7 @@ def test_keys_of_any_implementation_are_copied(tmp_path):
     keys = {'one': jax.random.key(3, impl=mine), 'many': jax.random.split(jax.random.key(3, impl='rbg'), (50, 100))}
     with t5ckpt.Checkpointer(keys, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(keys, step=1)
-    t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'copy', Changes(rename=[('(.*)', r'rng/\1')]))
+    t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(rename=[('(.*)', r'rng/\1')]))
     template = jax.eval_shape(lambda: {'rng': keys})
     restored = t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'copy').restore()['rng']
     assert all((restored[name] == keys[name]).all() for name in keys)
@@ -115,7 +114,9 @@ def test_keys_of_any_implementation_are_copied(tmp_path):
 def test_renamed_leaves_are_linked(run, tmp_path):
     rename = [(r'params/(.*)', r'target/\1'), ('step', 'state/step'), (re.compile(r'opt_state/0/(.*)'), r'state/\1')]
     done = rewrite(
-        run, tmp_path / 'copy', Changes(rename=rename, drop=['none', re.compile('opt_state/.*/EMA/.*', re.IGNORECASE)])
+        run,
+        tmp_path / 'copy',
+        ConvertOptions(rename=rename, drop=['none', re.compile('opt_state/.*/EMA/.*', re.IGNORECASE)]),
     )
     assert done.mapped['params/dense/kernel'] == 'target/dense/kernel'
     leaves = loaded(tmp_path / 'copy')
@@ -130,12 +131,15 @@ def test_renamed_leaves_are_linked(run, tmp_path):
 @pytest.mark.parametrize(
     ('changes', 'says'),
     [
-        (Changes(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*match no leaf"),
-        (Changes(drop=['kernel']), 'match no leaf'),
-        (Changes(rename=[('params/dense/.*', 'params/w')]), 'params/dense/bias and params/dense/kernel would become'),
-        (Changes(rename=[('params/dense/kernel', 'params/dense/bias')]), 'would become'),
-        (Changes(rename=[('params/dense/kernel', '')]), 'would become'),
-        (Changes(drop=['.*']), 'would have no leaves'),
+        (ConvertOptions(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*match no leaf"),
+        (ConvertOptions(drop=['kernel']), 'match no leaf'),
+        (
+            ConvertOptions(rename=[('params/dense/.*', 'params/w')]),
+            'params/dense/bias and params/dense/kernel would become',
+        ),
+        (ConvertOptions(rename=[('params/dense/kernel', 'params/dense/bias')]), 'would become'),
+        (ConvertOptions(rename=[('params/dense/kernel', '')]), 'would become'),
+        (ConvertOptions(drop=['.*']), 'would have no leaves'),
     ],
 )
 def test_changes_that_cannot_be_made(run, tmp_path, changes, says):
@@ -146,7 +150,7 @@ def test_changes_that_cannot_be_made(run, tmp_path, changes, says):
 
 def test_a_leaf_that_becomes_a_scope_of_others(run, tmp_path):
     with pytest.raises(errors.TreeMismatchError, match='below the new name of step'):
-        rewrite(run, tmp_path / 'copy', Changes(rename=[('step', 'params')]))
+        rewrite(run, tmp_path / 'copy', ConvertOptions(rename=[('step', 'params')]))
 
 
 def test_an_average(run, tmp_path):
@@ -185,7 +189,7 @@ def test_an_average_of_other_dtypes(run, tmp_path):
 
 @pytest.mark.parametrize('scope', ['opt_state/0/ema', 'opt_state/0/ema/{}'])
 def test_moving_averages_as_parameters(run, tmp_path, scope):
-    rewrite(run, tmp_path / 'ema', Changes(ema=scope), ConvertOptions(optimizer=False))
+    rewrite(run, tmp_path / 'ema', ConvertOptions(ema=scope, optimizer=False))
     leaves = loaded(tmp_path / 'ema')
     assert not any('opt_state' in name for name in leaves)
     assert_same(leaves['params/dense/kernel'], loaded(run)['opt_state/0/ema/dense/kernel'])
@@ -194,7 +198,7 @@ def test_moving_averages_as_parameters(run, tmp_path, scope):
 
 def test_moving_averages_that_are_not_there(run, tmp_path):
     with pytest.raises(errors.MissingLeaves) as error:
-        rewrite(run, tmp_path / 'ema', Changes(ema='opt_state/0/em'))
+        rewrite(run, tmp_path / 'ema', ConvertOptions(ema='opt_state/0/em'))
     assert 'params/dense/kernel: opt_state/0/em/dense/kernel does not exist. Near: opt_state/0/ema/dense/kernel' in str(
         error.value
     )
@@ -206,13 +210,13 @@ def test_the_moving_average_of_optax(tmp_path):
     state = state.apply_gradients(grads=PARAMS)
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state)
     (scope,) = {name.rpartition('/dense')[0] for name in loaded(tmp_path / 'run') if '/ema/' in name}
-    rewrite(tmp_path / 'run', tmp_path / 'ema', Changes(ema=scope))
+    rewrite(tmp_path / 'run', tmp_path / 'ema', ConvertOptions(ema=scope))
     assert_same(loaded(tmp_path / 'ema')['params/dense/kernel'], np.asarray(state.opt_state[1].ema['dense']['kernel']))
 
 
 def test_from_and_to_places_without_links(run, tmp_path):
     place = f'memory://{uuid.uuid4().hex}/run'
-    rewrite(run, place, options=ConvertOptions(step=8))
+    rewrite(run, place, ConvertOptions(step=8))
     back = rewrite(place, tmp_path / 'back')
     assert back.step == 8
     for name, leaf in loaded(run).items():
@@ -242,19 +246,19 @@ def test_damage_is_not_cast_or_averaged_into_something_whole(tmp_path, compressi
     good, bad = tmp_path / 'good', tmp_path / 'bad'
     for sources, options in [
         (bad, ConvertOptions(save_dtype='bfloat16')),
-        ([good, bad], None),
-        ([bad, good], None),
+        ([good, bad], ConvertOptions()),
+        ([bad, good], ConvertOptions()),
         (bad, ConvertOptions(compression='gzip')),
     ]:
         with pytest.raises(errors.CorruptCheckpointError, match='params'):
-            rewrite(sources, tmp_path / 'copy', options=options)
+            rewrite(sources, tmp_path / 'copy', options)
         assert not t5ckpt.all_steps(tmp_path / 'copy')
     with pytest.raises(errors.CorruptCheckpointError):
-        t5ckpt.export_safetensors(bad, tmp_path / 'model.safetensors')
+        t5ckpt.convert_checkpoint('to-safetensors', bad, tmp_path / 'model.safetensors')
     with pytest.raises(errors.CorruptCheckpointError):
-        t5ckpt.export_safetensors(bad, tmp_path / 'model.safetensors')
+        t5ckpt.convert_checkpoint('to-safetensors', bad, tmp_path / 'model.safetensors')
     with pytest.raises(errors.CorruptCheckpointError):
-        convert_to_orbax(bad, tmp_path / 'orbax' / '1')
+        t5ckpt.convert_checkpoint('to-orbax', bad, tmp_path / 'orbax' / '1')
     assert not (tmp_path / 'orbax' / '1').exists()
     assert not list(tmp_path.glob('model*'))
 
@@ -263,7 +267,7 @@ def test_metrics_and_policy_come_along(tmp_path):
     state = {'params': {'w': np.ones((64, 64), np.float32)}}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=3) as ck:
         ck.save(state, step=1, metrics={'loss': 0.5})
-    rewrite(tmp_path / 'run', tmp_path / 'copy', options=ConvertOptions(step=9, save_dtype='bfloat16'))
+    rewrite(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(step=9, save_dtype='bfloat16'))
     assert t5ckpt.open_checkpoint(tmp_path / 'copy').metrics == {'loss': 0.5}
 
 
@@ -273,7 +277,7 @@ def test_metrics_and_policy_come_along(tmp_path):
 )
 def test_replacements_that_cannot_be_filled_in(rename, says):
     with pytest.raises(ValueError, match=says):
-        Changes(rename=[rename])
+        ConvertOptions(rename=[rename])
 
 
 def test_a_leaf_below_another(tmp_path):
@@ -282,7 +286,7 @@ def test_a_leaf_below_another(tmp_path):
         ck.save(state, step=1)
     for rename in [('note', 'w/deep'), ('w', 'note/deep'), ('empty', 'w/deep'), ('x', 'w/deep')]:
         with pytest.raises(errors.TreeMismatchError, match='below the new name'):
-            rewrite(tmp_path / 'run', tmp_path / 'copy', Changes(rename=[rename]))
+            rewrite(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(rename=[rename]))
     with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='of a step'):
         rewrite(tmp_path / 'run', tmp_path / 'checkpoint_7')
 
@@ -295,7 +299,7 @@ def test_memory_stays_bounded(tmp_path):
         'import resource, sys\n'
         'from t5ckpt import ConvertOptions, rewrite_checkpoint as rewrite\n'
         'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
-        f'rewrite([{str(tmp_path / "run")!r}] * 2, {str(tmp_path / "mean")!r}, options=ConvertOptions(concurrent_gb=0.004))\n'
+        f'rewrite([{str(tmp_path / "run")!r}] * 2, {str(tmp_path / "mean")!r}, ConvertOptions(concurrent_gb=0.004))\n'
         'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'
     )
     import subprocess

@@ -21,7 +21,7 @@ from support.golden import TESTDATA
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.convert.seqax import export_seqax, import_seqax, read_seqax, seqax_steps, write_seqax
+from t5ckpt.convert.seqax import read_seqax, seqax_steps, write_seqax
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_step_directory_is_a_path_too(seqax):
 
 def test_a_run_moves_over(seqax, run_dir):
     """The whole way: seqax's files, a checkpoint of ours, a sharded state."""
-    done = import_seqax(seqax, run_dir)
+    done = t5ckpt.convert_checkpoint('seqax', seqax, run_dir)
     assert done.step == 200
     assert t5ckpt.all_steps(run_dir) == [200]
     arrays = expected(seqax)
@@ -119,10 +119,10 @@ def test_a_run_moves_over(seqax, run_dir):
 
 
 def test_an_import_does_not_write_over_a_checkpoint(seqax, run_dir):
-    import_seqax(seqax, run_dir, step=100)
+    t5ckpt.convert_checkpoint('seqax', seqax / '0000000100', run_dir)
     with pytest.raises(errors.CheckpointExistsError):
-        import_seqax(seqax, run_dir, step=100)
-    import_seqax(seqax, run_dir, step=100, overwrite=True)
+        t5ckpt.convert_checkpoint('seqax', seqax / '0000000100', run_dir)
+    t5ckpt.convert_checkpoint('seqax', seqax / '0000000100', run_dir, t5ckpt.ConvertOptions(overwrite=True))
 
 
 @pytest.mark.parametrize('step', [300, 7])
@@ -141,7 +141,7 @@ def test_a_directory_that_is_not_complete_says_why(seqax, tmp_path):
 def test_a_missing_chunk_is_an_error(seqax, run_dir):
     (seqax / '0000000200' / '.weights.embed' / '2.1').unlink()
     with pytest.raises(errors.CorruptCheckpointError, match='weights/embed'):
-        import_seqax(seqax, run_dir)
+        t5ckpt.convert_checkpoint('seqax', seqax, run_dir)
     assert t5ckpt.all_steps(run_dir) == []
 
 
@@ -154,7 +154,7 @@ def test_a_missing_chunk_of_an_array_with_a_fill_value(seqax, run_dir):
     (array / '2.1').unlink()
     rows, columns = zarray['chunks']
     wanted[2 * rows : 3 * rows, columns : 2 * columns] = 2.5
-    import_seqax(seqax, run_dir)
+    t5ckpt.convert_checkpoint('seqax', seqax, run_dir)
     assert_same(t5ckpt.open_checkpoint(run_dir)['weights/embed'].get(), wanted)
 
 
@@ -221,9 +221,11 @@ def test_what_is_written_is_read_back_by_path(tmp_path):
 
 @pytest.mark.parametrize('template', [False, True])
 def test_a_run_moves_over_and_back(seqax, run_dir, tmp_path, template):
-    import_seqax(seqax, run_dir)
+    t5ckpt.convert_checkpoint('seqax', seqax, run_dir)
     like = state_of({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in expected(seqax).items()})
-    export_seqax(run_dir, tmp_path / 'back', like=like if template else None)
+    t5ckpt.convert_checkpoint(
+        'to-seqax', run_dir, tmp_path / 'back', t5ckpt.ConvertOptions(like=like if template else None)
+    )
     back = tmp_path / 'back' / '0000000200'
     assert sorted(path.name for path in back.iterdir()) == sorted(
         path.name for path in (seqax / '0000000200').iterdir()
@@ -234,9 +236,11 @@ def test_a_run_moves_over_and_back(seqax, run_dir, tmp_path, template):
 
 
 def test_a_template_with_other_leaves_is_refused(seqax, run_dir, tmp_path):
-    import_seqax(seqax, run_dir)
+    t5ckpt.convert_checkpoint('seqax', seqax, run_dir)
     with pytest.raises(errors.TreeMismatchError, match='adam_mu/embed'):
-        export_seqax(run_dir, tmp_path / 'back', like={'weights': np.zeros(3)})
+        t5ckpt.convert_checkpoint(
+            'to-seqax', run_dir, tmp_path / 'back', t5ckpt.ConvertOptions(like={'weights': np.zeros(3)})
+        )
     assert not (tmp_path / 'back').exists()
 
 
@@ -246,9 +250,9 @@ def test_a_template_with_other_leaves_is_refused(seqax, run_dir, tmp_path):
 def test_names_that_seqax_would_read_as_another_path(run_dir, tmp_path, state):
     t5ckpt.Checkpointer(state, checkpoints_dir=run_dir).save(state, step=1)
     with pytest.raises(errors.UnsupportedLeafError, match=r'as another path.* like='):
-        export_seqax(run_dir, tmp_path / 'back')
+        t5ckpt.convert_checkpoint('to-seqax', run_dir, tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
-    export_seqax(run_dir, tmp_path / 'back', like=state)
+    t5ckpt.convert_checkpoint('to-seqax', run_dir, tmp_path / 'back', t5ckpt.ConvertOptions(like=state))
     table, _ = read_seqax(tmp_path / 'back')
     for path, leaf in flatten_dict(state).items():
         assert_same(table[path].get(), leaf)

@@ -12,12 +12,10 @@ import pytest
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import convert_checkpoint
-from t5ckpt.convert.files.tf_bundle import read_bundle
-from t5ckpt.convert.huggingface import import_hf
 from t5ckpt.convert.huggingface.config import read_config
-from t5ckpt.convert.safetensors import import_safetensors
-from t5ckpt.convert.seqax import import_seqax, write_seqax
+from t5ckpt.convert.seqax import write_seqax
 from t5ckpt.convert.tf import open_tf
+from t5ckpt.convert.tf.bundle import read_bundle
 
 
 def fifo(path):
@@ -36,12 +34,18 @@ def hugging_face(tmp_path, name):
 
 
 OPENED = {
-    'safetensors': lambda tmp_path: import_safetensors(fifo(tmp_path / 'x.safetensors'), tmp_path / 'run'),
-    'endless': lambda tmp_path: import_safetensors('/dev/zero', tmp_path / 'run'),
+    'safetensors': lambda tmp_path: t5ckpt.convert_checkpoint(
+        'safetensors', fifo(tmp_path / 'x.safetensors'), tmp_path / 'run'
+    ),
+    'endless': lambda tmp_path: t5ckpt.convert_checkpoint('safetensors', '/dev/zero', tmp_path / 'run'),
     'config': lambda tmp_path: read_config(fifo(tmp_path / 'config.json')),
     'endless config': lambda _: read_config('/dev/zero'),
-    'shard': lambda tmp_path: import_hf(hugging_face(tmp_path, 'shard.safetensors'), tmp_path / 'run'),
-    'index': lambda tmp_path: import_hf(hugging_face(tmp_path, 'model.safetensors.index.json'), tmp_path / 'run'),
+    'shard': lambda tmp_path: t5ckpt.convert_checkpoint(
+        'hf', hugging_face(tmp_path, 'shard.safetensors'), tmp_path / 'run'
+    ),
+    'index': lambda tmp_path: t5ckpt.convert_checkpoint(
+        'hf', hugging_face(tmp_path, 'model.safetensors.index.json'), tmp_path / 'run'
+    ),
     'flax': lambda tmp_path: convert_checkpoint('flax', fifo(tmp_path / 'checkpoint_1'), tmp_path / 'run'),
     'tensorflow': lambda tmp_path: read_bundle(str(fifo(tmp_path / 'm.index').with_suffix(''))),
 }
@@ -78,7 +82,7 @@ def test_safetensors_that_lie(tmp_path, header):
     text = json.dumps(header).encode()
     (tmp_path / 'x.safetensors').write_bytes(struct.pack('<Q', len(text)) + text + bytes(20))
     with pytest.raises(errors.CorruptCheckpointError):
-        import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
@@ -99,7 +103,7 @@ def test_lies_are_named_with_what_the_file_holds(tmp_path, header, values):
     text = json.dumps(header).encode()
     (tmp_path / 'x.safetensors').write_bytes(struct.pack('<Q', len(text)) + text + bytes(20))
     with pytest.raises(errors.CorruptCheckpointError, match=values):
-        import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'run')
 
 
 def huge(path, beginning=b''):
@@ -122,13 +126,15 @@ def replaced(path, make):
 
 
 DESCRIPTIONS = {
-    'seqax array': lambda at, make: import_seqax(
-        replaced(seqax_step(at) / "['w']" / '.zarray', make).parents[1], at / 'run'
+    'seqax array': lambda at, make: t5ckpt.convert_checkpoint(
+        'seqax', replaced(seqax_step(at) / "['w']" / '.zarray', make).parents[1], at / 'run'
     ),
     'zarr array': lambda at, make: t5ckpt.open_checkpoint(
         replaced(seqax_step(at) / "['w']" / '.zarray', make).parents[1]
     ),
-    'seqax attributes': lambda at, make: import_seqax(replaced(seqax_step(at) / '.zattrs', make).parent, at / 'run'),
+    'seqax attributes': lambda at, make: t5ckpt.convert_checkpoint(
+        'seqax', replaced(seqax_step(at) / '.zattrs', make).parent, at / 'run'
+    ),
     'tensorflow index': lambda at, make: read_bundle(str(make(at / 'm.index').with_suffix(''))),
     'tensorflow state': lambda at, make: open_tf(make(at / 'checkpoint').parent),
     'safetensors index': lambda at, make: t5ckpt.open_checkpoint(make(at / 'model.safetensors.index.json')),
@@ -151,7 +157,7 @@ def test_what_describes_other_files_is_small_and_a_file(tmp_path, what, make):
 def test_a_fifo_among_the_chunks_of_seqax(tmp_path):
     replaced(seqax_step(tmp_path) / "['w']" / '0', fifo)
     with pytest.raises(errors.CorruptCheckpointError, match='regular file'):
-        import_seqax(tmp_path / 'seqax', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('seqax', tmp_path / 'seqax', tmp_path / 'run')
     assert t5ckpt.all_steps(tmp_path / 'run') == []
 
 
@@ -164,11 +170,11 @@ def test_an_array_of_seqax_without_its_description_is_not_left_out(tmp_path, los
         for name in lost.split():
             (step / "['w']" / name).unlink()
     with pytest.raises(errors.CorruptCheckpointError, match=r"\['w'\].*\.zarray"):
-        import_seqax(step, tmp_path / 'run')
+        t5ckpt.convert_checkpoint('seqax', step, tmp_path / 'run')
 
 
 @pytest.mark.parametrize('length', [0, 7, 10**18, 2**64 - 1])
 def test_safetensors_with_a_length_that_lies(tmp_path, length):
     (tmp_path / 'x.safetensors').write_bytes(struct.pack('<Q', length) + b'{}')
     with pytest.raises(errors.CorruptCheckpointError, match=str(length) if length > 7 else 'header'):
-        import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'run')

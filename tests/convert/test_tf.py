@@ -14,7 +14,7 @@ from support.golden import flatten, nest
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.convert.tf import ConvertOptions, TfCheckpoint, convert_tf, open_tf, tf_leaves
+from t5ckpt.convert.tf import TfCheckpoint, open_tf, tf_leaves
 from t5ckpt.lazy import LazyArray
 
 NAMES = ('tf_encdec_shared_relpos', 'tf_t5_1_1_gated', 'tf_decoder_only')
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_needs_no_conversion(tmp_path):
         checkpointer.save({'w': np.ones(3)}, step=1)
     for path in (tmp_path / 'run', tmp_path / 'run/checkpoint_1'):
         with pytest.raises(errors.UnsupportedFormatError, match="in T5X's format already and needs no conversion"):
-            convert_tf(path, tmp_path / 'out')
+            t5ckpt.convert_checkpoint('tf', path, tmp_path / 'out')
 
 
 def test_damage_anywhere_in_the_index_is_seen(tf_golden, tmp_path):
@@ -125,7 +125,7 @@ def test_damage_in_the_data_names_the_variable(tf_golden, tmp_path):
     whole = data.read_bytes()
     data.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
     with pytest.raises(errors.CorruptCheckpointError, match=r'(state|target)/.*: |transformer/.*CRC'):
-        convert_tf(folder, tmp_path / 'run')
+        t5ckpt.convert_checkpoint('tf', folder, tmp_path / 'run')
     assert not any((tmp_path / 'run').iterdir())
     for content in (whole[:-1], b''):
         data.write_bytes(content)
@@ -157,7 +157,9 @@ def test_leaves_are_those_of_t5x(tf_golden, name):
 @pytest.mark.parametrize('compression', [None, 'zstd'])
 @each_case
 def test_what_is_written_reads_as_what_t5x_wrote(tf_golden, tmp_path, name, compression):
-    done = convert_tf(tf_golden / name, tmp_path, ConvertOptions(save_dtype=np.float32, compression=compression))
+    done = t5ckpt.convert_checkpoint(
+        'tf', tf_golden / name, tmp_path, t5ckpt.ConvertOptions(save_dtype=np.float32, compression=compression)
+    )
     assert (done.step, done.path) == (STEP, str(tmp_path / f'checkpoint_{STEP}'))
     ours = flatten(t5ckpt.load_t5x_checkpoint(tmp_path))
     theirs = flatten(t5ckpt.load_t5x_checkpoint(tf_golden / name / 'converted'))
@@ -168,7 +170,7 @@ def test_what_is_written_reads_as_what_t5x_wrote(tf_golden, tmp_path, name, comp
 
 
 def test_without_the_optimizer(tf_golden, tmp_path):
-    done = convert_tf(tf_golden / NAMES[0], tmp_path, ConvertOptions(optimizer=False))
+    done = t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path, t5ckpt.ConvertOptions(optimizer=False))
     leaves = flatten(t5ckpt.load_t5x_checkpoint(tmp_path))
     expected = expected_of(tf_golden, NAMES[0])
     assert set(leaves) == {key for key in expected if not key.startswith('state/param_states')}
@@ -178,14 +180,14 @@ def test_without_the_optimizer(tf_golden, tmp_path):
 
 
 def test_a_dry_run_writes_nothing(tf_golden, tmp_path):
-    done = convert_tf(tf_golden / NAMES[0], tmp_path / 'run', ConvertOptions(dry_run=True))
+    done = t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path / 'run', t5ckpt.ConvertOptions(dry_run=True))
     assert (done.step, done.nbytes, len(done.mapped)) == (STEP, 0, 128)
     assert not (tmp_path / 'run').exists()
-    convert_tf(tf_golden / NAMES[0], tmp_path / 'run')
+    t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path / 'run')
     with pytest.raises(errors.CheckpointExistsError):
-        convert_tf(tf_golden / NAMES[0], tmp_path / 'run', ConvertOptions(dry_run=True))
-    convert_tf(tf_golden / NAMES[0], tmp_path / 'run', ConvertOptions(overwrite=True))
-    convert_tf(tf_golden / NAMES[0], tmp_path / 'run', ConvertOptions(step=3))
+        t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path / 'run', t5ckpt.ConvertOptions(dry_run=True))
+    t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path / 'run', t5ckpt.ConvertOptions(overwrite=True))
+    t5ckpt.convert_checkpoint('tf', tf_golden / NAMES[0], tmp_path / 'run', t5ckpt.ConvertOptions(step=3))
     assert t5ckpt.all_steps(tmp_path / 'run') == [3, STEP]
 
 
@@ -226,7 +228,7 @@ def test_a_rule_may_give_the_step_another_name(tmp_path, tf_golden):
     rules.add('global_step')(lambda _, key, value: ('step', value))
     rules.add('(.*)')(lambda _, key, value, name: (f'params/{name}', value))
     source = tf_golden / NAMES[2] / f'model.ckpt-{STEP}'
-    done = convert_tf(source, tmp_path / 'run', translator=rules)
+    done = t5ckpt.convert_checkpoint('tf', source, tmp_path / 'run', t5ckpt.ConvertOptions(translator=rules))
     assert (done.step, done.added) == (STEP, ())
     assert set(t5ckpt.load_t5x_checkpoint(tmp_path / 'run')) == {'params', 'step'}
 
@@ -237,7 +239,9 @@ def test_the_command_line_names_the_option_that_takes_rules(tmp_path, tf_golden)
     said = t5ckpt_cli('convert', 'tf', source, tmp_path / 'run', '--rules', tmp_path / 'rules.py', code=1)
     assert 'Add or correct a rule in --rules FILE.py' in said
     with pytest.raises(errors.TreeMismatchError, match='Add or correct a rule of translator='):
-        convert_tf(source, tmp_path / 'run', translator=t5ckpt.CheckpointTranslator())
+        t5ckpt.convert_checkpoint(
+            'tf', source, tmp_path / 'run', t5ckpt.ConvertOptions(translator=t5ckpt.CheckpointTranslator())
+        )
 
 
 def test_a_step_that_is_nowhere(tmp_path, tf_golden):
@@ -248,8 +252,10 @@ def test_a_step_that_is_nowhere(tmp_path, tf_golden):
     rules.add('global_step')(lambda *_: (None, None))
     rules.add('(.*)')(lambda _, key, value, name: (f'target/{name}', value))
     with pytest.raises(ValueError, match=r'ConvertOptions\(step='):
-        convert_tf(tmp_path / 'model', tmp_path / 'run', translator=rules)
-    done = convert_tf(tmp_path / 'model', tmp_path / 'run', ConvertOptions(step=4), translator=rules)
+        t5ckpt.convert_checkpoint('tf', tmp_path / 'model', tmp_path / 'run', t5ckpt.ConvertOptions(translator=rules))
+    done = t5ckpt.convert_checkpoint(
+        'tf', tmp_path / 'model', tmp_path / 'run', t5ckpt.ConvertOptions(step=4, translator=rules)
+    )
     assert (done.step, done.dropped) == (4, ('global_step',))
     held = cases.load_npz(folder / 'tf_vars.npz')
     leaves = flatten(t5ckpt.load_t5x_checkpoint(tmp_path / 'run'))

@@ -14,7 +14,6 @@ from support.cli import t5ckpt_cli
 
 import t5ckpt
 from t5ckpt import ConvertOptions, convert_run, errors
-from t5ckpt.convert.to_orbax import convert_to_orbax
 
 LOSSES = {10: 0.5, 20: 0.25, 30: 0.3}
 
@@ -25,6 +24,11 @@ def tree(step):
         'opt_state': {'mu': np.ones(3)},
         'step': np.array(step),
     }
+
+
+def of(reports, outcome='converted'):
+    """The steps with this outcome."""
+    return [report.step for report in reports if report.outcome == outcome]
 
 
 @pytest.fixture
@@ -47,9 +51,9 @@ def check(path, step):
 
 def test_every_step_with_metrics_times_and_metadata(run, tmp_path):
     done = convert_run('orbax', run, tmp_path / 'new')
-    assert done.path == str(tmp_path / 'new')
-    assert [each.step for each in done.converted] == [10, 20, 30]
-    assert (done.there, done.gone) == ((), ())
+    assert done[0].path == str(tmp_path / 'new/checkpoint_10')
+    assert of(done) == [10, 20, 30]
+    assert of(done, 'there') == of(done, 'gone') == []
     assert t5ckpt.all_steps(tmp_path / 'new') == [10, 20, 30]
     for step, loss in LOSSES.items():
         view = check(tmp_path / 'new', step)
@@ -62,18 +66,18 @@ def test_every_step_with_metrics_times_and_metadata(run, tmp_path):
 
 
 def test_a_second_call_skips_what_is_there(run, tmp_path):
-    assert [each.step for each in convert_run('orbax', run, tmp_path / 'new', steps=[20]).converted] == [20]
+    assert of(convert_run('orbax', run, tmp_path / 'new', steps=[20])) == [20]
     seen = []
     options = ConvertOptions(progress=lambda done, total: seen.append((done, total)))
     done = convert_run('orbax', run, tmp_path / 'new', options)
-    assert (done.there, [each.step for each in done.converted]) == ((20,), [10, 30])
+    assert (of(done, 'there'), of(done)) == ([20], [10, 30])
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] == 2 * tree(0)['params']['w'].nbytes
-    assert convert_run('orbax', run, tmp_path / 'new').converted == ()
+    assert of(convert_run('orbax', run, tmp_path / 'new')) == []
     anew = convert_run(
         'orbax', run, tmp_path / 'new', ConvertOptions(overwrite=True, save_dtype='bfloat16'), steps=[10]
     )
-    assert [each.step for each in anew.converted] == [10]
+    assert of(anew) == [10]
     assert str(t5ckpt.open_checkpoint(tmp_path / 'new', 10)['params/w'].dtype) == 'bfloat16'
 
 
@@ -107,7 +111,7 @@ def test_a_damaged_step_ends_it_and_the_steps_before_stay(run, tmp_path):
         convert_run('orbax', run, tmp_path / 'new')
     assert t5ckpt.all_steps(tmp_path / 'new') == [10]
     metadata.write_text(text)
-    assert convert_run('orbax', run, tmp_path / 'new').there == (10,)
+    assert of(convert_run('orbax', run, tmp_path / 'new'), 'there') == [10]
     assert t5ckpt.all_steps(tmp_path / 'new') == [10, 20, 30]
 
 
@@ -117,7 +121,7 @@ def test_steps_that_a_trainer_deletes_meanwhile_are_named(run, tmp_path):
             (run / '20').rename(tmp_path / 'gone')
 
     done = convert_run('orbax', run, tmp_path / 'new', ConvertOptions(progress=delete))
-    assert (done.gone, [each.step for each in done.converted]) == ((20,), [10, 30])
+    assert (of(done, 'gone'), of(done)) == ([20], [10, 30])
 
 
 def test_a_conversion_that_was_killed_resumes(tmp_path):
@@ -139,7 +143,7 @@ def test_a_conversion_that_was_killed_resumes(tmp_path):
     found = t5ckpt.all_steps(tmp_path / 'new')
     assert 0 < len(found) < 12, 'it was killed in the middle'
     done = convert_run('orbax', tmp_path / 'run', tmp_path / 'new')
-    assert (list(done.there), [each.step for each in done.converted]) == (found, [*range(len(found), 12)])
+    assert (of(done, 'there'), of(done)) == (found, [*range(len(found), 12)])
     for step in range(12):
         assert check(tmp_path / 'new', step).metrics == {'loss': 1.0 / (step + 1)}
         assert t5ckpt.verify(tmp_path / 'new', step, full=True).ok
@@ -182,7 +186,7 @@ def test_files_of_flax(tmp_path):
     for step in (1, 2):
         (tmp_path / f'run/checkpoint_{step}').write_bytes(flax.serialization.to_bytes(tree(step)))
     done = convert_run('flax', tmp_path / 'run', tmp_path / 'new', ConvertOptions(optimizer=False))
-    assert [each.dropped for each in done.converted] == [('opt_state/mu',)] * 2
+    assert [each.dropped for each in done] == [('opt_state/mu',)] * 2
     for step in (1, 2):
         check(tmp_path / 'new', step)
 
@@ -190,7 +194,7 @@ def test_files_of_flax(tmp_path):
 def test_back_to_a_run_that_orbax_manages(run, tmp_path, caplog):
     convert_run('orbax', run, tmp_path / 'new')
     done = convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back')
-    assert [each.path for each in done.converted] == [str(tmp_path / f'back/{step}') for step in LOSSES]
+    assert [each.path for each in done] == [str(tmp_path / f'back/{step}') for step in LOSSES]
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'], best_mode='min')
     with ocp.CheckpointManager(tmp_path / 'back', options=options) as manager:
         assert manager.all_steps() == [10, 20, 30]
@@ -200,10 +204,10 @@ def test_back_to_a_run_that_orbax_manages(run, tmp_path, caplog):
         restored = manager.restore(30, args=ocp.args.StandardRestore(tree(0)))
         assert_same(restored['params']['w'], tree(30)['params']['w'])
     again = convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back')
-    assert (again.there, again.converted) == ((10, 20, 30), ())
+    assert (of(again, 'there'), of(again)) == ([10, 20, 30], [])
     assert t5ckpt.open_run(tmp_path / 'back').best_step('loss', 'min') == 20
     convert_run('to-orbax', tmp_path / 'new', tmp_path / 'back', ConvertOptions(overwrite=True), steps=[10])
-    convert_to_orbax(tmp_path / 'new', tmp_path / 'one')
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'new', tmp_path / 'one')
     assert 'TypeHandlerRegistry' not in caplog.text, 'a warning of Orbax that no user can follow'
     assert set(t5ckpt.open_checkpoint(tmp_path / 'one')) == {'params/w', 'opt_state/mu', 'step'}
 
@@ -211,8 +215,10 @@ def test_back_to_a_run_that_orbax_manages(run, tmp_path, caplog):
 def test_the_verb(run, tmp_path):
     new = tmp_path / 'new'
     would = json.loads(t5ckpt_cli('convert', 'orbax', run, new, '--all', '--dry-run', '--json'))
-    assert [each['step'] for each in would['converted']] == [10, 20, 30]
-    assert (would['dry_run'], would['there'], new.exists()) == (True, [], False)
+    assert [(each['step'], each['outcome']) for each in would['steps']] == [
+        (step, 'converted') for step in (10, 20, 30)
+    ]
+    assert (would['dry_run'], new.exists()) == (True, False)
     assert 'checkpoint_20 written' in t5ckpt_cli('convert', 'orbax', run, new, '--step', '10', '--step', '20')
     said = t5ckpt_cli('convert', 'orbax', run, new, '--all')
     assert 'already there: step 10, 20' in said
@@ -249,7 +255,7 @@ def test_steps_that_were_converted_with_other_options_are_no_answer(run, tmp_pat
         with pytest.raises(errors.CheckpointExistsError, match=f'checkpoint_10 .*with other options.*{name}'):
             convert_run('orbax', run, new, options)
     assert t5ckpt.all_steps(new) == [10, 20]
-    assert convert_run('orbax', run, new, ConvertOptions(concurrent_gb=0.1)).there == (10, 20)
+    assert of(convert_run('orbax', run, new, ConvertOptions(concurrent_gb=0.1)), 'there') == [10, 20]
     convert_run('to-orbax', new, back, steps=[10])
     with pytest.raises(errors.CheckpointExistsError, match=r'back/10 .*with other options.*save_dtype'):
         convert_run('to-orbax', new, back, ConvertOptions(save_dtype='bfloat16'))
@@ -270,7 +276,7 @@ def test_steps_of_orbax_that_were_not_converted_from_this_run(run, tmp_path):
         convert_run('to-orbax', new, run)
     assert t5ckpt.all_steps(back) == [10, 20]
     convert_run('to-orbax', new, back, ConvertOptions(overwrite=True))
-    assert convert_run('to-orbax', new, back).there == (10, 20, 30)
+    assert of(convert_run('to-orbax', new, back), 'there') == [10, 20, 30]
 
 
 @pytest.fixture
@@ -293,21 +299,21 @@ def items(tmp_path):
 
 def test_items_that_are_not_converted_are_named_once(items, tmp_path, caplog):
     done = convert_run('orbax', items, tmp_path / 'new')
-    assert [each.left_out for each in done.converted] == [('config', 'ema')] * 2
+    assert [each.left_out for each in done] == [('config', 'ema')] * 2
     told = [record.message for record in caplog.records if 'config, ema' in record.message]
     assert len(told) == 1
     assert f'{items}/1/ema' in told[0]
     assert 'left out: config, ema' in t5ckpt_cli('convert', 'orbax', items, tmp_path / 'said', '--all')
     shown = json.loads(t5ckpt_cli('convert', 'orbax', items, tmp_path / 'one', '--json'))
     assert shown['left_out'] == ['config', 'ema']
-    ema = t5ckpt.convert.convert_checkpoint('orbax', items / '1/ema', tmp_path / 'ema')
+    ema = t5ckpt.convert_checkpoint('orbax', items / '1/ema', tmp_path / 'ema')
     assert (ema.left_out, ema.step) == ((), 1)
     (item,) = (each for each in (tmp_path / 'items/2').iterdir() if each.name == 'ema')
     for child in sorted(item.rglob('*'), reverse=True):
         child.rmdir() if child.is_dir() else child.unlink()
     item.rmdir()
     caplog.clear()
-    t5ckpt.convert.convert_checkpoint('orbax', items / '2', tmp_path / 'json')
+    t5ckpt.convert_checkpoint('orbax', items / '2', tmp_path / 'json')
     assert 'config' in caplog.text
 
 
@@ -328,8 +334,8 @@ def test_leaves_that_orbax_cannot_store_are_named(tmp_path):
         ck.save(tree(3), metrics={'loss': 1.0}, custom_metadata={'a': 1})
     (tmp_path / 'run/checkpoint_3/train_ds-000-of-001').write_bytes(b'position')
     t5ckpt.pin_checkpoint(tmp_path / 'run/checkpoint_3')
-    (one,) = convert_run('to-orbax', tmp_path / 'run', tmp_path / 'orbax').converted
+    (one,) = convert_run('to-orbax', tmp_path / 'run', tmp_path / 'orbax')
     assert one.left_out == ('PINNED', 'train_ds-000-of-001')
-    bare = convert_to_orbax(tmp_path / 'run', tmp_path / 'bare')
+    bare = t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'bare')
     assert bare.left_out == ('PINNED', 'custom_metadata', 'metrics', 'train_ds-000-of-001')
     assert 'left out: PINNED, custom_metadata' in t5ckpt_cli('convert', 'to-orbax', tmp_path / 'run', tmp_path / 'said')

@@ -9,8 +9,6 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import t5ckpt
 from t5ckpt.cli.app import app
-from t5ckpt.convert.export_options import ExportOptions
-from t5ckpt.convert.safetensors import export_safetensors, import_safetensors
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.core.protocols import leaf_pattern
 from t5ckpt.tree.leaf_table import unflatten
@@ -77,9 +75,9 @@ def test_a_view_shows_all_of_them(odd):
 
 
 def test_exports_and_imports_keep_all_of_them(odd, tmp_path):
-    report = export_safetensors(odd, tmp_path / 'x.safetensors', ExportOptions())
+    report = t5ckpt.convert_checkpoint('to-safetensors', odd, tmp_path / 'x.safetensors', t5ckpt.ConvertOptions())
     assert len(report.mapped) == len(dict(leaves(ODD)))
-    import_safetensors(tmp_path / 'x.safetensors', tmp_path / 'run')
+    t5ckpt.convert_checkpoint('safetensors', tmp_path / 'x.safetensors', tmp_path / 'run')
     assert not t5ckpt.diff(odd, tmp_path / 'run')
 
 
@@ -98,8 +96,8 @@ def test_a_state_comes_back_through_an_export(tmp_path_factory, paths):
         ck.save(tree, step=0)
     view = t5ckpt.open_checkpoint(place / 'run')
     assert {path_of(name) for name in view} == used
-    export_safetensors(place / 'run', place / 'x.safetensors')
-    import_safetensors(place / 'x.safetensors', place / 'again')
+    t5ckpt.convert_checkpoint('to-safetensors', place / 'run', place / 'x.safetensors')
+    t5ckpt.convert_checkpoint('safetensors', place / 'x.safetensors', place / 'again')
     assert not t5ckpt.diff(place / 'run', place / 'again')
 
 

@@ -513,7 +513,7 @@ def test_a_step_that_cannot_be_read_is_shown_and_not_compared(tmp_path, browser)
 
 def test_a_checkpoint_without_a_run(tmp_path, browser):
     saved(tmp_path / 'run')
-    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'weights.safetensors')
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'weights.safetensors')
     t5ckpt.open_checkpoint(tmp_path / 'weights.safetensors').report(tmp_path / 'page.html')
     browser.open(tmp_path / 'page.html', READY)
     assert text_of(browser, '#run') is None

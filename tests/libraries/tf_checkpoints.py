@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import t5ckpt
-from t5ckpt.convert.tf import convert_tf, open_tf, tf_leaves
+from t5ckpt.convert.tf import open_tf, tf_leaves
 from t5ckpt.errors import UnsupportedLeafError
 
 folder, golden = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -99,9 +99,9 @@ rules.add('(.*)')(lambda _, key, value, name: (f'target/{name}', value))
 with pytest.raises(
     UnsupportedLeafError, match=r'^vocab: .*object.*a rule of translator= that returns \(None, None\)\.$'
 ):
-    convert_tf(folder / 'text-7', folder / 'run', translator=rules)
+    t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', translator=rules)
 rules = t5ckpt.CheckpointTranslator()
 rules.add('vocab')(lambda *_: (None, None))
 rules.add('(w)')(lambda _, key, value, name: (f'target/{name}', value))
-assert convert_tf(folder / 'text-7', folder / 'run', translator=rules).dropped == ('vocab',)
+assert t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', translator=rules).dropped == ('vocab',)
 assert t5ckpt.load_t5x_checkpoint(folder / 'run')['target']['w'].tobytes() == whole.tobytes()

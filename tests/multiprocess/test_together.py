@@ -270,7 +270,7 @@ def test_each_process_reads_its_ranges_of_a_safetensors_file(four, tmp_path):
     values = {name: scenarios.expected()[f'target/{name}'] for name in ('both', 'rows')}
     with t5ckpt.Checkpointer(values, checkpoints_dir=tmp_path / 'run') as checkpointer:
         checkpointer.save(values, step=1)
-    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'w.safetensors')
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'w.safetensors')
     total = sum(value.nbytes for value in values.values())
     assert all(total / 8 <= read < 0.6 * total for read in four.run('restore_safetensors', tmp_path / 'w.safetensors'))
     assert four.run('restore_lazily', tmp_path / 'w.safetensors') == [float(values['both'].sum())] * 4

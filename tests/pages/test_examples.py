@@ -43,9 +43,9 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path):
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, 'Warning' in done.stderr) == (code, False), done.stderr
     # Its names are T5X's, so that what docs/hugging-face.md says can be tried on it.
-    report = t5ckpt.export_hf(tmp_path / 'run', tmp_path / 'model')
+    report = t5ckpt.convert_checkpoint('to-hf', tmp_path / 'run', tmp_path / 'model')
     assert report.kind == 't5'
-    t5ckpt.import_hf(tmp_path / 'model', tmp_path / 'back')
+    t5ckpt.convert_checkpoint('hf', tmp_path / 'model', tmp_path / 'back')
     names = {
         leaf.name
         for leaf in t5ckpt.diff(tmp_path / 'run', tmp_path / 'back').leaves

@@ -11,10 +11,6 @@ import pytest
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.convert.conversion import ConvertOptions
-from t5ckpt.convert.export_options import ExportOptions
-from t5ckpt.convert.safetensors import export_safetensors
-from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.storage import open_storage
 
 DELETED = r'was deleted while it was being'
@@ -152,8 +148,11 @@ def test_deleted_and_replaced_between_two_blocks(tmp_path):
         )
     with pytest.raises(errors.CheckpointNotFoundError, match=DELETED):
         during(
-            lambda report: export_safetensors(
-                tmp_path / 'run', tmp_path / 'out.safetensors', ExportOptions(progress=report, piece_bytes=2**20)
+            lambda report: t5ckpt.convert_checkpoint(
+                'to-safetensors',
+                tmp_path / 'run',
+                tmp_path / 'out.safetensors',
+                t5ckpt.ConvertOptions(progress=report, concurrent_gb=2**22 / 1e9),
             ),
             lambda: shutil.rmtree(tmp_path / 'run' / 'checkpoint_1'),
         )
@@ -164,8 +163,12 @@ def test_deleted_and_replaced_between_two_blocks(tmp_path):
     'copy',
     [
         lambda run, out, report: t5ckpt.copy_checkpoint(run, out / 'copy', progress=report),
-        lambda run, out, report: export_safetensors(run, out / 'x.safetensors', ExportOptions(progress=report)),
-        lambda run, out, report: convert_to_orbax(run, out / 'orbax', ConvertOptions(progress=report)),
+        lambda run, out, report: t5ckpt.convert_checkpoint(
+            'to-safetensors', run, out / 'x.safetensors', t5ckpt.ConvertOptions(progress=report)
+        ),
+        lambda run, out, report: t5ckpt.convert_checkpoint(
+            'to-orbax', run, out / 'orbax', t5ckpt.ConvertOptions(progress=report)
+        ),
     ],
 )
 def test_copies_of_a_step_that_goes(tmp_path, copy):

@@ -389,7 +389,7 @@ def test_every_step_of_levanter_converts(tmp_path):
     levanter_step(tmp_path / 'lev' / 'step-10')
     shutil.copytree(tmp_path / 'lev' / 'step-10', tmp_path / 'lev' / 'step-20')
     done = t5ckpt.convert_run('zarr', tmp_path / 'lev', tmp_path / 'out')
-    assert [conversion.step for conversion in done.converted] == [10, 20]
+    assert [conversion.step for conversion in done] == [10, 20]
 
 
 V3: dict[str, Any] = {

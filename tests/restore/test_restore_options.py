@@ -840,7 +840,7 @@ def test_no_cast_loses_a_finite_value_in_silence(tmp_path, dtype, lost, inline_b
         ),
         'export_weights': lambda: t5ckpt.export_weights(state, tmp_path / 'weights', dtype=dtype, step=1),
         'cp': lambda: t5ckpt.rewrite_checkpoint(
-            run / 'checkpoint_1', tmp_path / 'copy', options=t5ckpt.ConvertOptions(save_dtype=dtype)
+            run / 'checkpoint_1', tmp_path / 'copy', t5ckpt.ConvertOptions(save_dtype=dtype)
         ),
         'restore_dtype': lambda: restore(run, state, options={'restore_dtype': dtype}, step=1),
         'restore_dtype to devices': lambda: restore(run, abstract, options={'restore_dtype': dtype}, step=1),
@@ -849,8 +849,8 @@ def test_no_cast_loses_a_finite_value_in_silence(tmp_path, dtype, lost, inline_b
         ),
         'load': lambda: t5ckpt.load_t5x_checkpoint(run, 1, restore_dtype=dtype),
         'load lazily': lambda: np.asarray(lazily['params']['w']),
-        'export': lambda: t5ckpt.export_safetensors(
-            run, tmp_path / 'x.safetensors', t5ckpt.ExportOptions(step=1, dtype=dtype)
+        'export': lambda: t5ckpt.convert_checkpoint(
+            'to-safetensors', run, tmp_path / 'x.safetensors', t5ckpt.ConvertOptions(step=1, save_dtype=dtype)
         ),
     }
     if dtype.startswith('float6'):

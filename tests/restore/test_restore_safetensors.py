@@ -106,7 +106,7 @@ def test_several_files_with_an_index(shards):
     # The index of a variant, as transformers and diffusers name it; a directory may have several, so its path is the file's.
     variant = shards.rename(shards.with_name('model.safetensors.index.fp16.json'))
     check(restore(variant)['params'])
-    t5ckpt.import_safetensors(variant, shards.parent / 'run')
+    t5ckpt.convert_checkpoint('safetensors', variant, shards.parent / 'run')
     assert len(t5ckpt.open_checkpoint(shards.parent / 'run')) == len(TENSORS)
     with pytest.raises(CheckpointNotFoundError, match=f'{variant.name} is a safetensors file.* restore'):
         restore(shards.parent)
@@ -139,7 +139,7 @@ def test_dtypes(tmp_path, dtype):
     exported = {'w': values}
     with Checkpointer(exported, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as checkpointer:
         checkpointer.save(exported, step=1)
-    t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'w.safetensors')
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'w.safetensors')
     restored = Checkpointer({'w': np.zeros((12, 8), values.dtype)}).restore(path=tmp_path / 'w.safetensors')['w']
     assert (restored.dtype, restored.tobytes()) == (values.dtype, values.tobytes())
 
@@ -413,7 +413,7 @@ def test_a_tensor_whose_dtype_numpy_lacks_is_left_out_and_said(tmp_path, caplog)
         assert view['fnuz'][...].tobytes() == fnuz.tobytes()
         assert 'left out: f4 (F4), f6 (F6_E2M3), new (F2_NEW)' in caplog.text
         caplog.clear()
-    t5ckpt.import_safetensors(path, tmp_path / 'run')
+    t5ckpt.convert_checkpoint('safetensors', path, tmp_path / 'run')
     assert t5ckpt.load_t5x_checkpoint(tmp_path / 'run')['w'].tolist() == [1, 2]
     with pytest.raises(MissingLeaves, match='f4'):
         Checkpointer({'f4': np.zeros((3, 4), np.float32)}).restore(path=path, strict='contains')
@@ -428,14 +428,18 @@ def test_metadata_that_is_null_counts_as_absent(tmp_path):
 
 def test_one_shard_is_not_taken_for_the_model(shards, tmp_path):
     shard = shards.parent / 'model-00001-of-00002.safetensors'
-    for refused in (t5ckpt.open_checkpoint, restore, lambda path: t5ckpt.import_safetensors(path, tmp_path / 'run')):
+    for refused in (
+        t5ckpt.open_checkpoint,
+        restore,
+        lambda path: t5ckpt.convert_checkpoint('safetensors', path, tmp_path / 'run'),
+    ):
         with pytest.raises(UnsupportedFormatError, match=r'is one of 2 files of a model\. Pass its directory'):
             refused(shard)
     # The cures that the error names.
     shutil.copy(shard, tmp_path / 'first.safetensors')
     assert set(t5ckpt.open_checkpoint(tmp_path / 'first.safetensors')) == set(list(TENSORS)[:2])
     for number, path in enumerate((shards.parent, shards)):
-        report = t5ckpt.import_safetensors(path, tmp_path / 'run', t5ckpt.ImportOptions(step=number))
+        report = t5ckpt.convert_checkpoint('safetensors', path, tmp_path / 'run', t5ckpt.ConvertOptions(step=number))
         assert len(report.mapped) == len(TENSORS)
         loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'run', step=number)
         assert all(np.array_equal(loaded[name], TENSORS[name]) for name in TENSORS)
@@ -444,26 +448,29 @@ def test_one_shard_is_not_taken_for_the_model(shards, tmp_path):
 def test_of_a_file_and_an_index_all_readers_take_the_file_as_transformers_does(shards, tmp_path):
     safetensors.save_file({'model.norm': np.arange(3)}, shards.parent / 'model.safetensors')
     assert set(t5ckpt.open_checkpoint(shards.parent)) == {'model.norm'}
-    assert set(t5ckpt.import_safetensors(shards.parent, tmp_path / 'run').mapped) == {'model.norm'}
+    assert set(t5ckpt.convert_checkpoint('safetensors', shards.parent, tmp_path / 'run').mapped) == {'model.norm'}
 
 
 def test_an_import_of_an_index_reads_nothing_outside_and_no_incomplete_model(shards, tmp_path):
     second = shards.parent / 'model-00002-of-00002.safetensors'
     second.rename(tmp_path / 'blob')
     with pytest.raises(CheckpointNotFoundError, match=r'model-00002-of-00002\.safetensors is missing'):
-        t5ckpt.import_safetensors(shards.parent, tmp_path / 'run')
+        t5ckpt.convert_checkpoint('safetensors', shards.parent, tmp_path / 'run')
     index = json.loads(shards.read_text())
     for outside in ('../blob', str(tmp_path / 'blob')):
         index['weight_map']['model.norm'] = outside
         shards.write_text(json.dumps(index))
         with pytest.raises(CorruptCheckpointError, match='not below its directory'):
-            t5ckpt.import_safetensors(shards.parent, tmp_path / 'run')
+            t5ckpt.convert_checkpoint('safetensors', shards.parent, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
 def test_a_directory_of_pickles_is_named_with_the_way_out(tmp_path):
     (tmp_path / 'pytorch_model-00001-of-00002.bin').write_bytes(b'PK')
-    for refused in (t5ckpt.open_checkpoint, lambda path: t5ckpt.import_safetensors(path, tmp_path / 'run')):
+    for refused in (
+        t5ckpt.open_checkpoint,
+        lambda path: t5ckpt.convert_checkpoint('safetensors', path, tmp_path / 'run'),
+    ):
         with pytest.raises(CheckpointNotFoundError, match='load it with PyTorch and save safetensors'):
             refused(tmp_path)
 

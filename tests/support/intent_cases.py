@@ -19,18 +19,14 @@ import numpy as np
 import t5ckpt
 from support.facts import put_facts
 from t5ckpt import (
-    Changes,
     Checkpointer,
     ConvertOptions,
-    ExportOptions,
-    ImportOptions,
     LocalTier,
     NoEffectWarning,
     WarmStart,
     errors,
 )
 from t5ckpt.convert import seqax
-from t5ckpt.convert.to_orbax import convert_to_orbax
 from t5ckpt.datasets import as_dataset_iterator
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
@@ -111,7 +107,7 @@ def make(root: pathlib.Path, tensorflow: pathlib.Path) -> None:
     t5_state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(1)}}
     with Checkpointer(t5_state, checkpoints_dir=root / 't5') as checkpointer:
         checkpointer.save(t5_state)
-    t5ckpt.export_safetensors(root / 'run', root / 'x.safetensors')
+    t5ckpt.convert_checkpoint('to-safetensors', root / 'run', root / 'x.safetensors')
     (root / 'x.flax').write_bytes(serialization.to_bytes(STATE))
     (root / 'tf').symlink_to(tensorflow)
 
@@ -212,26 +208,21 @@ COMMON: list[Case] = [
         'keep_all',
         lambda s, name: t5ckpt.ConvertOptions(keep_all=1),
     ),
-    ('COMMON', 'changes', errors.UnmatchedPattern, 'modell', lambda s, name: changed(s, drop=('modell/.*',))),
 ]
 
 
-def changed(scene: Scene, **changes: Any) -> Any:
-    return t5ckpt.rewrite_checkpoint(scene.run, scene.out, Changes(**changes))
-
-
 def written(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.rewrite_checkpoint(scene.run, scene.out, options=ConvertOptions(**options))
+    return t5ckpt.rewrite_checkpoint(scene.run, scene.out, ConvertOptions(**options))
 
 
 def restored_t5(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.import_hf(exported_t5(scene), scene.out, **options)
+    return t5ckpt.convert_checkpoint('hf', exported_t5(scene), scene.out, ConvertOptions(**options))
 
 
 def exported_t5(scene: Scene) -> pathlib.Path:
     place = scene.root / 'hf'
     if not place.exists():
-        t5ckpt.export_hf(scene.root / 't5', place)
+        t5ckpt.convert_checkpoint('to-hf', scene.root / 't5', place)
     return place
 
 
@@ -330,11 +321,11 @@ def cast(owner: str, name: str, call: Callable[..., Any], dtype: str) -> list[Ca
 
 
 def exported(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.export_safetensors(scene.run, scene.out, ExportOptions(**options))
+    return t5ckpt.convert_checkpoint('to-safetensors', scene.run, scene.out, ConvertOptions(**options))
 
 
 def imported(scene: Scene, **options: Any) -> Any:
-    return t5ckpt.import_safetensors(scene.root / 'x.safetensors', scene.out, ImportOptions(**options))
+    return t5ckpt.convert_checkpoint('safetensors', scene.root / 'x.safetensors', scene.out, ConvertOptions(**options))
 
 
 CHECKPOINTER: list[Case] = [
@@ -646,10 +637,7 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
         'flax', s.root / 'x.flax', s.run, ConvertOptions(step=1)
     ),
     'convert_run': lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.run),
-    'convert.seqax.export_seqax': lambda s, _: [seqax.export_seqax(s.run, s.out) for _ in range(2)],
     'convert.seqax.write_seqax': lambda s, _: [seqax.write_seqax(s.out, 1, STATE) for _ in range(2)],
-    'export_hf': lambda s, _: t5ckpt.export_hf(s.root / 't5', exported_t5(s)),
-    'export_safetensors': lambda s, _: t5ckpt.export_safetensors(s.run, s.root / 'x.safetensors'),
     'rewrite_checkpoint': lambda s, _: t5ckpt.rewrite_checkpoint(s.run, s.run),
 }
 
@@ -661,27 +649,33 @@ _OF_S3 = [
 ]
 FUNCTIONS: list[Case] = [
     (
-        'Changes',
+        'ConvertOptions',
         'ema',
         errors.MissingLeaves,
         'ema/dense/kernel does not exist',
-        lambda s, _: changed(s, ema='ema', parameters='model/.*'),
+        lambda s, _: written(s, ema='ema', parameters='model/.*'),
     ),
-    ('Changes', 'drop', errors.UnmatchedPattern, 'modell', lambda s, _: changed(s, drop=('modell/.*',))),
-    ('Changes', 'rename', errors.UnmatchedPattern, 'modell', lambda s, _: changed(s, rename=(('modell/.*', 'a'),))),
+    ('ConvertOptions', 'drop', errors.UnmatchedPattern, 'modell', lambda s, _: written(s, drop=('modell/.*',))),
     (
-        'Changes',
+        'ConvertOptions',
+        'rename',
+        errors.UnmatchedPattern,
+        'modell',
+        lambda s, _: written(s, rename=(('modell/.*', 'a'),)),
+    ),
+    (
+        'ConvertOptions',
         'parameters',
         ValueError,
         'parameters=.* has no effect',
-        lambda s, _: changed(s, parameters='model/.*'),
+        lambda s, _: written(s, parameters='model/.*'),
     ),
     (
-        'Changes',
+        'ConvertOptions',
         'trust_files',
         NoEffectWarning,
         '^trust_files has no effect',
-        lambda s, _: changed(s, trust_files=True),
+        lambda s, _: written(s, trust_files=True),
     ),
     (
         'CheckpointTranslator.apply',
@@ -705,20 +699,44 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.open_checkpoint(s.run).select('nowhere'),
     ),
     *cast('ConvertOptions', 'cast_leaves', written, 'save_dtype'),
-    (
-        'ConvertOptions',
-        'compression',
-        ValueError,
-        'compression and concurrent_gb.* no effect',
-        lambda s, _: convert_to_orbax(s.run, s.out, ConvertOptions(compression='zstd')),
+    *(
+        (
+            'ConvertOptions',
+            name,
+            ValueError,
+            f'^{name}: no effect on {kind}',
+            lambda s, name, kind=kind, value=value: t5ckpt.convert_checkpoint(
+                kind, s.root / 't5', s.out, ConvertOptions(**{name: value})
+            ),
+        )
+        for name, kind, value in (
+            ('compression', 'to-orbax', 'zstd'),
+            ('concurrent_gb', 'to-orbax', 1),
+            ('max_shard_bytes', 'to-safetensors', 9),
+            ('scanned', 'safetensors', True),
+            ('split_heads', 'safetensors', True),
+            ('translator', 'flax', nothing()),
+            ('like', 'to-hf', {}),
+            ('select', 'to-hf', 'x'),
+            ('drop', 'orbax', ('x',)),
+        )
     ),
     (
         'ConvertOptions',
-        'concurrent_gb',
-        ValueError,
-        'compression and concurrent_gb.* no effect',
-        lambda s, _: convert_to_orbax(s.run, s.out, ConvertOptions(concurrent_gb=1)),
+        'config',
+        errors.T5CkptError,
+        'd_model',
+        lambda s, _: t5ckpt.convert_checkpoint('to-hf', s.root / 't5', s.out, ConvertOptions(config={'d_model': 7})),
     ),
+    ('ConvertOptions', 'config', errors.T5CkptError, 'd_model', lambda s, _: restored_t5(s, config={'d_model': 7})),
+    (
+        'ConvertOptions',
+        'like',
+        errors.TreeMismatchError,
+        'model/ids',
+        lambda s, _: t5ckpt.convert_checkpoint('to-seqax', s.run, s.out, ConvertOptions(like={'weights': KERNEL})),
+    ),
+    ('ConvertOptions', 'select', errors.UnmatchedPattern, 'nowhere', lambda s, _: exported(s, select='nowhere')),
     ('ConvertOptions', 'optimizer', NoEffectWarning, 'optimizer=False', lambda s, _: written(s, optimizer=False)),
     (
         'copy_checkpoint',
@@ -727,37 +745,8 @@ FUNCTIONS: list[Case] = [
         '^follow_links has no effect',
         lambda s, _: t5ckpt.copy_checkpoint(s.memory, s.out, follow_links=True),
     ),
-    *cast('ExportOptions', 'cast_leaves', exported, 'dtype'),
-    (
-        'ExportOptions',
-        'cast_leaves',
-        ValueError,
-        'cast_leaves.* no effect',
-        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, options=ExportOptions(dtype='float32', cast_leaves='x')),
-    ),
-    ('ExportOptions', 'select', ValueError, 'nowhere', lambda s, _: exported(s, select='nowhere')),
-    (
-        'ExportOptions',
-        'select',
-        ValueError,
-        'select.* no effect',
-        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, options=ExportOptions(select='x')),
-    ),
-    (
-        'ExportOptions',
-        'max_shard_bytes',
-        ValueError,
-        'max_shard_bytes.* no effect',
-        lambda s, _: exported(s, max_shard_bytes=9),
-    ),
-    *cast('ImportOptions', 'cast_leaves', imported, 'dtype'),
-    (
-        'ImportOptions',
-        'scanned split_heads',
-        ValueError,
-        '(scanned|split_heads): no effect',
-        lambda s, n: imported(s, **{n: True}),
-    ),
+    *cast('ConvertOptions', 'cast_leaves', exported, 'save_dtype'),
+    *cast('ConvertOptions', 'cast_leaves', imported, 'save_dtype'),
     ('KeepAny', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.KeepAny(())),
     ('KeepBest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepBest(0, 'acc')),
     ('KeepBest', 'metric', ValueError, 'metric', lambda s, _: t5ckpt.KeepBest(1, '')),
@@ -999,7 +988,7 @@ FUNCTIONS: list[Case] = [
     *(
         (
             owner,
-            'file' if owner == 'export_safetensors' else 'directory',
+            'target' if owner == 'convert_checkpoint' else 'directory',
             EXISTS,
             'already|exist',
             call,
@@ -1029,21 +1018,6 @@ FUNCTIONS: list[Case] = [
         '77',
         lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.out, steps=[77]),
     ),
-    (
-        'convert_checkpoint',
-        'translator',
-        ValueError,
-        '^translator.* no effect',
-        lambda s, _: t5ckpt.convert_checkpoint('flax', s.root / 'x.flax', s.out, translator=nothing()),
-    ),
-    (
-        'export_hf',
-        'config',
-        errors.T5CkptError,
-        'd_model',
-        lambda s, _: t5ckpt.export_hf(s.root / 't5', s.out, {'d_model': 7}),
-    ),
-    ('import_hf', 'config', errors.T5CkptError, 'd_model', lambda s, _: restored_t5(s, config={'d_model': 7})),
     (
         'export_weights',
         'dtype',
@@ -1114,13 +1088,6 @@ FUNCTIONS: list[Case] = [
         lambda s, _: started(s, WarmStart(s.root / 't5', missing='init', strict='contains')),
     ),
     ('restore_or_init', 'donate', NoEffectWarning, '^donate has no effect', with_donate),
-    (
-        'convert.seqax.export_seqax',
-        'like',
-        errors.TreeMismatchError,
-        'model/ids',
-        lambda s, _: seqax.export_seqax(s.run, s.out, like={'weights': KERNEL}),
-    ),
     ('datasets.as_dataset_iterator', 'iterator', TypeError, 'iterator', lambda s, _: as_dataset_iterator(iter([1]))),
     (
         'storage.options.FileOptions',
@@ -1180,16 +1147,12 @@ def best(scene: Scene, metrics: Any, **options: Any) -> None:
 
 
 # The names that COMMON answers for wherever they are taken: test_intent_table.py passes them to every function.
-SOURCES = ('path', 'ckpt_dir', 'source', 'sources', 'a', 'b', 'checkpoint', 'file', 'directory')
+SOURCES = ('path', 'ckpt_dir', 'source', 'sources', 'a', 'b', 'directory')
 
 
 def arguments(scene: Scene, owner: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Arguments with which a function of a module does something: all that it needs."""
-    source = {
-        'convert_checkpoint': scene.root / 'x.flax',
-        'import_hf': scene.root / 't5',
-        'import_safetensors': scene.root / 'x.safetensors',
-    }.get(owner, scene.run)
+    source = scene.root / 'x.flax' if owner == 'convert_checkpoint' else scene.run
     values = dict.fromkeys((*SOURCES, 'checkpoint_path'), source) | {
         'checkpoints_dir': scene.out,
         'kind': 'flax',
@@ -1205,7 +1168,7 @@ def arguments(scene: Scene, owner: str, function: Callable[..., Any]) -> dict[st
 
 
 # They leave nothing behind where they refuse something.
-WRITERS = {'Changes', 'ConvertOptions', 'ExportOptions', 'ImportOptions', 'convert_checkpoint', 'export_weights'}
+WRITERS = {'ConvertOptions', 'convert_checkpoint', 'export_weights'}
 
 # Provoked by a test of its own, since the library that is needed takes seconds to load: kind, file, test.
 ELSEWHERE = {

@@ -27,26 +27,20 @@ from t5ckpt.storage.options import BY_SCHEME
 
 # The same wherever they are taken, with one answer each. Everything else has a row of its own below.
 COMMON = """
-path ckpt_dir directory source sources a b checkpoint file path_or_dir | error | nothing is there
+path ckpt_dir source sources a b path_or_dir | error | nothing is there
 target | error | it is there already
 checkpoints_dir | hint | a run that begins there: it has no steps yet
 step | error | there is no such step, or the path names one already
 storage_options | error | a key that the scheme lacks, or that another one switches off
 progress | hint | a wish to be told; nothing is called where no byte moves
 train_state state state_dict | error | a leaf that is none
-options changes | error | by its fields, which have rows of their own
+options | error | by its fields, which have rows of their own
 infos moment | hint | the library passes them
 key default | hint | as in a Mapping
 dry_run overwrite force | hint | the wish that holds anyway where there is nothing to write or to replace
 """
 
 PYTHON = {
-    'Changes': """
-ema | error | no leaf is found under it
-drop rename | error | a pattern matches nothing
-parameters | error | nothing is averaged or replaced, or it matches nothing
-trust_files | warning | no list of checksums is lost
-""",
     'CheckpointTranslator.add': 'pattern | hint | a rule for names that may come',
     'CheckpointTranslator.apply': 'flatdict | error | a name without a rule\nopts | hint | for the rules, which take them or not',
     'CheckpointTranslator.translate': 'flatdict | error | a name without a rule\nopts | hint | for the rules',
@@ -138,20 +132,15 @@ concurrent_gb | hint | a limit
     'Checkpointer.should_save': 'step metrics | error | there is no save policy',
     'ConvertOptions': """
 save_dtype cast_leaves | error | meant for no floating leaf; without a dtype
-compression concurrent_gb | error | to Orbax
-optimizer | warning | there is no optimizer state; Conversion.without_effect
+compression concurrent_gb max_shard_bytes scanned split_heads translator like | error | with a format that it is not for
+config | error | it does not fit the weights
+select drop rename | error | a pattern matches nothing
+ema | error | no leaf is found under it
+parameters | error | nothing is averaged or replaced, or it matches nothing
+trust_files | warning | no list of checksums is lost
+optimizer | warning | there is no optimizer state
 """,
     'copy_checkpoint': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
-    'ExportOptions': """
-dtype cast_leaves | error | meant for no floating leaf; with the other format
-select | error | it matches nothing; with Hugging Face
-max_shard_bytes | error | with another format
-piece_bytes | hint | a limit
-""",
-    'ImportOptions': """
-dtype cast_leaves | error | meant for no floating leaf; without a dtype
-scanned split_heads | error | with another format
-""",
     'KeepAny': 'policies | error | none, or something else',
     'KeepBest': """
 count metric mode period | error | out of range
@@ -239,9 +228,8 @@ every | hint | one step at a time comes anyway
 hold_seconds | error | not above 0, or no right to write
 """,
     'convert_checkpoint': """
-directory | error | it has the step already
+target | error | it has the step already, or exists
 kind | error | unknown
-translator | error | for another kind than 'tf'
 """,
     'convert_run': """
 kind | error | unknown, or of one checkpoint
@@ -253,9 +241,6 @@ directory | error | it has a step of another origin
 values | hint | there are no values to compare
 layers | error | it matches nothing; with values=False
 """,
-    'export_hf': 'directory | error | it exists\nconfig | error | it does not fit the weights',
-    'import_hf': 'config | error | it does not fit the weights',
-    'export_safetensors': 'file | error | it exists',
     'export_weights': """
 step | hint | the step to write
 directory | report | it has the step already: skipped, which is logged
@@ -295,7 +280,6 @@ follow_links | warning | not on a local file system
 """,
     'convert.seqax.write_seqax': 'directory | error | it has the step already\nstep | hint | the step to write',
     'convert.seqax.seqax_steps': 'directory | hint | a run that begins there: it has no steps yet',
-    'convert.seqax.export_seqax': 'directory | error | it has the step already\nlike | error | other leaves',
     'datasets.as_dataset_iterator': 'iterator | error | it cannot return its position',
     'storage.options.FileOptions': """
 direct_bytes | error | below 1
@@ -404,9 +388,9 @@ leaves | error | matches nothing
 
 # What the library makes and returns, or passes to a policy or a callback; users do not call these.
 RETURNED = """
-CheckpointDiff CheckpointStats CheckpointView CommittedCheckpoint Conversion CopyReport Damage
-Decision ExportReport LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
-Run RunConversion SaveStateTransformationFn StepInfo VerifyReport
+CheckpointDiff CheckpointStats CheckpointView CommittedCheckpoint ConvertReport Damage
+Decision LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
+Run SaveStateTransformationFn StepInfo VerifyReport
 """
 
 PUBLIC = ('', 'convert.seqax', 'datasets', 'training')

@@ -629,9 +629,8 @@ def test_the_steps_there_are_named(saved):
         lambda run, step: t5ckpt.WarmStart(run, step=step),
         lambda run, step: t5ckpt.checkpoints_iterator(run, after=-2 if step == -1 else step),
         lambda run, step: t5ckpt.ConvertOptions(step=step),
-        lambda run, step: t5ckpt.ImportOptions(step=step),
-        lambda run, step: t5ckpt.export_safetensors(
-            run, run.with_name('a.safetensors'), t5ckpt.ExportOptions(step=step)
+        lambda run, step: t5ckpt.convert_checkpoint(
+            'to-safetensors', run, run.with_name('a.safetensors'), t5ckpt.ConvertOptions(step=step)
         ),
     ],
 )
@@ -729,7 +728,7 @@ def test_an_absent_chunk_of_an_array_with_a_fill_value(tmp_path, fill, typestr, 
             assert_same(np.asarray(ck.restore()['target']['w']), values)
     assert t5ckpt.verify(run, full=True).ok
     t5ckpt.copy_checkpoint(run, tmp_path / 'copy')
-    t5ckpt.rewrite_checkpoint(run, tmp_path / 'rewritten', t5ckpt.Changes(drop=['state/step']))
+    t5ckpt.rewrite_checkpoint(run, tmp_path / 'rewritten', t5ckpt.ConvertOptions(drop=['state/step']))
     for copy in (tmp_path / 'copy', tmp_path / 'rewritten'):
         assert_same(t5ckpt.open_checkpoint(copy)['target/w'].get(), values)
         assert t5ckpt.verify(copy, full=True).ok

@@ -32,7 +32,7 @@ def test_the_repr_of_a_conversion_is_short(tmp_path):
     with Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
         checkpointer.save(state)
     done = t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'new')
-    exported = t5ckpt.export_safetensors(tmp_path / 'run', tmp_path / 'x.safetensors')
+    exported = t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'x.safetensors')
     for report in (done, exported):
         assert len(repr(report)) < 700
         assert len(report.mapped) == 301

@@ -23,13 +23,9 @@ FUNCTIONS = {
     'convert_run': ['flax', '/flax', '/new'],
     'copy_checkpoint': ['/run', '/new'],
     'diff': ['/run', '/run'],
-    'export_hf': ['/run', '/out'],
-    'export_safetensors': ['/run', '/out.safetensors'],
     'export_weights': [STATE, '/new'],
     'find_checkpoint': ['/run'],
     'get_checkpoint_dir': ['/run', 1],
-    'import_hf': ['/hf', '/new'],
-    'import_safetensors': ['/a.safetensors', '/new'],
     'is_pinned_checkpoint': ['/run/checkpoint_1'],
     'latest_step': ['/run'],
     'load_t5x_checkpoint': ['/run'],
@@ -77,10 +73,8 @@ def place(tmp_path_factory):
     with t5ckpt.Checkpointer(STATE, checkpoints_dir=place / 'run') as checkpointer:
         for step in (1, 2):
             checkpointer.save(STATE, step=step, metrics={'acc': 1.0})
-    t5ckpt.export_safetensors(place / 'run', place / 'a.safetensors')
     (place / 'flax').mkdir()
     (place / 'flax/checkpoint_1').write_bytes(flax.serialization.to_bytes(STATE))
-    (place / 'hf').mkdir()
     return place
 
 

@@ -18,9 +18,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+LAYOUT_KEY = 't5ckpt'
+"""The key in a file's metadata that describes T5X's layout of the arrays, for a later import."""
 SELF, LOCAL, TRANSIENT_GLOBAL = 'SelfAttention', 'LocalSelfAttention', 'TransientGlobalSelfAttention'
 
 
@@ -107,35 +110,47 @@ class Pair:
     def to_tensors(self, array: np.ndarray) -> list[np.ndarray]:
         """The rows of each tensor, from the array or a slice of it along ``row_axis``; views where possible."""
         parts = [array] if not self.stack else list(np.moveaxis(array, self.axes.index(self.stack), 0))
-        order = self._order()
-        return [part.transpose(order).reshape(-1, *self.tensor_shape[1:]) for part in parts]
+        return [part.transpose(self._order).reshape(-1, *self.tensor_shape[1:]) for part in parts]
 
-    def from_tensors(self, tensors: Sequence[np.ndarray], box: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The array, or a box of it, from all tensors; only the elements in the box are copied."""
-        inner = [self._unstacked(tensor) for tensor in tensors]
+    def from_tensors(self, tensors: Sequence[Any], box: tuple[slice, ...]) -> np.ndarray:
+        """A box of the array, from all tensors; only the rows and columns of the tensors that it needs are read."""
         if not self.stack:
-            return inner[0] if box is None else inner[0][box]
+            return self._from_tensor(tensors[0], box)
         axis = self.axes.index(self.stack)
-        box = (slice(None),) * len(self.axes) if box is None else box
         rest = (*box[:axis], *box[axis + 1 :])
-        return np.stack([part[rest] for part in inner[box[axis]]], axis)
+        return np.stack([self._from_tensor(tensor, rest) for tensor in tensors[box[axis]]], axis)
 
     def _shape(self, axes: Sequence[str]) -> tuple[int, ...]:
         return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in axes)
 
+    @functools.cached_property
+    def _array_axes(self) -> list[str]:
+        """The axes of the array without ``stack``."""
+        return [axis for axis in self.axes if axis != self.stack]
+
+    @functools.cached_property
+    def _split_axes(self) -> list[list[str]]:
+        """For each axis of a tensor, the axes of the array that it merges."""
+        return [[axis] if axis in self._array_axes else list(axis) for axis in self.tensor_axes]
+
+    @functools.cached_property
     def _order(self) -> list[int]:
-        """The permutation from the axes of the array, without ``stack``, to those of a tensor."""
-        array_axes = [axis for axis in self.axes if axis != self.stack]
-        return [array_axes.index(axis) for axis in self._split_axes(array_axes)]
+        """The permutation from the axes of the array, without ``stack``, to those of a tensor, split as in the array."""
+        return [self._array_axes.index(axis) for axes in self._split_axes for axis in axes]
 
-    def _split_axes(self, array_axes: Sequence[str]) -> list[str]:
-        """The tensor's axes; merged ones are split if the array has them split."""
-        return [part for axis in self.tensor_axes for part in ([axis] if axis in array_axes else list(axis))]
-
-    def _unstacked(self, tensor: np.ndarray) -> np.ndarray:
-        array_axes = [axis for axis in self.axes if axis != self.stack]
-        split_axes = self._split_axes(array_axes)
-        return tensor.reshape(self._shape(split_axes)).transpose([split_axes.index(axis) for axis in array_axes])
+    def _from_tensor(self, tensor: Any, box: tuple[slice, ...]) -> np.ndarray:
+        """A box of the array without ``stack``, from one tensor."""
+        cut = dict(zip(self._array_axes, box, strict=True))
+        index: list[slice] = []
+        shape: list[int] = []
+        for first, *inner in self._split_axes:
+            start, stop, _ = cut[first].indices(self._shape([first])[0])
+            width = math.prod(self._shape(inner))
+            index.append(slice(start * width, stop * width))
+            shape += [stop - start, *self._shape(inner)]
+            cut[first] = slice(None)
+        values = np.asarray(tensor[tuple(index)]).reshape(shape).transpose(np.argsort(self._order))
+        return values[tuple(cut[axis] for axis in self._array_axes)]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Converts TensorFlow checkpoints of Mesh-TensorFlow's T5.
 
 No model is needed, since the structure follows from the checkpoint's names. Local checkpoints are read in slices without
-TensorFlow (``convert/files/tf_bundle.py``). TensorFlow's own reader reads other checkpoints and those at a URL, in whole tensors.
+TensorFlow (``convert/tf/bundle.py``). TensorFlow's own reader reads other checkpoints and those at a URL, in whole tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.catalog.locate import locate
-from t5ckpt.convert.conversion import Conversion, ConvertOptions, Found, finish, warn_no_optimizer
-from t5ckpt.convert.files.tf_bundle import read_bundle
+from t5ckpt.convert.options import ConvertOptions
+from t5ckpt.convert.source import Source, warn_no_optimizer
+from t5ckpt.convert.tf.bundle import read_bundle
 from t5ckpt.convert.tf.rules import (
     PARAM_STATES,
     STEP,
@@ -26,7 +27,7 @@ from t5ckpt.convert.tf.rules import (
     with_all_slots,
     with_shared_relpos,
 )
-from t5ckpt.core.leaf_path import path_of, root_names
+from t5ckpt.core.leaf_path import path_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -40,11 +41,11 @@ from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import read_source
 from t5ckpt.reading.contents import read_contents
-from t5ckpt.storage import Storage, foreign_errors
+from t5ckpt.storage import foreign_errors
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 
-__all__ = ['T5_RULES', 'TfCheckpoint', 'convert_tf', 'open_tf', 'tf_leaves']
+__all__ = ['T5_RULES', 'TfCheckpoint', 'open_tf', 'tf_leaves']
 
 _STATE_FILE = 'checkpoint'
 _STATE_BYTES = 2**20
@@ -188,14 +189,16 @@ def _open_with_tensorflow(path: str) -> TfCheckpoint:
 
 
 def tf_leaves(
-    checkpoint: TfCheckpoint, translator: CheckpointTranslator | None = None, optimizer: bool = True
-) -> Found:
+    checkpoint: TfCheckpoint,
+    translator: CheckpointTranslator | None = None,
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
+) -> Source:
     """The leaves of a TensorFlow checkpoint under T5X's names.
 
     Args:
       checkpoint: from :func:`open_tf`.
       translator: the rules; None takes those of T5.
-      optimizer: False leaves out the slots of the optimizer.
+      options: ``optimizer=False`` leaves out the slots of the optimizer.
 
     Raises:
       UnsupportedLeafError: a rule keeps a tensor of text.
@@ -212,12 +215,10 @@ def tf_leaves(
             raise UnsupportedLeafError(
                 f'{old}: a tensor of dtype {dtype} cannot be saved. Drop it by a rule of translator= that returns (None, None).'
             )
-    idle: tuple[str, ...] = ()
-    if not optimizer:
+    if not options.optimizer:
         leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}
         if len(leaves) == len(translation.leaves):
-            idle = ('optimizer',)
-            warn_no_optimizer(root_names(map(path_of, leaves)))
+            warn_no_optimizer([path_of(name) for name in leaves])
         dropped += tuple(old for old, new in mapped.items() if new not in leaves)
         mapped = {old: new for old, new in mapped.items() if new in leaves}
     if translator is None:
@@ -232,28 +233,4 @@ def tf_leaves(
             step = added[STEP] = np.int32(match[1])
     table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
     number = None if step is None else int(np.asarray(step))
-    return Found(
-        table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)), without_effect=idle
-    )
-
-
-def convert_tf(
-    source: str | os.PathLike[str],
-    directory: str | os.PathLike[str] | Storage,
-    options: ConvertOptions | None = None,
-    translator: CheckpointTranslator | None = None,
-) -> Conversion:
-    """Converts a TensorFlow checkpoint of a T5 to T5X's format, tensor by tensor.
-
-    Args:
-      source: see :func:`open_tf`.
-      directory: of the run to write to; the result is ``checkpoint_<step>`` in it.
-      options: see :class:`ConvertOptions`.
-      translator: the rules; None takes those of T5.
-
-    Raises:
-      CheckpointExistsError: the step exists; nothing was read.
-      T5CkptError: see :func:`open_tf`, :func:`tf_leaves` and ``write_stream``; nothing became visible.
-    """
-    options = ConvertOptions() if options is None else options
-    return finish(tf_leaves(open_tf(source), translator, options.optimizer), directory, options)
+    return Source(table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)))

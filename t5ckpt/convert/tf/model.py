@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.convert.conversion import Found
+from t5ckpt.convert.source import Source
 from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
 from t5ckpt.format.facts import Facts
@@ -26,7 +26,7 @@ from t5ckpt.tree.train_state import flatten_state
 _log = logging.getLogger('t5ckpt')
 
 
-def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partitioner | None, *, strict: bool) -> Any:
+def restore_tf(found: Source, cast: Cast | None, state: Any, partitioner: Partitioner | None, *, strict: bool) -> Any:
     """Restores a state of the structure of ``state``. Complete tensors are read, one after another.
 
     Args:
@@ -42,7 +42,7 @@ def restore_tf(found: Found, cast: Cast | None, state: Any, partitioner: Partiti
 
 
 def convert_tf_to_model(
-    found: Found, request: SaveRequest, axes: LeafAxes, fns: Sequence[SaveStateTransformationFn]
+    found: Source, request: SaveRequest, axes: LeafAxes, fns: Sequence[SaveStateTransformationFn]
 ) -> CommittedCheckpoint | None:
     """Writes the leaves that the template of ``axes`` has; None if the step exists already."""
     if found.step is None:
@@ -51,14 +51,14 @@ def convert_tf_to_model(
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     leaves, _, t5x_inlines = transformed(table, axes, fns)
     try:
-        step = dataclasses.replace(request, step=found.step, facts=Facts(source=found.source))
+        step = dataclasses.replace(request, step=found.step, facts=Facts(source=found.identity))
         return write_stream(leaves, step, t5x_inlines)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)
         return None
 
 
-def _plan(found: Found, state: Any, partitioner: Partitioner | None, options: RestoreOptions) -> RestorePlan:
+def _plan(found: Source, state: Any, partitioner: Partitioner | None, options: RestoreOptions) -> RestorePlan:
     """Matches the tensors, which are LazyArrays, with the template.
 
     Raises:
@@ -68,11 +68,11 @@ def _plan(found: Found, state: Any, partitioner: Partitioner | None, options: Re
     return plan_restore(found.table, templates, options, _where(found))
 
 
-def _in_template(found: Found, state: Any) -> Found:
+def _in_template(found: Source, state: Any) -> Source:
     """The leaves of the checkpoint that the template has, too."""
     template = flatten_state(state).table
     return dataclasses.replace(found, table={path: leaf for path, leaf in found.table.items() if path in template})
 
 
-def _where(found: Found) -> str:
-    return str(found.source['path'])
+def _where(found: Source) -> str:
+    return str(found.identity['path'])

@@ -15,7 +15,6 @@ All sizes are checked against the shapes and the files.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import struct
@@ -25,13 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.convert.files.flat_array import FlatArray
+from t5ckpt.catalog.locate import Located
 from t5ckpt.core import protobuf
 from t5ckpt.errors import CorruptCheckpointError, MissingDependencyError, UnsupportedFormatError
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.checkpoint_files import open_source, read_source
-from t5ckpt.storage import foreign_errors
+from t5ckpt.reading.array_reader import ArrayReader
+from t5ckpt.reading.checkpoint_files import CheckpointFiles, read_source
+from t5ckpt.storage import foreign_errors, open_storage
 
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5
 _MAGIC = 0xDB4775248B80FB57
@@ -46,14 +47,6 @@ _DTYPES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """One tensor: the location of its bytes, and their masked CRC-32C."""
-
-    array: FlatArray
-    crc: int
-
-
 def read_bundle(prefix: str) -> dict[str, LazyArray]:
     """Returns the tensors of a checkpoint on a local disk as lazy arrays.
 
@@ -62,58 +55,49 @@ def read_bundle(prefix: str) -> dict[str, LazyArray]:
       UnsupportedFormatError: a feature that only TensorFlow reads.
       CorruptCheckpointError: the index is damaged.
     """
-    checksum = _checksum_function()
+    _checksum_function()
     path = f'{prefix}.index'
     with foreign_errors(path):
         data = read_source(path, _INDEX_BYTES)
+    directory = open_storage(os.path.dirname(prefix) or '.')
+    reader = ArrayReader(Located(directory, '', '', None, follow_links=True))
     try:
-        entries = list(_entries(data, prefix))
+        return {name: _lazy(reader, name, leaf, crc) for name, leaf, crc in _entries(data, prefix)}
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedFormatError)):
             raise
         raise CorruptCheckpointError(f'{path} does not decode ({error!s:.120}). {_CURE}') from error
-    return {entry.array.name: _lazy(_Tensor(entry, checksum)) for entry in entries}
 
 
-def _lazy(tensor: _Tensor) -> LazyArray:
-    entry = tensor.entry.array
-    return LazyThreadPoolArray(entry.shape, entry.dtype, lambda: tensor.read(...), tensor.read)
+def _lazy(reader: ArrayReader, name: str, leaf: StoredArray, crc: int) -> LazyArray:
+    """A tensor, whose checksum is verified before the first read."""
+    guard, is_checked = threading.Lock(), False
+
+    def read(index: Any = ...) -> np.ndarray:
+        nonlocal is_checked
+        with guard:
+            if not is_checked:
+                _check(reader.files, name, leaf, crc)
+                is_checked = True
+        return reader.read(leaf, name, index)
+
+    return LazyThreadPoolArray(leaf.shape, leaf.dtype, read, read)
 
 
-class _Tensor:
-    """Reads one tensor, and verifies its checksum once."""
-
-    def __init__(self, entry: _Entry, checksum: Any):
-        self.entry = entry
-        self._checksum = checksum
-        self._guard = threading.Lock()
-        self._checked = False
-
-    def read(self, index: Any) -> np.ndarray:
-        """The values of a NumPy basic index, as a copy; see ``FlatArray.read``."""
-        array = self.entry.array
-        with foreign_errors(array.file), open_source(array.file) as file:
-            if array.offset + array.nbytes > os.fstat(file.fileno()).st_size:
-                raise CorruptCheckpointError(f'{array.name}: {array.file} is too short. {_CURE}')
-            self._check(file.fileno())
-            return array.read(file.fileno(), index)
-
-    def _check(self, fd: int) -> None:
-        with self._guard:
-            if self._checked:
-                return
-            entry, crc, done = self.entry.array, 0, 0
-            while done < entry.nbytes:
-                part = os.pread(fd, min(_READ_BYTES, entry.nbytes - done), entry.offset + done)
-                if not part:
-                    break
-                crc, done = self._checksum(crc, part), done + len(part)
-            if _masked(crc) != self.entry.crc:
-                raise CorruptCheckpointError(
-                    f'{entry.name}: its bytes in {entry.file} are damaged (CRC-32C {_masked(crc):08x}, expected '
-                    f'{self.entry.crc:08x}). {_CURE}'
-                )
-            self._checked = True
+def _check(files: CheckpointFiles, name: str, leaf: StoredArray, expected: int) -> None:
+    """Raises CorruptCheckpointError if the bytes of a tensor differ from their masked CRC-32C."""
+    start = leaf.metadata['offset']
+    stop, crc = start + math.prod(leaf.shape) * leaf.dtype.itemsize, 0
+    with files.opened(leaf.location, name, whole=False) as opened:
+        if opened.size is not None and stop > opened.size:
+            raise CorruptCheckpointError(f'{name}: {files.url(leaf.location)} is too short. {_CURE}')
+        for at in range(start, stop, _READ_BYTES):
+            crc = _checksum_function()(crc, bytes(opened.read(at, min(stop, at + _READ_BYTES))))
+    if _masked(crc) != expected:
+        raise CorruptCheckpointError(
+            f'{name}: its bytes in {files.url(leaf.location)} are damaged (CRC-32C {_masked(crc):08x}, expected '
+            f'{expected:08x}). {_CURE}'
+        )
 
 
 def _masked(crc: int) -> int:
@@ -135,7 +119,8 @@ def _checksum_function() -> Any:
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
+def _entries(data: bytes, prefix: str) -> Iterator[tuple[str, StoredArray, int]]:
+    """Yields the name of each tensor, its place, and the masked CRC-32C of its bytes."""
     shards = 1
     for key, value in _table(data, f'{prefix}.index'):
         if key == b'':
@@ -149,10 +134,11 @@ def _entries(data: bytes, prefix: str) -> Iterator[_Entry]:
         if key[0] == 0:
             # The key of a slice is not text, and precedes all names (core/util/saved_tensor_slice_util.cc).
             raise UnsupportedFormatError(f'{prefix}.index: variables were saved in parts, which only TensorFlow reads.')
-        yield _entry(key.decode(), _message(value), prefix, shards)
+        name, fields = key.decode(), _message(value)
+        yield name, _array(name, fields, prefix, shards), _number(fields, 6)
 
 
-def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> _Entry:
+def _array(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> StoredArray:
     number = _number(fields, 1)
     if number not in _DTYPES:
         raise UnsupportedFormatError(
@@ -168,7 +154,8 @@ def _entry(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int)
             f'{_CURE}'
         )
     file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
-    return _Entry(FlatArray(name, dtype, shape, file, offset), _number(fields, 6))
+    place = {'offset': offset, 'file_bytes': os.path.getsize(file) if os.path.isfile(file) else None}
+    return StoredArray(os.path.basename(file), shape, dtype, dtype, place, 'bytes')
 
 
 def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:

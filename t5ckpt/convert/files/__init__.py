@@ -1,1 +1,0 @@
-"""Files of other programs, read and written array by array."""

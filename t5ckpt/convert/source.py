@@ -1,0 +1,205 @@
+"""The source of a conversion, which are leaves under their new names, not yet read, and its writing in T5X's format."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5ckpt.catalog.locate import Located, locate, open_target
+from t5ckpt.convert.options import ConvertOptions, ConvertReport
+from t5ckpt.core.call_site import warn_caller
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, root_names
+from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.text import some_of
+from t5ckpt.errors import NoEffectWarning, OutputExistsError, UnmatchedPattern
+from t5ckpt.format.chunk_grid import Box
+from t5ckpt.format.dtypes import cast as cast_values
+from t5ckpt.format.facts import Facts
+from t5ckpt.format.names import step_dir
+from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.casts import Cast, cast_dtype
+from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.reading.contents import Contents, read_contents
+from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
+from t5ckpt.save.prepare import rehearse, write_stream
+from t5ckpt.save.request import SaveContext, SaveRequest
+from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import LeafTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source of a conversion: names, shapes and dtypes, without values.
+
+    Attributes:
+      table: the leaves to write.
+      step: the source's, or None.
+      identity: of the source, of JSON's types; a conversion of a run skips the steps that record it.
+      mapped, added, dropped, left_out: see :class:`ConvertReport`.
+      files: other files of the step, by name in its directory: the state of a data iterator.
+      facts: those to copy: metrics, the keep policy.
+      inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
+        stored leaf without mesh axes.
+    """
+
+    table: LeafTable
+    step: int | None
+    identity: Mapping[str, Any]
+    mapped: Mapping[str, str]
+    added: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    facts: Facts = dataclasses.field(default_factory=Facts)
+    inline: Collection[Path] = ()
+
+
+def chosen_source(
+    table: LeafTable, step: int | None, identity: Mapping[str, Any], options: ConvertOptions, **others: Any
+) -> Source:
+    """The leaves that ``select`` and ``optimizer`` choose, under their names; ``others`` are fields of the source."""
+    chosen = chosen_leaves(table, options)
+    names = list(map(leaf_name, chosen))
+    dropped = tuple(leaf_name(path) for path in table if path not in chosen)
+    return Source(chosen, step, identity, dict(zip(names, names, strict=True)), dropped=dropped, **others)
+
+
+def chosen_leaves(table: LeafTable, options: ConvertOptions) -> LeafTable:
+    """The leaves that ``select`` and ``optimizer`` choose.
+
+    Warns if ``optimizer=False`` finds none to leave out, since a program may store its optimizer's state under another name.
+
+    Raises:
+      UnmatchedPattern: ``select`` matches no name.
+    """
+    chosen = dict(table)
+    if options.select is not None:
+        select = leaf_pattern(options.select)
+        chosen = {path: leaf for path, leaf in table.items() if select.fullmatch(leaf_name(path))}
+        if not chosen:
+            names = list(map(leaf_name, table))
+            raise UnmatchedPattern(
+                f'select={options.select!r} matches no leaf. The leaves are {some_of(names, 10) or "none"}.'
+                f'{meant_pattern(options.select, names)}'
+            )
+    if options.optimizer:
+        return chosen
+    of_optimizer = leaf_pattern(OPTIMIZER)
+    kept = {path: leaf for path, leaf in chosen.items() if not of_optimizer.fullmatch(leaf_name(path))}
+    if len(kept) == len(chosen):
+        warn_no_optimizer(chosen)
+    return kept
+
+
+def warn_no_optimizer(paths: Collection[Path]) -> None:
+    """Warns that ``optimizer=False`` found no optimizer state in a tree with these leaves."""
+    warn_caller(
+        NoEffectWarning(
+            f"optimizer=False has no effect: no leaf is under 'opt_state', 'param_states' or 'opt'; the tree has "
+            f'{", ".join(root_names(paths)[:8])}. To leave others out, pass select=, or drop= of a copy.'
+        )
+    )
+
+
+def write_source(source: Source, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> ConvertReport:
+    """Writes a source as ``checkpoint_<step>`` in a run's directory.
+
+    Raises:
+      ValueError: neither the source nor the options have a step.
+      CheckpointExistsError, UnsupportedLeafError, StorageError: see ``write_stream``.
+    """
+    step = source.step if options.step is None else options.step
+    if step is None:
+        raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
+    storage = open_target(directory)
+    context = SaveContext(storage, SaveOptions(options.cast, options.compression), progress=options.progress)
+    facts = dataclasses.replace(source.facts, source={**source.identity, **options.recorded})
+    request = SaveRequest(context, step, options.budget_bytes, options.overwrite, facts, source.files)
+    t5x_inlines = dict.fromkeys(source.inline, True)
+    names = (source.mapped, source.added, source.dropped, source.left_out)
+    if options.dry_run:
+        rehearse(source.table, request, t5x_inlines)
+        return ConvertReport(step, storage.url(step_dir(step)), 0, 0.0, *names)
+    done = write_stream(source.table, request, t5x_inlines)
+    return ConvertReport(step, done.path, done.nbytes, done.seconds, *names)
+
+
+def stamp_of(located: Located) -> list[int] | None:
+    """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
+    for name in [located.manifest] if located.manifest else [TREE_METADATA, STEP_METADATA]:
+        stamp = located.storage.stamp(join(located.directory, name))
+        if stamp is not None:
+            return list(stamp)
+    return None
+
+
+# --- exports ---------------------------------------------------------------------------------------------------------
+
+
+def open_export(
+    path: str | os.PathLike[str], output: str, options: ConvertOptions, *, typed: bool = True
+) -> tuple[Contents, Source]:
+    """Opens a checkpoint to export, in any format that t5ckpt reads; no array is read.
+
+    Args:
+      path: a run's directory, a step's, or a file.
+      output: the path to write, which must not contain the checkpoint.
+      options: ``step``, ``select`` and ``optimizer``.
+      typed: typed keys and Python numbers are leaves of their own kind; else only arrays are chosen.
+
+    Raises:
+      OutputExistsError: the output would replace the checkpoint.
+      CheckpointNotFoundError, FormatError: see ``t5ckpt.open_checkpoint``.
+    """
+    located = locate(path, options.step, tensors=True)
+    inside = located.storage.local_path(join(located.directory, located.manifest))
+    outer = os.path.realpath(output)
+    if inside is not None and os.path.commonpath([os.path.realpath(inside), outer]) == outer:
+        raise OutputExistsError(f'{output} contains the checkpoint to export, {inside}. Pass another output.')
+    contents = read_contents(located)
+    table = linked_leaves(contents, typed=typed)
+    others = () if typed else tuple(leaf_name(path) for path, leaf in table.items() if not hasattr(leaf, 'dtype'))
+    table = table if typed else {path: leaf for path, leaf in table.items() if hasattr(leaf, 'dtype')}
+    source = chosen_source(table, located.step, source_identity(located), options)
+    return contents, dataclasses.replace(source, dropped=source.dropped + others)
+
+
+def source_identity(located: Located) -> Mapping[str, Any]:
+    """The identity of a checkpoint to export, of JSON's types."""
+    return {'format': 't5x', 'path': located.url, 'stamp': stamp_of(located)}
+
+
+def cast_leaf(path: Path, leaf: Any, cast: Cast | None) -> LazyArray:
+    """A leaf with a dtype as a lazy array, cast when it is read."""
+    dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
+
+    def read(index: Any = ...) -> np.ndarray:
+        return cast_values(np.asarray(leaf[index]), dtype, leaf_name(path))
+
+    return LazyThreadPoolArray(leaf.shape, dtype, read, read)
+
+
+def boxes_of(array: Any, axis: int, box_bytes: int) -> Iterator[Box]:
+    """Yields boxes that cover an array, divided along one axis, each of whole chunks and of about ``box_bytes``.
+
+    Chunks are always read completely, so a chunk in which a box ended would be read twice. If the chunks of one box have more
+    than eight times ``box_bytes``, the box is smaller than a chunk, to limit memory.
+    """
+    whole = Box.whole(array.shape)
+    if not array.shape or array.nbytes <= box_bytes or array.shape[axis] <= 1:
+        yield whole
+        return
+    size = array.shape[axis]
+    rows = max(1, box_bytes * size // array.nbytes)
+    source = array.source if isinstance(array, LinkedArray) else None
+    chunks = array.shape if source is None else source.leaf.metadata.get('chunks', array.shape)
+    chunk = min(size, max(1, chunks[axis]))
+    step = rows // chunk * chunk or (chunk if chunk <= 8 * rows else rows)
+    for start in range(0, size, step):
+        yield Box([*whole[:axis], (start, min(size, start + step)), *whole[axis + 1 :]])

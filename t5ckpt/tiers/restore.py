@@ -257,7 +257,7 @@ class LocalRestore:
         )
 
     def _counts_as_absent(self, error: Exception, disk: DiskStep | None, chosen: Mapping[str, Any]) -> bool:
-        """Looks for the files that the restore could not read, so that the processes choose again; without any, the save is refused.
+        """Looks for the files that the restore could not read, so that the processes choose again; without any, for the save.
 
         Returns False, in all processes, if the error of any process says nothing about a file.
         """
@@ -271,10 +271,7 @@ class LocalRestore:
                 lost = frozenset[str]() if disk is None else disk.unreadable_files() - known
                 self._lost_files[save] = known | lost
                 for name in sorted(lost)[:_SHOWN]:
-                    _log.warning(
-                        't5ckpt: %s is damaged, and counts as absent',
-                        self._local.url(join(step_dir(chosen['step']), name)),
-                    )
+                    _log.warning('t5ckpt: %s is damaged, and counts as absent', join(directory, name))
                 # A disk may have failed for a moment.
                 is_new = bool(lost) or (is_disk_error(error) and save not in self._failed_for_a_moment)
                 self._failed_for_a_moment.add(save)

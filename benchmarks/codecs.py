@@ -212,7 +212,9 @@ class _Saved:
 
     def save(self, url: str, state: _Tree) -> None:
         """As users do, to a run with a step."""
-        with t5ckpt.Checkpointer(state, checkpoints_dir=url, compression=self._compression) as ck:
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression=self._compression)
+        ) as ck:
             ck.save(state, step=1)
 
     def begin(self, url: str) -> None:

@@ -62,7 +62,12 @@ def _cold(read: Callable[[], object], directory: pathlib.Path, nbytes: int) -> t
 def _round(state: cases.Tree, target: cases.Tree, nbytes: int) -> dict[str, tuple[float, float]]:
     with tempfile.TemporaryDirectory(dir=pathlib.Path(__file__).parent) as name:
         directory = pathlib.Path(name)
-        with t5ckpt.Checkpointer(target, checkpoints_dir=directory / 'run', keep=None, reuse_unchanged=False) as ck:
+        with t5ckpt.Checkpointer(
+            target,
+            checkpoints_dir=directory / 'run',
+            keep=None,
+            options=t5ckpt.CheckpointerOptions(reuse_unchanged=False),
+        ) as ck:
 
             def write(kind: str) -> None:
                 if kind == _RAW:

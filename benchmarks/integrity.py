@@ -57,7 +57,12 @@ def main() -> None:
         print(f'save: {statistics.median(wall for wall, _ in saves):.3f} s, {save_cpu:.3f} s of processors')
         print(f'hashing the same bytes: {hashing:.3f} s of processors, {hashing / save_cpu:.1%} of the save')
         template = cases.abstract(leaves, mesh)
-        readers = {level: t5ckpt.Checkpointer(template, checkpoints_dir=directory, verify=level) for level in _LEVELS}
+        readers = {
+            level: t5ckpt.Checkpointer(
+                template, checkpoints_dir=directory, options=t5ckpt.CheckpointerOptions(verify=level)
+            )
+            for level in _LEVELS
+        }
         found: dict[str, list[tuple[float, float]]] = {level: [] for level in _LEVELS}
         for turn in range(rounds):
             for level in (*_LEVELS[turn % 3 :], *_LEVELS[: turn % 3]):

@@ -83,7 +83,11 @@ class T5ckpt(Peer):
     def open(self) -> None:
         import t5ckpt
 
-        make = functools.partial(t5ckpt.Checkpointer, checkpoints_dir=os.fspath(self.root), **self.options)
+        make = functools.partial(
+            t5ckpt.Checkpointer,
+            checkpoints_dir=os.fspath(self.root),
+            options=t5ckpt.CheckpointerOptions(**self.options),
+        )
         self._writer = make(self.source)
         self._reader = self._writer if self.source is self.target else make(self.target)
 

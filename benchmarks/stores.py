@@ -38,7 +38,9 @@ def transfer(megabytes: int, milliseconds: int) -> None:
             with tempfile.TemporaryDirectory() as directory, store(scheme, pathlib.Path(directory)) as front:
                 front.choose = lambda *_: time.sleep(milliseconds / 1000)
                 url = f'{scheme}://{BUCKET}/run'
-                with t5ckpt.Checkpointer(state, checkpoints_dir=url, chunk_bytes=chunk * 2**20) as checkpointer:
+                with t5ckpt.Checkpointer(
+                    state, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(chunk_bytes=chunk * 2**20)
+                ) as checkpointer:
                     saved, save_seconds, _ = counted(front, lambda ck=checkpointer: ck.save(state, step=1))
                 read, read_seconds, found = counted(front, lambda url=url: t5ckpt.load_t5x_checkpoint(url))
                 assert np.array_equal(found['a'], state['a'])
@@ -64,7 +66,7 @@ def unchanged(megabytes: int, rate: int) -> None:
         with tempfile.TemporaryDirectory() as directory, store(scheme, pathlib.Path(directory)) as front:
             front.watch = watch
             with t5ckpt.Checkpointer(
-                state, checkpoints_dir=f'{scheme}://{BUCKET}/run', chunk_bytes=2**22
+                state, checkpoints_dir=f'{scheme}://{BUCKET}/run', options=t5ckpt.CheckpointerOptions(chunk_bytes=2**22)
             ) as checkpointer:
                 for step in (1, 2, 3):
                     act = lambda: checkpointer.save({**state, 'step': np.int32(step)})  # noqa: B023, E731 - called at once

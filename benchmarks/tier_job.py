@@ -117,7 +117,9 @@ def restore(leaves: int, run: str, local: str | None, concurrent_gb: float) -> d
     tier = None if local is None else t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([]))
     _barrier('restore')
     peak, began = probe.PeakMemory(), time.perf_counter()
-    checkpointer = t5ckpt.Checkpointer(template, None, run, restore_concurrent_gb=concurrent_gb, local=tier)
+    checkpointer = t5ckpt.Checkpointer(
+        template, None, run, local=tier, options=t5ckpt.CheckpointerOptions(restore_concurrent_gb=concurrent_gb)
+    )
     restored = jax.block_until_ready(checkpointer.restore())
     seconds, above = time.perf_counter() - began, peak.above_start() - _own_bytes(leaves)
     for leaf in range(leaves):

@@ -170,7 +170,7 @@ def checkpoint(data: bytes) -> None:
         assert t5ckpt.verify(_CHECKPOINT.path, full=True).damages is not None
         for mmap in (False, True):
             with contextlib.suppress(T5CkptError):
-                t5ckpt.load_t5x_checkpoint(_CHECKPOINT.path, mmap=mmap)
+                t5ckpt.load_t5x_checkpoint(_CHECKPOINT.path, options=t5ckpt.CheckpointerOptions(mmap=mmap))
 
 
 def orbax(data: bytes) -> None:

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from t5ckpt.convert.rewrite import rewrite_checkpoint
     from t5ckpt.convert.whole_run import convert_run
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
-    from t5ckpt.errors import (
-        MetricModeWarning,
-        MissingMetricWarning,
-        NarrowedDtypeWarning,
-        NoEffectWarning,
-        ObsoleteArgumentWarning,
-        StepMismatchWarning,
-        T5CkptWarning,
-        TemplateMismatchWarning,
-        UnshardedTemplateWarning,
-    )
     from t5ckpt.export import export_weights
     from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
     from t5ckpt.inspection.runs import Run, open_run
@@ -39,6 +28,7 @@ if TYPE_CHECKING:
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.metrics import TensorBoardMetrics
+    from t5ckpt.options import CheckpointerOptions
     from t5ckpt.policies import (
         Decision,
         KeepAll,
@@ -93,6 +83,7 @@ __all__ = [
     'CheckpointTranslator',
     'CheckpointView',
     'Checkpointer',
+    'CheckpointerOptions',
     'CommittedCheckpoint',
     'ConvertOptions',
     'ConvertReport',
@@ -112,12 +103,7 @@ __all__ = [
     'LeafDiff',
     'LeafStats',
     'LocalTier',
-    'MetricModeWarning',
-    'MissingMetricWarning',
     'Moment',
-    'NarrowedDtypeWarning',
-    'NoEffectWarning',
-    'ObsoleteArgumentWarning',
     'ParameterInfo',
     'PendingSave',
     'PreemptionNotice',
@@ -138,11 +124,7 @@ __all__ = [
     'SaveStateTransformationFn',
     'SaveWhenIdle',
     'StepInfo',
-    'StepMismatchWarning',
-    'T5CkptWarning',
-    'TemplateMismatchWarning',
     'TensorBoardMetrics',
-    'UnshardedTemplateWarning',
     'VerifyReport',
     'WarmStart',
     'YoungDaly',
@@ -180,11 +162,6 @@ _NAMES = {
     'convert.rewrite': 'rewrite_checkpoint',
     'convert.whole_run': 'convert_run',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
-    'errors': (
-        'MetricModeWarning MissingMetricWarning NarrowedDtypeWarning NoEffectWarning ObsoleteArgumentWarning '
-        'StepMismatchWarning T5CkptWarning TemplateMismatchWarning '
-        'UnshardedTemplateWarning'
-    ),
     'export': 'export_weights',
     'inspection.diff': 'CheckpointDiff LeafDiff diff',
     'inspection.runs': 'Run open_run',
@@ -196,6 +173,7 @@ _NAMES = {
     'load': 'load_t5x_checkpoint',
     'metrics': 'TensorBoardMetrics',
     'policies': 'Decision KeepAll KeepAny KeepBest KeepEvery KeepEveryHours KeepLatest KeepPolicy KeepSteps StepInfo',
+    'options': 'CheckpointerOptions',
     'preemption': 'PreemptionNotice',
     'progress': 'ProgressReporter',
     'resume': 'MODEL OPTIMIZER WarmStart restore_or_init',

@@ -12,8 +12,6 @@ import contextlib
 import functools
 import importlib
 import os
-import re
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -25,12 +23,11 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention, RunFacts, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import (
-    Clock,
     MetricSource,
     Partitioner,
     Progress,
@@ -39,14 +36,12 @@ from t5ckpt.core.protocols import (
     TrainState,
 )
 from t5ckpt.core.thread_pool import finished_before_exit
-from t5ckpt.datasets import DatasetState, MapPositions
+from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.distributed.rounds import CoordinationRound, Phase
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
-    NoEffectWarning,
     ReadOnlyError,
     SaveFailedError,
     StepKeptError,
@@ -56,12 +51,12 @@ from t5ckpt.errors import (
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.resizing import Patterns, Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
-from t5ckpt.reading.array_reader import ReadOptions
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest, check_source
 from t5ckpt.save.arguments import (
@@ -80,7 +75,7 @@ from t5ckpt.save.encoding import compression_for
 from t5ckpt.save.execute import PreparedSave
 from t5ckpt.save.pending import PendingSave
 from t5ckpt.save.prepare import prepare_save
-from t5ckpt.save.request import LaterSteps, SaveContext, SaveRequest
+from t5ckpt.save.request import SaveContext, SaveRequest
 from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes, transformed
@@ -110,37 +105,18 @@ class Checkpointer:
       keep: the number of latest checkpoints to keep, at least 1; None keeps all.
       save_dtype: floating leaves of ``target`` and ``params`` are cast to it on save; None casts nothing.
       restore_dtype: the same on restore; 'template' casts every floating leaf to its dtype in ``train_state``.
-      cast_leaves: a regex for whole leaf names, such as ``'model/.*'``: both dtypes then apply to the matching leaves instead.
-      restore_concurrent_gb: gigabytes (10^9 bytes) of host memory for values that are not on the devices yet; a larger leaf is
-        read alone.
       keep_dataset_checkpoints: the number of latest checkpoints that keep their iterator state; None keeps all.
       keep_policy: decides instead of ``keep``, see ``policies.py``.
-      map_positions: called in a restore with another number of data shards: takes {shard: state} of the checkpoint, and returns
-        the state of this process's shard, or None to leave the iterator unchanged; see docs/data-iterators.md.
       metric_source: provides metrics that were not passed to ``save`` to keep policies, such as TensorBoardMetrics.
       save_policy: decides when ``maybe_save`` saves, see ``save_policies.py``.
       preempted: returns whether this process is preempted, such as a PreemptionNotice; called by ``maybe_save``.
-      compression: None, 'lz4', 'zstd', 'gzip', 'blosc', or 'auto', which chooses the codec of each leaf by the time that it
-        saves; by default 'auto' on object stores and None on disks. See docs/storage.md.
-      chunk_bytes: the desired largest size of a chunk file; 64 MiB by default.
-      inline_bytes: leaves up to this many bytes (16 KiB) are stored in the manifest instead of an array directory.
-      reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, or copied inside the object
-        store.
-      mmap: ``restore`` memory-maps chunk files instead of reading them, on the CPU backend; see docs/mapped-restore.md.
       progress: called with (bytes done, bytes in total) during saves and restores, from their threads. An
         exception that it raises fails the save or the restore.
-      clock: returns unix seconds.
       storage_options: of the run's storage: endpoint, credentials, retries, ...; see docs/storage.md.
-      share_replicated: with several processes, ``restore`` reads replicated arrays once; see docs/many-hosts.md.
-      processes: of the job; by default those of ``jax.distributed``. All of them save and restore together.
-      process_timeout: seconds that a process waits for the others, whenever they coordinate (saves, restores, deletions).
-      verify: the check of a ``restore``: 'auto', checksums of chunks that are read whole; 'full', also of those that are
-        mapped or read in part; 'quick', sizes.
-      follow_links: symbolic links may lead out of a checkpoint's directory, as in the cache of Hugging Face.
-      strict_save: ``save`` raises an error for a state that does not match ``train_state``, instead of a warning.
       read_only: saving and deleting raise ReadOnlyError.
       local: a LocalTier: saves are written to its directory of this machine, and uploads to ``checkpoints_dir`` follow in the
         background. See docs/tiers.md.
+      options: how it saves and restores, see :class:`CheckpointerOptions`.
       use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
 
     Notes:
@@ -158,79 +134,64 @@ class Checkpointer:
         keep: int | None = None,
         save_dtype: Any = None,
         restore_dtype: Any = None,
-        cast_leaves: str | re.Pattern[str] | None = None,
-        restore_concurrent_gb: float = 4,
+        use_gda: bool | None = None,
         keep_dataset_checkpoints: int | None = None,
         keep_policy: KeepPolicy | None = None,
-        map_positions: MapPositions | None = None,
-        metric_source: MetricSource | None = None,
         save_policy: SavePolicy | None = None,
         preempted: Callable[[], bool] | None = None,
-        compression: str | None = 'default',
-        chunk_bytes: int = SaveOptions.chunk_bytes,
-        inline_bytes: int = SaveOptions.inline_bytes,
-        reuse_unchanged: bool = True,
-        mmap: bool = False,
-        progress: Progress | None = None,
-        clock: Clock = time.time,
-        storage_options: Mapping[str, Any] | None = None,
-        share_replicated: bool = False,
-        processes: Processes | None = None,
-        process_timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        verify: str = 'auto',
-        follow_links: bool = False,
-        strict_save: bool = False,
-        read_only: bool = False,
+        metric_source: MetricSource | None = None,
         local: LocalTier | None = None,
-        use_gda: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        read_only: bool = False,
+        progress: Progress | None = None,
+        options: CheckpointerOptions = CheckpointerOptions(),
     ):
         warn_of_gda(use_gda)
         importlib.import_module('jax')  # A save at the end of the interpreter can no longer import it.
         check_no_directory(train_state=train_state, partitioner=partitioner)
         check_policies(keep, keep_policy, save_policy, metric_source)
-        check_callables(preempted=preempted, progress=progress, clock=clock, map_positions=map_positions)
-        check_flags(reuse_unchanged=reuse_unchanged, mmap=mmap, follow_links=follow_links, read_only=read_only)
-        check_flags(share_replicated=share_replicated, strict_save=strict_save)
+        check_callables(preempted=preempted, progress=progress)
+        check_flags(read_only=read_only)
+        check_kind('options', options, CheckpointerOptions, "CheckpointerOptions(compression='zstd')")
         self._storage, self._storage_options = open_run_storage(checkpoints_dir, storage_options), storage_options
         # Absolute, so that a later chdir does not change it.
         self.checkpoints_dir = self._storage.url()
-        cast, restore_cast = casts_of(save_dtype, restore_dtype, cast_leaves)
+        cast, restore_cast = casts_of(save_dtype, restore_dtype, options.cast_leaves)
         self.restore_dtype = None if restore_cast is None else restore_cast.requested
-        self._cast_leaves = cast_leaves
+        self._options = options
         self._train_state, self._partitioner = train_state, partitioner
         self._is_t5x = partitioner is not None or isinstance(train_state, TrainState)
         self._axes = LeafAxes(partitioner, train_state)
-        self._dataset = DatasetState.of(dataset_iterator, partitioner, map_positions)
+        self._dataset = DatasetState.of(dataset_iterator, partitioner, options.map_positions)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets = dataset_count(keep_dataset_checkpoints)
-        self._retention = Retention(self._storage, policy, clock, datasets, metric_source)
-        flags = {'follow_links': follow_links, 'read_only': read_only, 'share_replicated': share_replicated}
-        alike = {name: bool(value) for name, value in (flags | {'strict_save': strict_save}).items()}
-        alike |= {'local': None if local is None else 'a LocalTier', 'verify': verify}
-        self._coordinator = Coordinator(self._storage, processes, number('process_timeout', process_timeout), alike)
-        self._clock, self._is_read_only = clock, read_only
+        self._retention = Retention(self._storage, policy, options.clock, datasets, metric_source)
+        alike = {name: bool(getattr(options, name)) for name in ('follow_links', 'share_replicated', 'strict_save')}
+        alike |= {'local': local and 'a LocalTier', 'read_only': bool(read_only), 'verify': options.verify}
+        self._coordinator = Coordinator(self._storage, options.processes, options.process_timeout, alike)
+        self._is_read_only = read_only
         self._has_source, self._notices = metric_source is not None, Notices()
         # The local directory, and what it adds; saves go to it.
         self._tier = tier = None if local is None else self._tier_of(local, preempted)
         self._steps: RunFacts = self._retention if tier is None else tier
         saves_to, retention = (self._storage, self._retention) if tier is None else (tier.storage, tier.retention)
-        save_options = SaveOptions(cast, compression_for(compression, saves_to), chunk_bytes, inline_bytes)
+        codec = compression_for(options.compression, saves_to)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
         # The last makes a policy of ``keep``; None if the caller passed a policy.
         self._keep, self._is_closed, self._policy_of_keep = keep, False, _latest if keep_policy is None else None
         self._save_context = SaveContext(
-            saves_to, save_options, retention, progress, clock, self._notices, reuses=reuse_unchanged
-        )
-        budget = bytes_of_gb(restore_concurrent_gb, 'restore_concurrent_gb')
-        self._reading = ReadOptions(mmap, verify, follow_links, share_replicated, budget)
+            saves_to, SaveOptions(cast, codec, options.chunk_bytes, options.inline_bytes), retention, progress,
+            options.clock, self._notices, reuses=options.reuse_unchanged,
+        )  # fmt: skip
         self._monitored = monitored_metrics(policy, save_policy)
-        self._later_steps = LaterSteps(saves_to)
         # Nothing here may refer to this object: its template and data iterator are freed with it, not by a later collection.
-        self._template_check = TemplateCheck(self._axes, self._notices, is_strict=strict_save)
+        self._template_check = TemplateCheck(self._axes, self._notices, is_strict=options.strict_save)
         self._pending: PendingSave | None = None
-        self._schedule = SaveSchedule(save_policy, self._coordinator, self._steps, clock, preempted, self._notices)
+        self._schedule = SaveSchedule(
+            save_policy, self._coordinator, self._steps, options.clock, preempted, self._notices
+        )
         self._restored_leaves: list[Callable[[], Any]] = []
         self.restored_step: int | None = None
         """The step of this run that the last restore restored; None after a restore from a ``path``."""
@@ -264,7 +225,7 @@ class Checkpointer:
         check_preemption(local.persist, preempted, 'uploads')
         require_directory(self._storage)
         read_only = self._is_read_only
-        return Tier(local, self._storage, self._retention, self._clock, self._coordinator, read_only=read_only)
+        return Tier(local, self._storage, self._retention, self._options.clock, self._coordinator, read_only=read_only)
 
     @property
     def storage(self) -> Storage:
@@ -440,7 +401,7 @@ class Checkpointer:
             metrics=metric_numbers(metrics),
             keep=fields_of(self._retention.policy) or {},
         )
-        budget, began = bytes_of_gb(concurrent_gb), self._clock()
+        budget, began = bytes_of_gb(concurrent_gb), self._options.clock()
         self._refuse_if_read_only('save')
         if self._is_closed:
             raise ClosedError(
@@ -478,7 +439,7 @@ class Checkpointer:
             if self._tier is not None:
                 request = self._tier.with_upload(request, preempted=self.should_stop)
             if save_round.is_leader:
-                self._later_steps.note_save(step)
+                self._save_context.later_steps.note_save(step)
             self._check_before_save(state, table, request, has_transforms=bool(transforms))
             return prepare_save(request, *transformed(table, self._axes, transforms))
 
@@ -527,7 +488,7 @@ class Checkpointer:
     def wait_until_persisted(self, step: int | None = None) -> None:
         """Waits until a step is in ``checkpoints_dir``; None waits for all steps that are to be uploaded.
 
-        Without ``local``, waits for the save that is running, and warns once that this is the only effect.
+        Without ``local``, a step is there when its save has ended.
 
         Raises:
           NotPersistedError: an attempt to upload it failed during the wait, or the step is not uploaded: the persist policy did
@@ -539,12 +500,6 @@ class Checkpointer:
         wanted = None if step is None else integer('step', step)
         if self._tier is not None:
             self._tier.wait_until_persisted(wanted)
-            return
-        text = (
-            'wait_until_persisted has no effect without local=, except that it waits for a running save. Pass '
-            'local=LocalTier(...) to the constructor, or call wait_until_finished.'
-        )
-        self._notices.warn('wait_until_persisted', NoEffectWarning(text))
 
     def close(self) -> None:
         """Waits for saves and uploads in the background, and raises the error of a save that no call has raised yet.
@@ -631,7 +586,7 @@ class Checkpointer:
             round=self._round('a restore'),
             cast=self._restore_cast(),
             progress=self._save_context.progress,
-            reading=self._reading,
+            reading=self._options,
             notices=self._notices,
             continues=not self._is_read_only,
             note_step=self._note_step,
@@ -729,7 +684,7 @@ class Checkpointer:
 
         require_directory(self._storage)
         saves, budget = self._save_context, bytes_of_gb(concurrent_gb)
-        context = SaveContext(self._storage, saves.options, progress=saves.progress, clock=self._clock)
+        context = SaveContext(self._storage, saves.options, progress=saves.progress, clock=self._options.clock)
         request = SaveRequest(context, 0, budget)
         committed: CommittedCheckpoint | None = None
 
@@ -743,12 +698,12 @@ class Checkpointer:
 
     def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
         """Opens a checkpoint of another run as a view, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
-        options = self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
-        return open_checkpoint(path, step, storage_options=options, follow_links=self._reading.follow_links)
+        how = self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
+        return open_checkpoint(path, step, storage_options=how, options=self._options)
 
     def _restore_cast(self) -> Cast | None:
         # Made for each call, because callers may set ``restore_dtype``, as in T5X.
-        return Cast.of_restore(self.restore_dtype, self._cast_leaves)
+        return Cast.of_restore(self.restore_dtype, self._options.cast_leaves)
 
     # --- asking and deleting -----------------------------------------------------------------------------------------
 
@@ -826,7 +781,7 @@ class Checkpointer:
             if any(refusals):
                 raise StepKeptError(next(filter(None, refusals)))
             if tier is None:
-                delete_step(self._storage, step_to_delete, self._clock)
+                delete_step(self._storage, step_to_delete, self._options.clock)
             else:
                 tier.delete(step_to_delete, is_local=any(parts))
             with contextlib.suppress(StorageError):
@@ -877,7 +832,7 @@ class Checkpointer:
         if self._storage.commits_by_rename and not self._is_read_only:
             # It publishes the step that a killed overwrite has hidden. If the storage is away, the next line says so.
             with contextlib.suppress(T5CkptError):
-                collect(self._storage, self._clock)
+                collect(self._storage, self._options.clock)
         return self._steps.steps() if self._tier is None else self._tier.steps(local)
 
     def local_steps(self) -> Any:

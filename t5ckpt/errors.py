@@ -125,7 +125,7 @@ class T5CkptError(_Printable):
 
 
 class T5CkptWarning(_Printable, UserWarning):
-    """Base class of all warnings; ``warnings.simplefilter('error', t5ckpt.T5CkptWarning)`` turns them into errors."""
+    """Base class of all warnings; ``warnings.simplefilter('error', t5ckpt.errors.T5CkptWarning)`` turns them into errors."""
 
 
 class NoEffectWarning(T5CkptWarning):

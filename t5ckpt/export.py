@@ -13,6 +13,7 @@ from t5ckpt.core.arguments import check_path, check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
 from t5ckpt.core.text import some_of
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, check_cast
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
@@ -83,8 +84,8 @@ def export_weights(
             {path: infos[path] for path in kept if path in infos and infos[path] is not None}
         )
 
-    casting: dict[str, Any] = {} if dtype is None else {'save_dtype': dtype, 'cast_leaves': take}
-    with Checkpointer(train_state, partitioner, directory, reuse_unchanged=False, **casting) as checkpointer:
+    options = CheckpointerOptions(reuse_unchanged=False, cast_leaves=None if dtype is None else take)
+    with Checkpointer(train_state, partitioner, directory, save_dtype=dtype, options=options) as checkpointer:
         return checkpointer.save(train_state, (weights,), step=step)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ from t5ckpt.errors import NoEffectWarning
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import TreeFacts
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.leaf_reads import StoredRead
-from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.restore.read_arrays import read_arrays
 from t5ckpt.storage import Storage
@@ -43,13 +43,10 @@ def load_t5x_checkpoint(
     restore_dtype: Any = None,
     lazy_parameters: bool = False,
     *,
-    mmap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    verify: str = 'auto',
-    follow_links: bool = False,
-    cast_leaves: str | re.Pattern[str] | None = None,
+    options: CheckpointerOptions = CheckpointerOptions(),
 ) -> dict[str, Any]:
-    """Loads a checkpoint for analysis. The signature is T5X's, with the additional parameters from ``mmap`` on.
+    """Loads a checkpoint for analysis. The signature is T5X's, with the additional parameters from ``storage_options`` on.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
@@ -58,14 +55,9 @@ def load_t5x_checkpoint(
       remap: False skips the transformations, as in T5X, with a warning if there are any.
       restore_dtype: floating leaves of ``target`` and ``params`` are cast to it.
       lazy_parameters: returns LazyArrays, which are read by ``get``.
-      mmap: maps local, uncompressed arrays of one chunk, which are then read on access; the arrays are writable, and writes
-        stay in memory. Others are read at once; False reads all of them.
       storage_options: see docs/storage.md.
-      verify: 'auto' verifies the checksum of every file that is read whole, 'full' those of mapped files, too, and 'quick' checks
-        only that files exist and have the right sizes.
-      follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
-      cast_leaves: a pattern for the whole names of the leaves that ``restore_dtype`` casts instead, such as
-        ``'model/.*'``.
+      options: ``verify``, ``mmap``, ``follow_links`` and ``cast_leaves`` are used. Arrays of one chunk that are mapped are read
+        on access; they are writable, and writes stay in memory.
 
     Returns:
       Nested dicts; leaves are NumPy arrays or scalars, LazyArrays, None, or empty containers. Python numbers and strings are
@@ -77,16 +69,15 @@ def load_t5x_checkpoint(
       FormatError: the checkpoint is damaged, or in another format.
       StorageError: the checkpoint cannot be read.
     """
-    cast = Cast.of(restore_dtype, cast_leaves, 'restore_dtype')
+    cast = Cast.of(restore_dtype, options.cast_leaves, 'restore_dtype')
     check_transforms(state_transformation_fns)
     if state_transformation_fns and not remap:
         text = 'state_transformation_fns has no effect with remap=False, as in T5X. Leave one of them out.'
         warn_caller(NoEffectWarning(text))
-    reading = ReadOptions(mmap, verify, follow_links)
-    contents = open_contents(path, step, storage_options, reading)
+    contents = open_contents(path, step, storage_options, options)
     contents.check_not_part()
     leaves, tree_facts = leaves_of(contents, state_transformation_fns if remap else (), {})
-    reader = reader_of(contents, reading)
+    reader = reader_of(contents, options)
     check_cast(cast, leaves)
     if lazy_parameters:
         table = {path: _lazy(reader, path, leaf, cast, tree_facts) for path, leaf in leaves.items()}

@@ -35,7 +35,7 @@ class SaveBestCheckpointer(Checkpointer):
         the newer one is better.
       keep_checkpoints_without_metrics: keeps steps without the metric; if False they are deleted first, the oldest before others.
       force_keep_period: its multiples are also kept.
-      **options: of ``Checkpointer``.
+      **others: the other arguments of ``Checkpointer``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SaveBestCheckpointer(Checkpointer):
         metric_mode: str = MAX,
         keep_checkpoints_without_metrics: bool = True,
         force_keep_period: int | None = None,
-        **options: Any,
+        **others: Any,
     ):
         check_metric_name(metric_name_to_monitor)
         mode = best_mode('metric_mode', metric_mode, metric_name_to_monitor)
@@ -63,28 +63,20 @@ class SaveBestCheckpointer(Checkpointer):
             best = integer('keep', count, 1, 'None keeps all.')
             return KeepBest(best, metric_name_to_monitor, mode, keep_checkpoints_without_metrics, period)
 
-        idle = [
-            name
-            for name, is_given in {
-                'keep_checkpoints_without_metrics': not keep_checkpoints_without_metrics,
-                'force_keep_period': period is not None,
-            }.items()
-            if is_given and keep is None
-        ]
-        if idle:
-            warn_caller(
-                NoEffectWarning(
-                    f'{" and ".join(idle)} has no effect with keep=None, which keeps all steps. Pass keep=, or leave it out.'
-                )
+        if keep is None and (period is not None or not keep_checkpoints_without_metrics):
+            text = (
+                'keep_checkpoints_without_metrics and force_keep_period have no effect with keep=None, which keeps all steps. '
+                'Pass keep=, or leave them out.'
             )
+            warn_caller(NoEffectWarning(text))
         super().__init__(
             train_state,
             partitioner,
             checkpoints_dir,
             dataset_iterator,
             keep_policy=policy_of(keep),
-            metric_source=TensorBoardMetrics(open_run_storage(checkpoints_dir, options.get('storage_options'))),
-            **options,
+            metric_source=TensorBoardMetrics(open_run_storage(checkpoints_dir, others.get('storage_options'))),
+            **others,
         )
         self._policy_of_keep = policy_of
         self._keep = keep

@@ -15,6 +15,7 @@ from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.core.text import counted
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.lazy import LazyArray
+from t5ckpt.options import CheckpointerOptions
 
 _INDEX = re.compile(r'\[([0-9:, .\-]*)\]\Z')
 
@@ -49,7 +50,7 @@ def command(path: str, leaf: str, step: int | None, follow_links: bool, npy: boo
     """
     if npy and as_json:
         raise click.UsageError('--npy and --json exclude each other. Pass one of them.')
-    view = open_checkpoint(path, step, follow_links=follow_links)
+    view = open_checkpoint(path, step, options=CheckpointerOptions(follow_links=follow_links))
     name, index = _parsed(leaf, view)
     value = view[name]
     if not isinstance(value, LazyArray):

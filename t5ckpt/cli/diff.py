@@ -25,6 +25,7 @@ from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
 from t5ckpt.inspection.view import CheckpointView, open_checkpoint
+from t5ckpt.options import CheckpointerOptions
 
 _NUMBERS = ('leaves', 'relative', 'largest')
 
@@ -67,7 +68,10 @@ def command(
             '--top, --by-layer and --layers compare values, which --no-values does not read. Leave --no-values out.'
         )
     with library_usage_errors(), progress('comparing') as report:
-        views = _selected([open_checkpoint(path, follow_links=how['follow_links']) for path in (a, b)], pattern)
+        views = _selected(
+            [open_checkpoint(path, options=CheckpointerOptions(follow_links=how['follow_links'])) for path in (a, b)],
+            pattern,
+        )
         difference = diff(*views, values=not how['no_values'], layers=layers, progress=report)
     leaves = difference.leaves if top is None else _first(difference, top)
     sums = difference.by_layer()

@@ -25,6 +25,7 @@ from t5ckpt.core.protocols import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
 from t5ckpt.inspection.view import open_checkpoint
+from t5ckpt.options import CheckpointerOptions
 
 _COLUMNS = (
     Column('name'),
@@ -65,7 +66,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
         raise click.UsageError('--depth applies only to the tree. Leave out --sort and --json.')
     ((tier, location),) = tier_paths(path, how['tier']).items()
     with naming_record(path, tier):
-        view = open_checkpoint(resolved(location), step, follow_links=how['follow_links'])
+        view = open_checkpoint(resolved(location), step, options=CheckpointerOptions(follow_links=how['follow_links']))
     infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
     if pattern is not None and not infos:
         meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)

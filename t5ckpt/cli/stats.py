@@ -22,6 +22,7 @@ from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.verb import Exit, Verb, fail
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.view import open_checkpoint
+from t5ckpt.options import CheckpointerOptions
 
 
 @click.command('stats', cls=Verb)
@@ -44,7 +45,7 @@ def command(
       t5ckpt stats run
       t5ckpt stats run 'target/.*/kernel' --fail-on-nan
     """
-    view = open_checkpoint(path, step, follow_links=follow_links)
+    view = open_checkpoint(path, step, options=CheckpointerOptions(follow_links=follow_links))
     if leaves is not None:
         try:
             view = view.select(leaves)

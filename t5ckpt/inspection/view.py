@@ -22,7 +22,8 @@ from t5ckpt.inspection.report.page import SAMPLE_BYTES, checked_output, write_re
 from t5ckpt.inspection.stats import CheckpointStats, leaf_stats
 from t5ckpt.inspection.tables import pandas, table_text, tree_html
 from t5ckpt.lazy import LazyArray
-from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, lazy_leaf, open_contents, reader_of
+from t5ckpt.options import CheckpointerOptions
+from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
@@ -32,22 +33,16 @@ def open_checkpoint(
     path: str | os.PathLike[str] | Storage,
     step: int | None = None,
     *,
-    mmap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    verify: str = 'auto',
-    follow_links: bool = False,
+    options: CheckpointerOptions = CheckpointerOptions(),
 ) -> CheckpointView:
     """Opens a checkpoint as a mapping of lazy arrays; reads the manifest and no array.
 
     Args:
       path: a run's directory, a step's directory, or the manifest file; or a Storage with one of the first two as its root.
       step: which step, if ``path`` is a run's directory; None takes the latest.
-      mmap: maps a local, uncompressed array of one chunk if all of it is read; slices are read.
       storage_options: see docs/storage.md.
-      verify: 'auto' verifies the checksum of every chunk that is read whole: if it is compressed, or if a read wants half of it.
-        'full' verifies those of mapped chunks, and of all others, too. 'quick' checks only that files exist and have the right
-        sizes.
-      follow_links: symbolic links may lead out of the checkpoint's directory, as in the cache of Hugging Face.
+      options: ``verify``, ``mmap`` and ``follow_links`` are used. An array is mapped if it has one chunk and all of it is read.
 
     Returns:
       A mapping from leaf name to LazyArray. ``view['target/a/kernel'][:, :64]`` reads only the chunks it needs.
@@ -55,10 +50,9 @@ def open_checkpoint(
     Raises:
       CheckpointNotFoundError, FormatError: see ``find_checkpoint`` and ``read_contents``.
     """
-    reading = ReadOptions(mmap, verify, follow_links)
-    contents = open_contents(path, step, storage_options, reading)
+    contents = open_contents(path, step, storage_options, options)
     leaves = contents.leaves()
-    return CheckpointView(contents, reader_of(contents, reading), leaves)
+    return CheckpointView(contents, reader_of(contents, options), leaves)
 
 
 class CheckpointView(Mapping[str, LazyArray]):

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_word, integer
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import ParameterInfo
 from t5ckpt.core.text import lines
@@ -67,11 +66,6 @@ class SaveOptions:
     inline_bytes: int = 16 * 1024
     inline_total_bytes: int = 256 * 2**20
     vector_bytes: int = 16 * 2**20
-
-    def __post_init__(self) -> None:
-        check_word('compression', self.codec, tuple(CODECS))
-        integer('chunk_bytes', self.chunk_bytes, 1)
-        integer('inline_bytes', self.inline_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

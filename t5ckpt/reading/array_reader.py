@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import os
@@ -18,7 +17,6 @@ from typing import Any, Self
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, with_links
-from t5ckpt.core.arguments import check_word
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from t5ckpt.format.array_spec import StoredArray
@@ -28,6 +26,7 @@ from t5ckpt.format.file_checksums import entry_of
 from t5ckpt.format.names import DATASET_REMOVED
 from t5ckpt.format.zarray import decode_zarray, implied_metadata, layout_in_manifest, layout_of_range, zarray_file
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, Checksums
 from t5ckpt.reading.chunks import ChunkedArray, OpenArray
 from t5ckpt.reading.contents import Contents, read_contents
@@ -38,30 +37,6 @@ from t5ckpt.storage import Storage
 _log = logging.getLogger('t5ckpt')
 # The .zarray of an array with 32 dimensions has less than a kilobyte.
 _MAX_ZARRAY_BYTES = 2**20
-_VERIFY_LEVELS = ('auto', 'full', 'quick')
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadOptions:
-    """The options of a read; see ``Checkpointer`` for each field.
-
-    Raises:
-      ValueError: ``verify`` is none of 'auto', 'full' and 'quick'.
-    """
-
-    mmap: bool = False
-    verify: str = 'auto'
-    follow_links: bool = False
-    share_replicated: bool = False
-    budget_bytes: int = 4 * 10**9
-
-    def __post_init__(self) -> None:
-        check_word('verify', self.verify, _VERIFY_LEVELS)
-
-    @property
-    def verifies(self) -> bool:
-        """Whether checksums are compared: of every file that is read whole, and with 'full' of each that is read at all."""
-        return self.verify != 'quick'
 
 
 def open_array(files: CheckpointFiles, leaf: StoredArray, name: str, *, verifies_all: bool = False) -> OpenArray:
@@ -227,24 +202,24 @@ def open_contents(
     path: str | os.PathLike[str] | Storage,
     step: int | None,
     storage_options: Mapping[str, Any] | None,
-    reading: ReadOptions,
+    options: CheckpointerOptions,
 ) -> Contents:
     """Finds a checkpoint and decodes its manifest and facts; raises as ``locate`` and ``read_contents``."""
-    return read_contents(with_links(locate(path, step, storage_options, tensors=True), reading.follow_links))
+    return read_contents(with_links(locate(path, step, storage_options, tensors=True), options.follow_links))
 
 
-def reader_of(contents: Contents, reading: ReadOptions) -> ArrayReader:
+def reader_of(contents: Contents, options: CheckpointerOptions) -> ArrayReader:
     """A reader of an opened checkpoint's arrays, which reads its file checksums at the first use.
 
     Raises:
       CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
-    is_full = reading.verify == 'full'
+    is_full = options.verify == 'full'
     _check_step_of_directory(contents, strictly=is_full)
     return ArrayReader(
         contents.located,
-        reading.mmap,
-        checksums=functools.partial(contents.read_checksums, even_of_part=is_full) if reading.verifies else None,
+        options.mmap,
+        checksums=functools.partial(contents.read_checksums, even_of_part=is_full) if options.verifies else None,
         verifies_all=is_full,
         identity=contents.identity,
         around_read=contents.naming_part,

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from t5ckpt.core.byte_budget import ByteBudget
+from t5ckpt.core.byte_budget import ByteBudget, bytes_of_gb
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.thread_pool import Future, Pool
@@ -51,7 +51,7 @@ def read_leaves(
     reads, final_shardings = split_replicated(
         plan.stored, request.round.processes.count if request.reading.share_replicated else 1
     )
-    budget = ByteBudget(request.reading.budget_bytes)
+    budget = ByteBudget(bytes_of_gb(request.reading.restore_concurrent_gb))
     if request.local_part is None:
         values |= read_arrays(reader, reads, budget, meter_of(reads, request.progress))
     else:

@@ -19,10 +19,11 @@ from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.rounds import CoordinationRound
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.leaf_reads import StoredRead
 from t5ckpt.planning.resizing import Resize
-from t5ckpt.reading.array_reader import ArrayReader, ReadOptions
+from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.storage import Storage
 
 
@@ -87,7 +88,7 @@ class RestoreRequest:
     round: CoordinationRound
     cast: Cast | None
     progress: Progress | None
-    reading: ReadOptions
+    reading: CheckpointerOptions
     notices: Notices
     continues: bool
     resize: Resize

@@ -45,6 +45,7 @@ class SaveContext:
       clock: unix seconds.
       notices: the warnings that the checkpointer gives once.
       codec_selection: chooses the codecs that depend on the data.
+      later_steps: of the run, to say that saves are below them.
       reuses: whether chunks are linked that equal those of the previous checkpoint.
       previous: the arrays that were committed last, from which the next save links chunks; None links none.
     """
@@ -64,7 +65,7 @@ class SaveContext:
         self.storage, self.options, self.retention = storage, options, retention
         self.progress, self.clock = progress, clock
         self.notices = Notices() if notices is None else notices
-        self.codec_selection = CodecSelection(storage)
+        self.codec_selection, self.later_steps = CodecSelection(storage), LaterSteps(storage)
         self.reuses = reuses and (storage.links or storage.copies)
         # Before the first save, one that is not there.
         self.previous = WrittenArrays('') if self.reuses else None

@@ -21,6 +21,7 @@ from flax.training import checkpoints as flax_checkpoints
 from jax.experimental.array_serialization import pytree_serialization
 from safetensors.numpy import load_file, save_file
 from support.facts import as_earlier_layout, put_facts
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -37,7 +38,7 @@ def state(step):
 
 
 def open_ck(run, **options):
-    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options)
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **with_options(**options))
 
 
 def t5x_orbax(run, step):
@@ -910,7 +911,9 @@ def test_a_tree_of_zarr_arrays_is_no_place_for_a_new_run(tmp_path, path):
     'name', ['checkpoint_5.tmp-1764000000', 'checkpoint_5.deleted-1764000000', '5.orbax-checkpoint-tmp-3']
 )
 def test_a_step_that_is_being_written_is_not_a_tree_of_zarr_arrays(tmp_path, name):
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        STATE, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         ck.save(state(5))
     unfinished = (tmp_path / 'run' / 'checkpoint_5').rename(tmp_path / 'run' / name)
     for file in [path for path in unfinished.iterdir() if path.is_file()]:

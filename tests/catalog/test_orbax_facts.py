@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 from orbax.checkpoint.experimental import v1
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -121,7 +122,7 @@ def test_metrics_of_tensorboard_count_for_steps_of_orbax(tmp_path):
     assert t5ckpt.open_run(tmp_path / 'run').best_step('train/loss', 'min') == 1
     source = TensorBoardMetrics(tmp_path / 'run')
     keep = {'keep_policy': t5ckpt.KeepBest(1, 'train/loss', 'max'), 'metric_source': source}
-    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'run', **keep) as ck:
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path / 'run', **with_options(**keep)) as ck:
         assert ck.best_step() == 2
         assert ck.metrics(1) == {'train/loss': 0.5}
 

@@ -27,7 +27,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp('cli') / 'run'
     kernel = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
     state = {'target': {'mlp': {'kernel': kernel}, 'scale': np.ones(8, np.float32)}}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=1024) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(inline_bytes=1024)
+    ) as checkpointer:
         for step in (0, 100, 200):
             checkpointer.save(state, step=step)
     t5ckpt.pin_checkpoint(run / 'checkpoint_0')
@@ -342,7 +344,9 @@ def test_cat_refuses_what_is_not_there(run_dir, leaf, code, text):
 @pytest.mark.parametrize('damage', [Path.unlink, lambda chunk: chunk.write_bytes(b'x')])
 def test_cat_of_a_slice_in_a_bad_chunk_fails_like_that_of_the_leaf(tmp_path, damage):
     state = {'w': np.arange(8192.0).reshape(64, 128)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=2**15) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(chunk_bytes=2**15)
+    ) as checkpointer:
         checkpointer.save(state, step=0)
     damage(tmp_path / 'checkpoint_0' / 'w' / '0.0')
     for leaf in ('w', 'w[0, :3]'):
@@ -434,7 +438,9 @@ def test_names_do_not_reach_the_terminal_as_they_are(tmp_path):
     """A leaf's name may hold what clears a screen or sets a title."""
     evil = 'w\x1b]0;title\x07\x1b[2J'
     state = {evil: np.arange(4096, dtype=np.float32), 'b': np.ones(3, np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=100) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=100)
+    ) as checkpointer:
         checkpointer.save(state, step=1)
         checkpointer.save(state | {evil: state[evil] + 1}, step=2)
     run = tmp_path / 'run'

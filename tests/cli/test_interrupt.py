@@ -20,7 +20,7 @@ STATE = {'target': {name: np.full((256, 256), index, np.float32) for index, name
 
 
 def save(place):
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=place, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(STATE, step=1)
     return place
 
@@ -136,7 +136,9 @@ def test_ctrl_c_ends_a_conversion_at_once(words, slow, tmp_path):
 
 def test_ctrl_c_between_the_steps_of_a_run_keeps_the_first(s3, tmp_path):
     for step in (1, 2):
-        with t5ckpt.Checkpointer(STATE, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as ck:
+        with t5ckpt.Checkpointer(
+            STATE, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+        ) as ck:
             ck.save(STATE, step=step)
     remote = s3.url()
     waits, is_over = threading.Event(), threading.Event()

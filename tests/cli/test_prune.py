@@ -390,7 +390,8 @@ def test_an_evaluator_holds_what_it_reads_against_a_trainer_that_deletes(tmp_pat
     code = (
         'import numpy as np, sys, t5ckpt\n'
         'state = {"params": {"w": np.ones((64, 4096), np.float32)}}\n'
-        'with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], keep=1, inline_bytes=64) as ck:\n'
+        'options = t5ckpt.CheckpointerOptions(inline_bytes=64)\n'
+        'with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], keep=1, options=options) as ck:\n'
         '    for step in range(60):\n'
         '        ck.save({"params": {"w": np.full((64, 4096), step, np.float32)}}, step=step)\n'
     )

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from support.damage import with_fields
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import (
@@ -144,7 +145,7 @@ def test_a_reader_waits_for_the_metric_of_its_source(tmp_path, read_only):
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
         ck.save(state(), step=1, metrics={'loss': 1.0})
     options = {'keep_policy': KeepBest(1, 'eval/acc'), 'metric_source': t5ckpt.TensorBoardMetrics(tmp_path)}
-    with Checkpointer(state(), checkpoints_dir=tmp_path, read_only=read_only, **options) as ck:
+    with Checkpointer(state(), checkpoints_dir=tmp_path, read_only=read_only, **with_options(**options)) as ck:
         if read_only:
             assert ck.best_step() is None
         else:
@@ -159,7 +160,9 @@ def test_should_save_changes_nothing(tmp_path):
     clock = FakeClock()
     policy = (SaveEvery(4) | SaveEverySeconds(60)) & SaveOnImprovement('loss', 'min')
     answers, saved = [], []
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy, clock=clock) as ck:
+    with Checkpointer(
+        state(), checkpoints_dir=tmp_path, save_policy=policy, options=t5ckpt.CheckpointerOptions(clock=clock)
+    ) as ck:
         for step in range(30):
             clock.advance(13)
             metrics = {'loss': 100.0 - step}
@@ -178,7 +181,9 @@ def test_should_save_changes_nothing(tmp_path):
 def test_a_loop_may_ask_should_save_and_then_save(tmp_path, method):
     clock = FakeClock()
     policy = SaveEverySeconds(60) & SaveOnImprovement('loss', 'min')
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=policy, clock=clock) as ck:
+    with Checkpointer(
+        state(), checkpoints_dir=tmp_path, save_policy=policy, options=t5ckpt.CheckpointerOptions(clock=clock)
+    ) as ck:
         for step in range(30):
             clock.advance(13)
             # Not better at every fifth step
@@ -190,7 +195,12 @@ def test_a_loop_may_ask_should_save_and_then_save(tmp_path, method):
 
 def test_every_save_restarts_the_interval_of_maybe_save(tmp_path):
     clock = FakeClock()
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+    with Checkpointer(
+        state(),
+        checkpoints_dir=tmp_path,
+        save_policy=SaveEverySeconds(60),
+        options=t5ckpt.CheckpointerOptions(clock=clock),
+    ) as ck:
         for step in range(12):
             ck.maybe_save(step, state())
             if step == 4:
@@ -280,7 +290,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
         caplog.clear()
         clock = FakeClock()
         storage = open_storage(url)
-        with Checkpointer(state(), checkpoints_dir=url, keep=2, clock=clock) as ck:
+        with Checkpointer(state(), checkpoints_dir=url, keep=2, options=t5ckpt.CheckpointerOptions(clock=clock)) as ck:
             ck.save(state(1.0), step=1)
         if what == 'manifest':
             data = storage.read('checkpoint_1/checkpoint')
@@ -290,7 +300,7 @@ def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog
             storage.write('checkpoint_1/checkpoint', file_with_facts(manifest, with_fields(facts, format=9)))
         before = {key: storage.read(key) for key, _ in storage.walk('checkpoint_1')}
         caplog.set_level('INFO', 't5ckpt')
-        with Checkpointer(state(), checkpoints_dir=url, keep=1, clock=clock) as ck:
+        with Checkpointer(state(), checkpoints_dir=url, keep=1, options=t5ckpt.CheckpointerOptions(clock=clock)) as ck:
             ck.save(state(2.0), step=2)
             ck.save(state(3.0), step=3)
             with pytest.raises(UnsupportedFormatError, match=f'{what} of version 9.* Update t5ckpt'):
@@ -576,7 +586,7 @@ class Contended(FaultyStorage):
 
 def test_a_name_that_another_process_takes_in_the_same_second(tmp_path):
     storage = Contended(open_storage(tmp_path))
-    with Checkpointer(state(), checkpoints_dir=storage, inline_bytes=0) as ck:
+    with Checkpointer(state(), checkpoints_dir=storage, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(state(1), step=0)
         ck.save(state(1), step=1)
         (chunk, *_) = (tmp_path / 'checkpoint_1' / 'params.w').glob('[0-9]*')
@@ -593,15 +603,19 @@ def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky
     at = reached = 0
     while reached == at:
         run = tmp_path / str(at)
-        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock()) as ck:
+        with Checkpointer(state(), checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(clock=FakeClock())) as ck:
             ck.save(state(1), step=1)
         storage = Acting(open_storage(run), at, exchanges=exchanges, sticky=sticky)
         try:
-            faulty = Checkpointer(state(), checkpoints_dir=storage, clock=FakeClock())
+            faulty = Checkpointer(
+                state(), checkpoints_dir=storage, options=t5ckpt.CheckpointerOptions(clock=FakeClock())
+            )
             new = faulty.save(state(2), step=1, overwrite=True) is not None
         except StorageError:
             new = None
-        with Checkpointer(state(), checkpoints_dir=run, clock=FakeClock(10**10)) as ck:
+        with Checkpointer(
+            state(), checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(clock=FakeClock(10**10))
+        ) as ck:
             ck.save(state(3), step=2)
         assert sorted(os.listdir(run)) == ['checkpoint_1', 'checkpoint_2']
         assert value_of(run, 1) in ([1, 2] if new is None else [2])
@@ -954,7 +968,9 @@ def lower(tmp_path):
     """A run whose steps 1 and 2 are in the lower layer of an overlay file system, whose directories cannot be renamed."""
     for name in ('lower', 'upper', 'work', 'merged'):
         (tmp_path / name).mkdir()
-    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path / 'lower' / 'run', inline_bytes=0) as checkpointer:
+    with t5ckpt.Checkpointer(
+        _state(0), checkpoints_dir=tmp_path / 'lower' / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step=step)
     layers = ','.join(f'{name}dir={tmp_path / name}' for name in ('lower', 'upper', 'work'))
@@ -977,7 +993,7 @@ def _state(value):
 
 
 def _value(run, **options):
-    state = t5ckpt.load_t5x_checkpoint(run, **options)
+    state = t5ckpt.load_t5x_checkpoint(run, **with_options(**options))
     assert len(set(np.asarray(state['a']).tolist())) == 1
     return int(state['n'])
 

@@ -72,7 +72,9 @@ def test_where_nothing_may_be_deleted_each_save_leaves_few_records():
         delete_file = delete_files = delete_tree = delete_unchanged = _refuse
 
     inner, clock, counts = open_storage(f'memory://{uuid.uuid4().hex}/run'), FakeClock(), []
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=AddOnly(inner), keep=2, clock=clock) as ck:
+    with t5ckpt.Checkpointer(
+        STATE, checkpoints_dir=AddOnly(inner), keep=2, options=t5ckpt.CheckpointerOptions(clock=clock)
+    ) as ck:
         for step in range(1, 9):
             clock.advance(4000)
             assert ck.save(STATE, step=step) is not None
@@ -208,7 +210,9 @@ for step in steps:
 def test_deleters_and_readers_in_processes_of_their_own(bucket):
     """A hold that was obtained means that every file can be read until its end; what nobody held is gone."""
     place, count = bucket.url(), 12
-    with t5ckpt.Checkpointer({'w': np.ones(64)}, checkpoints_dir=place, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        {'w': np.ones(64)}, checkpoints_dir=place, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         for step in range(count):
             ck.save({'w': np.ones(64)}, step=step)
     words = [sys.executable, '-c', _DELETER, place, str(count)]

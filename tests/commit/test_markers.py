@@ -39,7 +39,9 @@ def new_run():
 
 def save(place, value, clock=time.time, step=1, dataset_iterator=None, **options):
     state = {'w': np.full(8, value, np.float32)}
-    with t5ckpt.Checkpointer(state, None, place, dataset_iterator, clock=clock, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        state, None, place, dataset_iterator, options=t5ckpt.CheckpointerOptions(clock=clock, inline_bytes=0)
+    ) as ck:
         return ck.save(state, step=step, **options)
 
 

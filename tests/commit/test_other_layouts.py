@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 from support.cli import t5ckpt_cli
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -27,7 +28,7 @@ STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float3
 
 
 def open_ck(run, **options):
-    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options)
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **with_options(**options))
 
 
 def tree(run, step, **options):

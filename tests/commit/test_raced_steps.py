@@ -53,7 +53,8 @@ class Machine(FaultyStorage):
 
 state = {'w': np.zeros((64, 64), np.float32), 'name': 0}
 storage = Machine(open_storage(url))
-with t5ckpt.Checkpointer(state, checkpoints_dir=storage, inline_bytes=64, clock=lambda: scaled(time.time())) as ck:
+options = t5ckpt.CheckpointerOptions(inline_bytes=64, clock=lambda: scaled(time.time()))
+with t5ckpt.Checkpointer(state, checkpoints_dir=storage, options=options) as ck:
     print('ready', flush=True)
     for line in sys.stdin:
         step = int(line)

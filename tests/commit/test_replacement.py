@@ -13,6 +13,7 @@ import pytest
 import tensorstore as ts
 from flax import serialization
 from support import independent_reader
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import Checkpointer
@@ -50,7 +51,7 @@ def state(value):
 
 
 def checkpointer(url, **options):
-    return Checkpointer(state(0), checkpoints_dir=url, **OPTIONS, **options)
+    return Checkpointer(state(0), checkpoints_dir=url, **with_options(**OPTIONS, **options))
 
 
 class Position:
@@ -505,7 +506,7 @@ def test_two_overwriters(run, caplog):
                 assert other.save(state(2), step=1, overwrite=True).step == 1
             return super().replace(key, data, version)
 
-    other = Checkpointer(state(0), checkpoints_dir=open_storage(run), **OPTIONS)
+    other = Checkpointer(state(0), checkpoints_dir=open_storage(run), **with_options(**OPTIONS))
     assert save(Stalled(open_storage(run)), 3, overwrite=True) is None
     assert value_of(run) == 2
     assert t5ckpt.verify(run, full=True).ok

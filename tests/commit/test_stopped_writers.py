@@ -51,7 +51,7 @@ with t5ckpt.Checkpointer({'w': [1.0]}, checkpoints_dir=Stopping(open_storage(sys
 
 def save(place, value, clock=time.time):
     state = {'w': [value]}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place, options=t5ckpt.CheckpointerOptions(clock=clock)) as ck:
         return ck.save(state, step=1)
 
 

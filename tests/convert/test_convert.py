@@ -283,7 +283,9 @@ def test_options_that_make_no_sense(options):
 
 def test_orbax_reads_what_is_written_back(tmp_path):
     state = TREE | {'name': 'run', 'count': 5, 'half': 0.5, 'empty': {}}
-    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**16).save(state)
+    t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(chunk_bytes=2**16)
+    ).save(state)
     seen = []
     options = ConvertOptions(progress=lambda *numbers: seen.append(numbers))
     done = t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'orbax' / '7', options)

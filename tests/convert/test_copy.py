@@ -18,6 +18,7 @@ from support import forked
 from support.cli import t5ckpt_cli
 from support.damage import with_fields
 from support.facts import as_t5x_writes, facts_of, put_facts
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -42,7 +43,9 @@ STATE = {'w': np.arange(96_000, dtype=np.float32).reshape(300, 320), 'b': np.one
 
 
 def saved(url, step=3):
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, chunk_bytes=2**13, inline_bytes=16) as ck:
+    with t5ckpt.Checkpointer(
+        STATE, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(chunk_bytes=2**13, inline_bytes=16)
+    ) as ck:
         ck.save(STATE | {'step': np.int32(step)})
     return url
 
@@ -326,7 +329,9 @@ def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     """Nobody finds the step missing, and the files of the old one go."""
     source, target = saved(str(tmp_path / 'run')), bucket.url()
     other = STATE | {'b': np.zeros(9, np.float32)}
-    with t5ckpt.Checkpointer(other, checkpoints_dir=target, chunk_bytes=2**12) as ck:
+    with t5ckpt.Checkpointer(
+        other, checkpoints_dir=target, options=t5ckpt.CheckpointerOptions(chunk_bytes=2**12)
+    ) as ck:
         ck.save(other)
     seen = []
 
@@ -344,7 +349,9 @@ def test_a_copy_of_a_checkpoint_of_t5x_replaces_a_step_of_a_bucket(golden, bucke
     source = golden / 'case01_adafactor'
     step, target = t5ckpt.latest_step(source), bucket.url()
     for name in ('first', 'second'):
-        with t5ckpt.Checkpointer(STATE, checkpoints_dir=target, chunk_bytes=2**12) as ck:
+        with t5ckpt.Checkpointer(
+            STATE, checkpoints_dir=target, options=t5ckpt.CheckpointerOptions(chunk_bytes=2**12)
+        ) as ck:
             ck.save(STATE | {'step': np.int32(step)}, overwrite=True)
         for _ in range(2):
             t5ckpt.copy_checkpoint(source, target, overwrite=True)
@@ -373,7 +380,7 @@ def test_the_position_of_a_replaced_step_is_not_restored(tmp_path):
         'with': {'keep_dataset_checkpoints': None},
         'removed': {'keep_dataset_checkpoints': 1},
     }.items():
-        with t5ckpt.Checkpointer(STATE, None, tmp_path / name, Iterator(7), keep=None, **options) as ck:
+        with t5ckpt.Checkpointer(STATE, None, tmp_path / name, Iterator(7), keep=None, **with_options(**options)) as ck:
             for step in (3, 4):
                 ck.save(STATE | {'step': np.int32(step)})
         sources[name] = tmp_path / name

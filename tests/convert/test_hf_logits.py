@@ -159,5 +159,5 @@ def test_an_import_computes_the_same(results: Any, name: str, tmp_path: pathlib.
         split_heads=per_layer,
         decoder_layers=extra.get('num_decoder_layers', 3),
     )
-    params = t5ckpt.load_t5x_checkpoint(tmp_path / 'run', mmap=False)['target']
+    params = t5ckpt.load_t5x_checkpoint(tmp_path / 'run', options=t5ckpt.CheckpointerOptions(mmap=False))['target']
     assert_close(t5.logits(config, params), expected)

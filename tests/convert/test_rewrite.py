@@ -39,7 +39,9 @@ def state_of(scale, step):
 def run(tmp_path):
     """Steps 1, 2 and 3 of a run, in chunks."""
     with t5ckpt.Checkpointer(
-        state_of(1, 1), checkpoints_dir=tmp_path / 'run', chunk_bytes=2**16, inline_bytes=64, reuse_unchanged=False
+        state_of(1, 1),
+        checkpoints_dir=tmp_path / 'run',
+        options=t5ckpt.CheckpointerOptions(chunk_bytes=2**16, inline_bytes=64, reuse_unchanged=False),
     ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(state_of(step, step))
@@ -237,7 +239,9 @@ def test_damage_is_not_cast_or_averaged_into_something_whole(tmp_path, compressi
     state = {'params': {'w': np.arange(6144, dtype=np.float32).reshape(96, 64)}, 'step': np.int32(1)}
     for name in ('good', 'bad'):
         with t5ckpt.Checkpointer(
-            state, checkpoints_dir=tmp_path / name, chunk_bytes=4096, inline_bytes=100, compression=compression
+            state,
+            checkpoints_dir=tmp_path / name,
+            options=t5ckpt.CheckpointerOptions(chunk_bytes=4096, inline_bytes=100, compression=compression),
         ) as ck:
             ck.save(state)
     chunks = sorted((tmp_path / 'bad' / 'checkpoint_1' / 'params.w').glob('[0-9]*'))
@@ -294,7 +298,9 @@ def test_a_leaf_below_another(tmp_path):
 def test_memory_stays_bounded(tmp_path):
     """A file of 64 MB is averaged with itself in slices: far fewer bytes are in flight."""
     big = {'params': {str(i): random_bits(RNG, (1024, 1024), np.int32).view(np.float32) for i in range(16)}}
-    t5ckpt.Checkpointer(big, checkpoints_dir=tmp_path / 'run', chunk_bytes=2**18).save(big, step=1)
+    t5ckpt.Checkpointer(
+        big, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(chunk_bytes=2**18)
+    ).save(big, step=1)
     code = (
         'import resource, sys\n'
         'from t5ckpt import ConvertOptions, rewrite_checkpoint as rewrite\n'

@@ -11,6 +11,7 @@ from support import golden as cases, partitioner
 from support.bits import assert_same
 from support.cli import t5ckpt_cli
 from support.golden import flatten, nest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -346,7 +347,7 @@ def checkpointer(state, run_dir='unused', **options):
     def rules(name, shape):
         return PartitionSpec('data', 'model') if len(shape) == 2 and name.endswith('kernel') else None
 
-    return t5ckpt.Checkpointer(state, partitioner.Partitioner(mesh, rules), run_dir, **options)
+    return t5ckpt.Checkpointer(state, partitioner.Partitioner(mesh, rules), run_dir, **with_options(**options))
 
 
 @each_case

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.cli.app import app, run as run_verb
@@ -35,7 +36,7 @@ def started(run, **options):
 
 def restored(run, **options):
     restores = {name: options.pop(name) for name in ('resize',) if name in options}
-    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **options).restore(**restores)
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, **with_options(**options)).restore(**restores)
 
 
 @pytest.mark.parametrize(

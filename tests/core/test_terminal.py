@@ -24,7 +24,7 @@ _BAD = re.compile('[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u2
 
 
 def save(path, tree=TREE, step=1):
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=path, inline_bytes=16) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=path, options=t5ckpt.CheckpointerOptions(inline_bytes=16)) as ck:
         ck.save(tree, step=step, metrics={f'loss{EVIL}': 1.5})
     return path
 
@@ -85,7 +85,7 @@ def test_what_errors_say(hostile, tmp_path):
     for path in copy.glob('target.w*/0*'):
         path.unlink()
     with pytest.raises(errors.CorruptCheckpointError) as caught:
-        t5ckpt.load_t5x_checkpoint(copy, mmap=False)
+        t5ckpt.load_t5x_checkpoint(copy, options=t5ckpt.CheckpointerOptions(mmap=False))
     raised.append(caught.value)
     for spec in ({'driver': EVIL}, {'dtype': EVIL}):
         step_dir = tmp_path / f'checkpoint_{len(raised) + 1}'

@@ -48,7 +48,9 @@ def save(path, text, steps=(1, 2)):
         f'text{text}': text,
     }
     for step in steps:
-        with t5ckpt.Checkpointer(tree, checkpoints_dir=path, inline_bytes=8, keep=5) as ck:
+        with t5ckpt.Checkpointer(
+            tree, checkpoints_dir=path, keep=5, options=t5ckpt.CheckpointerOptions(inline_bytes=8)
+        ) as ck:
             ck.save(tree, step=step, metrics={f'loss{text}': 1.5}, custom_metadata={f'note{text}': text})
     return tree
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.commit.deletion import delete_step
@@ -80,7 +81,7 @@ class Trainer:
         if self.has_tiers:
             options['local'] = dataclasses.replace(options['local'], directory=root / LOCAL)
         run = root / BUCKET if self.has_tiers else root
-        self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=run, **options)
+        self.checkpointer = t5ckpt.Checkpointer(state(0), checkpoints_dir=run, **with_options(**options))
 
     def save(self, step: int, **options: Any) -> Any:
         """A blocking save; what it prunes is gone when this returns."""

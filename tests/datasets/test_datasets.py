@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, strategies as st
 from support.bits import assert_same
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -107,7 +108,7 @@ class NewerFiles:
 
 
 def checkpointer(run_dir: Any, iterator: Any = None, **options: Any) -> t5ckpt.Checkpointer:
-    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run_dir, dataset_iterator=iterator, **options)
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run_dir, dataset_iterator=iterator, **with_options(**options))
 
 
 @pytest.mark.parametrize('how', ['save', 'save_async'])

@@ -48,7 +48,7 @@ def test_a_pattern_matches_any_name(path):
 @pytest.fixture(scope='module')
 def odd(tmp_path_factory):
     run = tmp_path_factory.mktemp('odd') / 'run'
-    with t5ckpt.Checkpointer(ODD, checkpoints_dir=run, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(ODD, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(ODD, step=1)
     return run
 

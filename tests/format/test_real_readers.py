@@ -44,7 +44,9 @@ CODECS = dict.fromkeys(state(), BIT_LZ4) | {'float64': BIT_ZSTD, 'periodic': ZST
 def arrays(tmp_path_factory) -> pathlib.Path:
     """A directory with an array for each leaf: a save in memory, where 'auto' compresses as in a bucket, and its copy."""
     root, url = tmp_path_factory.mktemp('readers'), 'memory://real-readers'
-    with t5ckpt.Checkpointer(state(), checkpoints_dir=url, compression='auto', chunk_bytes=2**18) as ck:
+    with t5ckpt.Checkpointer(
+        state(), checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression='auto', chunk_bytes=2**18)
+    ) as ck:
         ck.save(state(), step=1)
     t5ckpt.copy_checkpoint(url, root / 'run')
     [directory] = {path.parents[1] for path in (root / 'run').rglob('.zarray')}

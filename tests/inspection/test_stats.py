@@ -23,7 +23,9 @@ from t5ckpt.inspection.stats import moments_of
 
 
 def saved(directory, step=1, **leaves):
-    with t5ckpt.Checkpointer(leaves, checkpoints_dir=directory, inline_bytes=64, chunk_bytes=512) as checkpointer:
+    with t5ckpt.Checkpointer(
+        leaves, checkpoints_dir=directory, options=t5ckpt.CheckpointerOptions(inline_bytes=64, chunk_bytes=512)
+    ) as checkpointer:
         checkpointer.save(leaves, step=step)
     return t5ckpt.open_checkpoint(directory, step)
 
@@ -205,7 +207,9 @@ def test_equal_checkpoints_in_other_chunks_and_formats(tmp_path, golden):
     kernel = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     a = saved(tmp_path / 'a', k=kernel)
     state = {'k': kernel}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'b', compression='zstd', inline_bytes=0) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'b', options=t5ckpt.CheckpointerOptions(compression='zstd', inline_bytes=0)
+    ) as checkpointer:
         checkpointer.save(state, step=1)
     found = t5ckpt.diff(a, tmp_path / 'b')
     assert not found

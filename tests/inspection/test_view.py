@@ -38,7 +38,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         'state': {'step': 7, 'none': None, 'empty': {}, 'note': 'hello', 'items': np.int32(3)},
     }
-    with t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=1024) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(inline_bytes=1024)
+    ) as checkpointer:
         checkpointer.save(state, step=7)
     return run
 
@@ -285,7 +287,7 @@ def test_in_a_narrow_notebook_columns_stay_aligned_and_names_are_legible(tmp_pat
 
 def test_a_lazy_array_iterates_and_contains_as_numpy_does(tmp_path):
     tree = {'s': np.float32(3), 'w': np.arange(6.0).reshape(3, 2), 'e': np.zeros((0, 2))}
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(tree, step=1)
     view = t5ckpt.open_checkpoint(tmp_path)
     for name in ('w', 'e'):
@@ -308,7 +310,7 @@ def test_a_lazy_array_is_a_number_a_truth_and_equal_where_numpys_array_is(tmp_pa
         'row': np.arange(3.0),
         'none': np.zeros((0, 2)),
     }
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(tree, step=1)
     view = t5ckpt.open_checkpoint(tmp_path)
     operators = (bool, int, float, complex, len, hash, operator.index, lambda x: 2.0 in x, list, reversed)
@@ -381,7 +383,9 @@ def test_the_work_of_a_listing_grows_with_the_steps_and_not_with_their_square(tm
 
 def test_a_leaf_shows_its_name_and_none_is_not_counted(tmp_path):
     state = {'a': {'w': np.zeros((3, 2), np.float32), 'none': None}, 'n': 1, 'x/y\n': np.ones(2)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as checkpointer:
         checkpointer.save(state, step=1)
     view = t5ckpt.open_checkpoint(tmp_path)
     assert repr(view['a/w']) == "LazyThreadPoolArray('a/w', shape=(3, 2), dtype=float32)"

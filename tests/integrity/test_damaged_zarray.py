@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.cli import t5ckpt_cli
 from support.damage import Iterator, bytes_of, flip, save, state_of
+from support.options import with_options
 from support.states import leaf_print
 
 import t5ckpt
@@ -75,12 +76,15 @@ def leaves(tree):
 def assert_restores(run_dir, **options):
     """All that read a checkpoint read the state, bit for bit."""
     state = state_of()
-    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(), **options) as checkpointer:
+    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(), **with_options(**options)) as checkpointer:
         assert leaves(checkpointer.restore()) == leaves(state)
         restored = t5ckpt.restore_or_init(checkpointer, lambda: pytest.fail('a new run'))
         assert leaves(restored) == leaves(state)
         assert checkpointer.restored_step == 1
-    loaded, opened = t5ckpt.load_t5x_checkpoint(run_dir, **options), t5ckpt.open_checkpoint(run_dir, **options)
+    loaded, opened = (
+        t5ckpt.load_t5x_checkpoint(run_dir, **with_options(**options)),
+        t5ckpt.open_checkpoint(run_dir, **with_options(**options)),
+    )
     for name, leaf in state['params'].items():
         assert leaf_print(loaded['params'][name]) == leaf_print(leaf)
         assert leaf_print(opened[f'params/{name}'][...]) == leaf_print(leaf)

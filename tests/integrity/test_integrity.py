@@ -157,7 +157,9 @@ def test_a_checkpoint_of_several_shards(run_dir):
     mesh = partitioner.mesh()
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data', 'model'))
     state = nest({'target/w': jax.device_put(W, sharding)})
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         ck.save(state, step=5)
     assert t5ckpt.verify(run_dir, full=True).ok
     chunk = max((run_dir / 'checkpoint_5' / 'target.w').iterdir())
@@ -190,7 +192,9 @@ def test_progress(run_dir):
 
 def test_in_memory():
     state = state_of()
-    with t5ckpt.Checkpointer(state, checkpoints_dir='memory://verify/run', inline_bytes=1024) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir='memory://verify/run', options=t5ckpt.CheckpointerOptions(inline_bytes=1024)
+    ) as ck:
         ck.save(state, step=3)
     report = t5ckpt.verify('memory://verify/run', full=True)
     assert report.ok

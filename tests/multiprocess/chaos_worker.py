@@ -46,7 +46,11 @@ def train(run: str, log: int) -> None:
         os.write(log, (' '.join(map(str, words)) + '\n').encode())
 
     checkpointer = t5ckpt.Checkpointer(
-        state(0), None, run, keep=3, process_timeout=PROCESS_TIMEOUT, chunk_bytes=2**16, inline_bytes=256
+        state(0),
+        None,
+        run,
+        keep=3,
+        options=t5ckpt.CheckpointerOptions(process_timeout=PROCESS_TIMEOUT, chunk_bytes=2**16, inline_bytes=256),
     )
     restored = t5ckpt.restore_or_init(checkpointer, lambda: state(0))
     first = 0 if checkpointer.restored_step is None else checkpointer.restored_step

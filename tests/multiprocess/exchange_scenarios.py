@@ -17,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.format.dtypes import DTYPES
+from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.resizing import Resize
 from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
-from t5ckpt.reading.array_reader import ArrayReader, ReadOptions, open_contents
+from t5ckpt.reading.array_reader import ArrayReader, open_contents
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.storage import open_storage
 from t5ckpt.tiers.exchange import plan_moves, read_with_moves
@@ -111,7 +112,7 @@ def _template():
 
 def _reads(directory):
     """The contents of the step, and what the template needs of it."""
-    contents = open_contents(directory, 1, None, ReadOptions())
+    contents = open_contents(directory, 1, None, CheckpointerOptions())
     template = _template()
     view = flatten_state(template)
     leaves, tree_facts = leaves_of(contents, (), template)

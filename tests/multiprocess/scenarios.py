@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import PreemptionNotice, SaveAt, SaveEvery, SaveEverySeconds, SaveOnImprovement, SaveOnPreemption
@@ -89,7 +90,7 @@ def bytes_read() -> int:
 
 def checkpointer(directory, tree=None, **options):
     options = {'process_timeout': 60.0} | options
-    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=directory, **options)
+    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=directory, **with_options(**options))
 
 
 # --- saving and restoring ---------------------------------------------------------------------------------------------
@@ -171,7 +172,9 @@ def train(directory, steps):
     values = np.zeros((8, 50_000), np.float32)
     tree = {'w': jax.device_put(values, by_rows), 'r': jax.device_put(values[0], everywhere)}
     pending = []
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=directory, process_timeout=60) as ck:
+    with t5ckpt.Checkpointer(
+        tree, checkpoints_dir=directory, options=t5ckpt.CheckpointerOptions(process_timeout=60)
+    ) as ck:
         for step in range(steps):
             pending.append(ck.save_async(tree, step=step))
             tree = step_fn(tree)

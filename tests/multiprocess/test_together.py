@@ -250,7 +250,7 @@ def test_positions_are_mapped_to_other_shards(four, two, tmp_path, kind, mapped,
 
 
 # The step in it is a number for the comparison, as the other leaves are.
-@pytest.mark.filterwarnings('ignore::t5ckpt.StepMismatchWarning')
+@pytest.mark.filterwarnings('ignore::t5ckpt.errors.StepMismatchWarning')
 def test_a_seed_checkpoint_of_one_process(four, tmp_path):
     values = {tuple(name.split('/')): value for name, value in scenarios.expected().items()}
     seed = {'target': {leaf: value for (group, leaf), value in values.items() if group == 'target'}}

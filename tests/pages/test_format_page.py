@@ -16,6 +16,7 @@ from support import partitioner
 from support.bits import assert_same
 from support.facts import facts_of
 from support.golden import CASES, flatten
+from support.options import with_options
 
 import t5ckpt
 
@@ -63,7 +64,7 @@ def test_it_reads_what_we_write(reader, run_dir, compression):
         'python': 3,
     }
     options = {'compression': compression, 'inline_bytes': 0, 'chunk_bytes': 1024}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), **options) as checkpointer:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), **with_options(**options)) as checkpointer:
         checkpointer.save(state, step=5)
     assert codecs(run_dir / 'checkpoint_5') == {compression}
     found, expected = reader['read'](run_dir / 'checkpoint_5'), flatten(state)
@@ -112,7 +113,9 @@ def test_the_page_names_every_file_and_field_of_ours(run_dir):
         'n': 1,
         'u': np.ones(9, np.uint16),
     }
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), inline_bytes=0) as checkpointer:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as checkpointer:
         checkpointer.save(state, step=1)
     page = PAGE.read_text(encoding='utf-8')
     for path in (run_dir / 'checkpoint_1').iterdir():

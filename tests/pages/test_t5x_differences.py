@@ -175,7 +175,7 @@ def parameters_of(name):
     """Ours; what SaveBestCheckpointer passes on is Checkpointer's."""
     found = dict(inspect.signature(ours_of(name)).parameters)
     if name == 'SaveBestCheckpointer.__init__':
-        del found['options']
+        del found['others']
         base = inspect.signature(t5ckpt.Checkpointer.__init__).parameters
         found |= {key: value for key, value in base.items() if key not in found}
     return found
@@ -284,6 +284,6 @@ def test_directories_with_fixed_lengths():
 def test_use_gda_is_ignored(tmp_path):
     for make in (t5ckpt.Checkpointer, t5ckpt.SaveBestCheckpointer):
         for value in (True, False):
-            with pytest.warns(t5ckpt.ObsoleteArgumentWarning, match=f'use_gda={value} has no effect'):
+            with pytest.warns(t5ckpt.errors.ObsoleteArgumentWarning, match=f'use_gda={value} has no effect'):
                 make({'w': np.ones(2)}, None, tmp_path, use_gda=value)
-    assert issubclass(t5ckpt.ObsoleteArgumentWarning, (DeprecationWarning, t5ckpt.T5CkptWarning))
+    assert issubclass(t5ckpt.errors.ObsoleteArgumentWarning, (DeprecationWarning, t5ckpt.errors.T5CkptWarning))

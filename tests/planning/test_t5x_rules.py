@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same, fingerprint
 from support.golden import CASES, Expected, by_name, flatten, nest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.convert.rewrite import rewrite_checkpoint
@@ -25,7 +26,9 @@ BIG = (512, 256)
 def saved(state, run_dir: pathlib.Path, partition=None, *, template=None, **options) -> pathlib.Path:
     """Saves once, checks every rule, and returns the step directory."""
     save_options = {key: options.pop(key) for key in ('step', 'state_transformation_fns') if key in options}
-    with t5ckpt.Checkpointer(state if template is None else template, partition, str(run_dir), **options) as ck:
+    with t5ckpt.Checkpointer(
+        state if template is None else template, partition, str(run_dir), **with_options(**options)
+    ) as ck:
         committed = ck.save(state, **save_options)
     step_dir = run_dir / f'checkpoint_{committed.step}'
     assert pathlib.Path(committed.path) == step_dir

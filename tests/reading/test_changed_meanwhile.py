@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -26,7 +27,7 @@ def save(run, seed, *, overwrite=False, compression=None):
     options = {'inline_bytes': 16, 'chunk_bytes': 256, 'compression': compression}
     if overwrite:
         delete(run)
-    with t5ckpt.Checkpointer(tree(seed), checkpoints_dir=run, **options) as ck:
+    with t5ckpt.Checkpointer(tree(seed), checkpoints_dir=run, **with_options(**options)) as ck:
         ck.save(tree(seed), step=1)
 
 
@@ -54,7 +55,7 @@ READS = {
 @pytest.mark.parametrize('what', READS)
 @pytest.mark.parametrize('mmap', [True, False])
 def test_a_view_of_a_deleted_step(run, what, mmap):
-    view = t5ckpt.open_checkpoint(run, mmap=mmap)
+    view = t5ckpt.open_checkpoint(run, options=t5ckpt.CheckpointerOptions(mmap=mmap))
     READS[what](view)
     delete(run)
     with pytest.raises(errors.CheckpointNotFoundError, match=DELETED) as caught:
@@ -66,7 +67,7 @@ def test_a_view_of_a_deleted_step(run, what, mmap):
 @pytest.mark.parametrize('mmap', [True, False])
 def test_a_view_of_a_step_that_was_saved_anew(run, what, mmap):
     """The chunks have the names and the sizes of the old ones: nothing but this look tells."""
-    view = t5ckpt.open_checkpoint(run, mmap=mmap)
+    view = t5ckpt.open_checkpoint(run, options=t5ckpt.CheckpointerOptions(mmap=mmap))
     save(run, 1, overwrite=True, compression='zstd' if run.endswith('zstd') else None)
     with pytest.raises(errors.CheckpointNotFoundError, match=REPLACED):
         READS[what](view)
@@ -84,7 +85,7 @@ def test_lazy_loads_and_restores(run):
 
 
 def test_checksums_and_a_chunk_that_is_missing_from_a_step_that_stays(run):
-    full = t5ckpt.open_checkpoint(run, verify='full')
+    full = t5ckpt.open_checkpoint(run, options=t5ckpt.CheckpointerOptions(verify='full'))
     delete(run)
     with pytest.raises(errors.CheckpointNotFoundError, match=DELETED):
         full['target/w'].get()
@@ -185,7 +186,7 @@ def test_copies_of_a_step_that_goes(tmp_path, copy):
 
 def test_series_leave_out_what_goes(tmp_path):
     options = {'inline_bytes': 16}
-    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path, **options) as ck:
+    with t5ckpt.Checkpointer(tree(0), checkpoints_dir=tmp_path, **with_options(**options)) as ck:
         for step in (1, 2, 3):
             ck.save(tree(step), step=step)
     run = t5ckpt.open_run(tmp_path)
@@ -253,7 +254,9 @@ def test_readers_beside_a_writer_that_overwrites(tmp_path):
 def test_verify_of_a_step_that_goes(tmp_path):
     # More files than are read ahead.
     state = {'w': np.arange(2**16, dtype=np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=1024) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(chunk_bytes=1024)
+    ) as ck:
         ck.save(state, step=1)
     directory = pathlib.Path(tmp_path, 'checkpoint_1')
     with pytest.raises(errors.CheckpointNotFoundError, match='being verified'):

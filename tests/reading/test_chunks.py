@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
 from support.bits import assert_same, random_bits
 from support.facts import as_t5x_writes
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors, steps
@@ -241,7 +242,9 @@ def run(tmp_path):
 
 
 def restore(directory, template, **options):
-    with t5ckpt.Checkpointer({'target': {'w': template}}, checkpoints_dir=str(directory), **options) as ck:
+    with t5ckpt.Checkpointer(
+        {'target': {'w': template}}, checkpoints_dir=str(directory), **with_options(**options)
+    ) as ck:
         return ck.restore()['target']['w']
 
 

@@ -13,6 +13,7 @@ import tensorstore as ts
 from flax import serialization
 from hypothesis import given, strategies as st
 from support.bits import assert_same, random_bits
+from support.options import with_options
 from support.states import np_dtype
 
 import t5ckpt
@@ -161,7 +162,7 @@ def check(found, values):
 def test_restore(written, options):
     run, values = written
     template = {'target': {name: np.zeros_like(leaf) for name, leaf in values.items()}}
-    with t5ckpt.Checkpointer(template, checkpoints_dir=run, **options) as ck:
+    with t5ckpt.Checkpointer(template, checkpoints_dir=run, **with_options(**options)) as ck:
         check(ck.restore()['target'], values)
 
 
@@ -176,7 +177,7 @@ def test_restore_to_devices(written):
 @pytest.mark.parametrize('mmap', [False, True])
 def test_load(written, mmap):
     run, values = written
-    check(t5ckpt.load_t5x_checkpoint(run, mmap=mmap)['target'], values)
+    check(t5ckpt.load_t5x_checkpoint(run, options=t5ckpt.CheckpointerOptions(mmap=mmap))['target'], values)
 
 
 def test_verify(written):
@@ -232,7 +233,7 @@ def test_tensorstore_reads_what_we_write(tmp_path, compression):
     state = {name: random_bits(rng, (50, 33), np_dtype(name)) for name in (*PLAIN, *EXTENDED)}
     state['order F'] = np.asfortranarray(random_bits(rng, (50, 33), np.float32))
     options = {'compression': compression, 'inline_bytes': 0, 'chunk_bytes': 1000}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)) as ck:
         ck.save(state, step=1)
         check(ck.restore(), state)
     optimizer = serialization.msgpack_restore((tmp_path / 'checkpoint_1' / 'checkpoint').read_bytes())['optimizer']
@@ -252,6 +253,8 @@ def test_sub_byte_values_have_one_form_on_disk(tmp_path):
             values.view(dtype) if name == 'float4_e2m1fn' else (values.astype(np.int8) - values.size // 2).astype(dtype)
         )
         by_tensorstore(tmp_path / name, values, values.shape, 'C', '.', None, None)
-        with t5ckpt.Checkpointer({'w': values}, checkpoints_dir=tmp_path / f'{name}-run', inline_bytes=0) as ck:
+        with t5ckpt.Checkpointer(
+            {'w': values}, checkpoints_dir=tmp_path / f'{name}-run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+        ) as ck:
             ck.save({'w': values}, step=1)
         assert (tmp_path / f'{name}-run/checkpoint_1/w/0').read_bytes() == (tmp_path / name / '0').read_bytes()

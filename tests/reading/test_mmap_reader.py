@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import forked, independent_reader, partitioner, states
 from support.bits import assert_same, random_bits
 from support.facts import as_t5x_writes
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -44,13 +45,13 @@ def sharded(*spec, kind=None):
 
 
 def save(run_dir, tree, **options) -> pathlib.Path:
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir), inline_bytes=0, **options) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=str(run_dir), **with_options(inline_bytes=0, **options)) as ck:
         ck.save(tree, step=1)
     return run_dir / 'checkpoint_1'
 
 
 def restore(run_dir, template, mmap=True, **options):
-    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), mmap=mmap, **options) as ck:
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), **with_options(mmap=mmap, **options)) as ck:
         return ck.restore()
 
 
@@ -167,9 +168,14 @@ def test_every_dtype(run_dir, name):
         goals.append(like(values.shape, sharded('x'), values.dtype))
     for goal in goals:
         assert_same(restore(run_dir, {'w': goal})['w'], values)
-    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w'], values)
-    assert_same(t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][3:9, ::-2], values[3:9, ::-2])
-    assert is_mapped(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w']) == (name not in {'uint2', 'uint4', 'uint16'})
+    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'], values)
+    assert_same(
+        t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'][3:9, ::-2],
+        values[3:9, ::-2],
+    )
+    assert is_mapped(t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w']) == (
+        name not in {'uint2', 'uint4', 'uint16'}
+    )
 
 
 def test_keys(run_dir):
@@ -227,7 +233,7 @@ def test_donated_and_saved_again(run_dir):
     step_dir = save(run_dir, {name: jax.device_put(W, leaf.sharding) for name, leaf in goal.items()})
     before = files_of(step_dir)
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
-    with t5ckpt.Checkpointer(goal, checkpoints_dir=str(run_dir), mmap=True) as ck:
+    with t5ckpt.Checkpointer(goal, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(mmap=True)) as ck:
         state = ck.restore()
         for number in range(2, 6):
             ck.save_async(state, step=number)
@@ -241,8 +247,10 @@ def test_donated_and_saved_again(run_dir):
 def test_loaded_arrays_are_writable_and_private(run_dir):
     step_dir = save(run_dir, {'w': TALL})
     before = files_of(step_dir)
-    first, second = (t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)['w'] for _ in range(2))
-    lazy = t5ckpt.open_checkpoint(run_dir, mmap=True)['w'].get()
+    first, second = (
+        t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'] for _ in range(2)
+    )
+    lazy = t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'].get()
     for array in (first, lazy):
         assert is_mapped(array)
         np.add(array, 1, out=array)
@@ -256,7 +264,7 @@ def test_loaded_arrays_are_writable_and_private(run_dir):
 def test_slices_of_a_view_are_copies(run_dir, chunks):
     step_dir = save(run_dir, {'w': W})
     rewrite(step_dir, 'w', W, chunks=chunks)
-    lazy = t5ckpt.open_checkpoint(run_dir, mmap=True)['w']
+    lazy = t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w']
     for index in [
         np.s_[3],
         np.s_[:, 5:9],
@@ -280,7 +288,7 @@ def test_slices_of_a_view_are_copies(run_dir, chunks):
 
 def test_lazy_parameters(run_dir):
     save(run_dir, {'w': W})
-    lazy = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, lazy_parameters=True)['w']
+    lazy = t5ckpt.load_t5x_checkpoint(run_dir, lazy_parameters=True, options=t5ckpt.CheckpointerOptions(mmap=True))['w']
     assert is_mapped(lazy.get())
     assert_same(lazy.get(), W)
     assert_same(lazy.astype('bfloat16').get(), W.astype(ml_dtypes.bfloat16))
@@ -314,7 +322,10 @@ def test_metadata(run_dir, metadata, mapped):
     assert_same(restored, W)
     restored = restore(run_dir, {'w': like(W.shape, sharded('x'))})['w']
     assert_same(restored, W)
-    assert_same(t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][97:203, 100:200], W[97:203, 100:200])
+    assert_same(
+        t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'][97:203, 100:200],
+        W[97:203, 100:200],
+    )
 
 
 def test_no_zarray(run_dir):
@@ -328,7 +339,9 @@ def test_a_cast_is_read(run_dir):
     goal = {'target': {'w': like(W.shape, sharded('x'))}}
     restored = restore(run_dir, goal, restore_dtype='bfloat16')['target']['w']
     assert_same(restored, W.astype(ml_dtypes.bfloat16))
-    loaded = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, restore_dtype='bfloat16')['target']['w']
+    loaded = t5ckpt.load_t5x_checkpoint(
+        run_dir, restore_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(mmap=True)
+    )['target']['w']
     assert_same(loaded, W.astype(ml_dtypes.bfloat16))
 
 
@@ -342,12 +355,12 @@ def test_another_memory(run_dir):
 
 def test_other_storages():
     where = 'memory://mapped/run'
-    with t5ckpt.Checkpointer({'w': W}, checkpoints_dir=where, mmap=True) as ck:
+    with t5ckpt.Checkpointer({'w': W}, checkpoints_dir=where, options=t5ckpt.CheckpointerOptions(mmap=True)) as ck:
         ck.save({'w': W}, step=1)
-        with pytest.warns(t5ckpt.NoEffectWarning, match='mmap has no effect'):
+        with pytest.warns(t5ckpt.errors.NoEffectWarning, match='mmap has no effect'):
             assert_same(ck.restore()['w'], W)
-    assert_same(t5ckpt.load_t5x_checkpoint(where, mmap=True)['w'], W)
-    assert_same(t5ckpt.open_checkpoint(where, mmap=True)['w'][:3], W[:3])
+    assert_same(t5ckpt.load_t5x_checkpoint(where, options=t5ckpt.CheckpointerOptions(mmap=True))['w'], W)
+    assert_same(t5ckpt.open_checkpoint(where, options=t5ckpt.CheckpointerOptions(mmap=True))['w'][:3], W[:3])
 
 
 def test_when_too_many_maps_are_taken(run_dir):
@@ -428,9 +441,9 @@ def each_reader(run_dir):
     return [
         lambda: restore(run_dir, {'w': np.zeros_like(W)}),
         lambda: restore(run_dir, {'w': like(W.shape, sharded('x'))}),
-        lambda: t5ckpt.load_t5x_checkpoint(run_dir, mmap=True),
-        t5ckpt.open_checkpoint(run_dir, mmap=True)['w'].get,
-        lambda: t5ckpt.open_checkpoint(run_dir, mmap=True)['w'][100:101],
+        lambda: t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True)),
+        t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'].get,
+        lambda: t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w'][100:101],
     ]
 
 
@@ -502,7 +515,9 @@ def test_links_that_lead_out(run_dir, tmp_path, what):
             read()
         for words in ('w:', str(step_dir / what), str(outside), 'follow_links=True'):
             assert words in str(error.value)
-    assert_same(t5ckpt.load_t5x_checkpoint(run_dir, mmap=True, follow_links=True)['w'], W)
+    assert_same(
+        t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True, follow_links=True))['w'], W
+    )
 
 
 def test_links_of_a_directory_above_a_chunk(run_dir, tmp_path):
@@ -543,7 +558,7 @@ def test_deleted_files_stay_readable(run_dir):
 
 _TRUNCATED = """
 import os, sys, t5ckpt
-array = t5ckpt.load_t5x_checkpoint(sys.argv[1], mmap=True)['w']
+array = t5ckpt.load_t5x_checkpoint(sys.argv[1], options=t5ckpt.CheckpointerOptions(mmap=True))['w']
 os.truncate(sys.argv[2], 0)
 print(array.sum())
 """
@@ -561,7 +576,7 @@ def test_maps_go_with_their_arrays_and_descriptors_at_once(run_dir):
     save(run_dir, {name: W + i for i, name in enumerate(goal)})
     descriptors = len(os.listdir('/proc/self/fd'))
     restored = restore(run_dir, goal)
-    loaded = t5ckpt.load_t5x_checkpoint(run_dir, mmap=True)
+    loaded = t5ckpt.load_t5x_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))
     assert len(os.listdir('/proc/self/fd')) == descriptors
     assert maps_below(run_dir) == 2 * 4
     part = loaded['w0'][3:5]
@@ -613,4 +628,6 @@ def test_a_checkpoint_larger_than_memory(run_dir):
     restored = restore(run_dir, {f'w{i}': like(shape, sharded('x')) for i in range(100)})
     assert sum(array.nbytes for array in restored.values()) > 10**11
     assert restored['w99'].addressable_shards[7].data[-1, -1, -1] == 7
-    assert t5ckpt.open_checkpoint(run_dir, mmap=True)['w99'][15, -1, -3:].tolist() == [0, 0, 7]
+    assert t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(mmap=True))['w99'][
+        15, -1, -3:
+    ].tolist() == [0, 0, 7]

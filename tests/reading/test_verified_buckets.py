@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.bits import assert_same
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.errors import AccessDeniedError, CorruptCheckpointError
@@ -30,7 +31,7 @@ def restore(url, sharding=None, **options):
     if sharding is not None:
         leaf = jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=sharding)
         template = STATE | {'params': STATE['params'] | {'w': leaf}}
-    with t5ckpt.Checkpointer(template, checkpoints_dir=url, **options) as ck:
+    with t5ckpt.Checkpointer(template, checkpoints_dir=url, **with_options(**options)) as ck:
         return ck.restore()['params']['w']
 
 
@@ -63,7 +64,7 @@ def compression(request):
 def url(bucket, compression):
     url = bucket.url()
     options = {'compression': compression, 'chunk_bytes': W[:ROWS].nbytes, 'inline_bytes': 64}
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, **options) as ck:
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, **with_options(**options)) as ck:
         ck.save(STATE, step=3)
     bucket.proxy.clear()
     return url
@@ -141,7 +142,7 @@ def test_slices_verify_the_chunks_that_they_cover(bucket, url):
 def test_full_verifies_chunks_of_which_a_part_is_wanted(bucket, url):
     keys = chunks_of(url)
     flip(bucket, url, keys[0])
-    w = t5ckpt.open_checkpoint(url, verify='full')['params/w']
+    w = t5ckpt.open_checkpoint(url, options=t5ckpt.CheckpointerOptions(verify='full'))['params/w']
     bucket.proxy.clear()
     with pytest.raises(CorruptCheckpointError, match=rf'params/w.*{keys[0]}'):
         w[3]
@@ -151,7 +152,9 @@ def test_full_verifies_chunks_of_which_a_part_is_wanted(bucket, url):
 def test_rows_of_a_large_plain_chunk_are_fetched_alone(bucket):
     large = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
     url = bucket.url()
-    with t5ckpt.Checkpointer({'w': large}, checkpoints_dir=url, compression=None) as ck:
+    with t5ckpt.Checkpointer(
+        {'w': large}, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression=None)
+    ) as ck:
         ck.save({'w': large}, step=3)
     w = t5ckpt.open_checkpoint(url)['w']
     bucket.proxy.clear()

@@ -18,6 +18,7 @@ from support.bits import assert_same
 from support.cli import t5ckpt_cli
 from support.damage import Iterator, files_of, flip, save, some_file, state_of
 from support.facts import as_t5x_writes, put_facts
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -25,12 +26,12 @@ from t5ckpt.storage.memory_limit import memory_limit
 
 
 def restore(run_dir, template, **options):
-    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), **options) as ck:
+    with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), **with_options(**options)) as ck:
         return ck.restore()
 
 
 def load(run_dir, **options):
-    return t5ckpt.load_t5x_checkpoint(run_dir, **options)
+    return t5ckpt.load_t5x_checkpoint(run_dir, **with_options(**options))
 
 
 def leaves(tree):
@@ -138,7 +139,7 @@ def test_the_cure_for_a_lost_array_works(run_dir, tmp_path):
     with pytest.raises(errors.CorruptCheckpointError, match=cure) as caught:
         restore(run_dir, state)
     assert 'quick' not in str(caught.value)
-    with pytest.raises(TypeError, match=r'constructor: Checkpointer\(state, verify='):
+    with pytest.raises(TypeError, match=r'constructor: .*CheckpointerOptions\(verify='):
         t5ckpt.Checkpointer(state, checkpoints_dir=run_dir).restore(verify='quick')
     t5ckpt_cli('cp', step_dir, tmp_path / 'mended', '--drop', 'params/w')
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'mended') as ck:
@@ -173,7 +174,7 @@ def test_the_iterators_state(run_dir):
 def test_slices_check_the_chunks_they_touch(run_dir):
     step_dir = save(run_dir)
     flip(step_dir / 'params.w' / '2.1', random.Random(0))
-    view = t5ckpt.open_checkpoint(run_dir, verify='full')
+    view = t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(verify='full'))
     w = state_of()['params']['w']
     assert_same(view['params/w'][:10], w[:10])
     with pytest.raises(errors.CorruptCheckpointError, match=r'params.w/2.1'):
@@ -202,7 +203,9 @@ def test_other_shardings(run_dir, spec):
 
 def test_casts_are_of_checked_bytes(run_dir):
     state = {'params': {'w': np.arange(2.0**16, dtype=np.float32)}}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         ck.save(state, step=1)
     assert restore(run_dir, state, restore_dtype='bfloat16')['params']['w'].dtype.name == 'bfloat16'
     flip(run_dir / 'checkpoint_1' / 'params.w' / '0', random.Random(1))
@@ -215,7 +218,9 @@ def test_by_default_a_chunk_of_which_less_than_half_is_wanted_is_not_compared(ru
     devices = np.array(jax.devices()[:4])
     rows = NamedSharding(jax.sharding.Mesh(devices, ('x',)), PartitionSpec('x'))
     whole = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
-    with t5ckpt.Checkpointer({'w': whole}, checkpoints_dir=run_dir, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        {'w': whole}, checkpoints_dir=run_dir, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         ck.save({'w': whole}, step=1)
     chunk = run_dir / 'checkpoint_1' / 'w' / '0.0'
     data = bytearray(chunk.read_bytes())
@@ -228,7 +233,7 @@ def test_by_default_a_chunk_of_which_less_than_half_is_wanted_is_not_compared(ru
     for read in (
         lambda: view[:32],
         lambda: view[32:],
-        lambda: t5ckpt.open_checkpoint(run_dir, verify='full')['w'][:31],
+        lambda: t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(verify='full'))['w'][:31],
         lambda: restore(run_dir, template),
         lambda: restore(run_dir, template, verify='full'),
         lambda: restore(run_dir, {'w': whole}),
@@ -281,7 +286,10 @@ def test_a_cache_of_links_needs_the_callers_word(run_dir, tmp_path):
     state = state_of()
     assert same(restore(run_dir, state, follow_links=True), restore(run_dir, state, follow_links=True, mmap=True))
     assert_same(load(run_dir, follow_links=True)['params']['w'], state['params']['w'])
-    assert_same(t5ckpt.open_checkpoint(run_dir, follow_links=True)['params/w'][3], state['params']['w'][3])
+    assert_same(
+        t5ckpt.open_checkpoint(run_dir, options=t5ckpt.CheckpointerOptions(follow_links=True))['params/w'][3],
+        state['params']['w'][3],
+    )
 
 
 @pytest.mark.parametrize('what', ['checkpoint', 'params.w', 'params.w/.zarray', 'params.w/0.0'])
@@ -312,7 +320,9 @@ def test_an_iterators_state_that_leads_out(run_dir, tmp_path):
     (step_dir / 'train_ds-000-of-001.txt').unlink()
     (step_dir / 'train_ds-000-of-001.txt').symlink_to(tmp_path / 'secret')
     with (
-        t5ckpt.Checkpointer(state_of(), None, str(run_dir), Iterator(), verify='quick') as ck,
+        t5ckpt.Checkpointer(
+            state_of(), None, str(run_dir), Iterator(), options=t5ckpt.CheckpointerOptions(verify='quick')
+        ) as ck,
         pytest.raises(errors.UnsafeSpecError),
     ):
         ck.restore()
@@ -352,18 +362,20 @@ def test_orbax_links_that_lead_out(tmp_path):
 def test_metadata_of_an_array_with_a_huge_shape(tmp_path, mmap):
     """TensorStore ends the process if it cannot allocate the size of a file."""
     state = {'w': np.ones((600, 700), np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(state, step=1)
     as_t5x_writes(tmp_path / 'checkpoint_1')
     os.truncate(tmp_path / 'checkpoint_1' / 'w' / '.zarray', 2**40)
     with pytest.raises(t5ckpt.errors.CorruptCheckpointError, match=r'has [0-9,]+ bytes'):
-        t5ckpt.load_t5x_checkpoint(tmp_path, 1, mmap=mmap)
+        t5ckpt.load_t5x_checkpoint(tmp_path, 1, options=t5ckpt.CheckpointerOptions(mmap=mmap))
 
 
 def test_files_that_are_larger_than_the_memory(tmp_path):
     """A pin's text is read to its limit, and a copy compares the size of a file before it reads it."""
     state = {'w': np.ones((600, 700), np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as ck:
         ck.save(state, step=1)
     step = tmp_path / 'run' / 'checkpoint_1'
     (step / 'PINNED').write_bytes(b'')
@@ -379,7 +391,7 @@ def test_files_that_are_larger_than_the_memory(tmp_path):
 def test_a_file_that_is_read_whole_and_is_larger_than_the_memory(tmp_path, name):
     """It is an error that names the file, and no listing of the run reads it."""
     state = {'w': np.ones((600, 700), np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, inline_bytes=0) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)) as ck:
         ck.save(state, step=1)
         ck.save(state, step=2)
     os.truncate(tmp_path / 'checkpoint_2' / name, 2**43)
@@ -402,7 +414,9 @@ def test_a_leaf_that_is_larger_than_the_memory_after_its_cast(tmp_path):
     count = memory_limit() * 3 // 8 // 128 * 128
     sparse_halves(tmp_path / 'w.safetensors', count)
     state = {'w': jax.ShapeDtypeStruct((count,), np.float32)}
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir='', restore_dtype='float32', cast_leaves='w')
+    ck = t5ckpt.Checkpointer(
+        state, checkpoints_dir='', restore_dtype='float32', options=t5ckpt.CheckpointerOptions(cast_leaves='w')
+    )
     with ck, pytest.raises(errors.NotEnoughMemoryError, match=f'{4 * count:,} bytes are needed'):
         ck.restore(path=tmp_path / 'w.safetensors')
 
@@ -448,7 +462,9 @@ for megabytes in range(40, 300, 4):
 @pytest.mark.parametrize('compression', ['gzip', 'zstd', 'blosc'])
 def test_a_decoder_that_does_not_get_memory_finds_no_damage(tmp_path, compression):
     state = {'w': np.arange(2.0**24, dtype=np.float32)}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression=compression) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+    ) as ck:
         ck.save(state, step=1)
     words = [sys.executable, '-c', _WITH_GROWING_LIMITS, tmp_path]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

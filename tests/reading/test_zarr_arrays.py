@@ -81,7 +81,9 @@ def reads(run: pathlib.Path, values: np.ndarray) -> dict[str, Any]:
         'load': lambda: t5ckpt.load_t5x_checkpoint(run)['target']['w'],
         'restore': lambda: Checkpointer(template, checkpoints_dir=run).restore()['target']['w'],
         'to devices': lambda: Checkpointer(abstract, checkpoints_dir=run).restore()['target']['w'],
-        'mapped': lambda: Checkpointer(template, checkpoints_dir=run, mmap=True).restore()['target']['w'],
+        'mapped': lambda: Checkpointer(
+            template, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(mmap=True)
+        ).restore()['target']['w'],
     }
 
 

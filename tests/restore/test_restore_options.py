@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
 from support.bits import bits
 from support.facts import facts_of
+from support.options import with_options
 from support.partitioner import Partitioner, T5XState
 
 import t5ckpt
@@ -35,12 +36,12 @@ from t5ckpt.errors import (
 
 
 def save(directory, state, step=1, **options):
-    with Checkpointer(state, checkpoints_dir=directory, **options) as checkpointer:
+    with Checkpointer(state, checkpoints_dir=directory, **with_options(**options)) as checkpointer:
         checkpointer.save(state, step=step)
 
 
 def restore(directory, template, *, options=None, **arguments):
-    with Checkpointer(template, checkpoints_dir=directory, **(options or {})) as checkpointer:
+    with Checkpointer(template, checkpoints_dir=directory, **with_options(**options or {})) as checkpointer:
         return checkpointer.restore(**arguments)
 
 
@@ -390,7 +391,9 @@ def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path, caplog):
 def test_a_cast_that_was_asked_for_is_not_a_warning(tmp_path, caplog, options):
     state = {'params': {'w': jnp.ones(4)}}
     save(tmp_path, state)
-    with Checkpointer(state, checkpoints_dir=tmp_path, restore_dtype='bfloat16', **options) as checkpointer:
+    with Checkpointer(
+        state, checkpoints_dir=tmp_path, restore_dtype='bfloat16', **with_options(**options)
+    ) as checkpointer:
         assert checkpointer.restore()['params']['w'].dtype == jnp.bfloat16
     assert not [record for record in caplog.records if record.levelname == 'WARNING']
 
@@ -418,7 +421,7 @@ def test_a_restore_keeps_within_its_bytes(tmp_path, caplog, compression):
     assert peak(caplog) == 200_000
     assert all((restored[name] == state[name]).all() for name in state)
     with pytest.raises(ValueError, match='restore_concurrent_gb'):
-        Checkpointer(template, checkpoints_dir=tmp_path, restore_concurrent_gb=0)
+        Checkpointer(template, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(restore_concurrent_gb=0))
 
 
 # --- other sizes ------------------------------------------------------------------------------------------------------
@@ -888,7 +891,10 @@ def test_an_error_of_a_class_of_the_template_names_the_leaves_that_changed(tmp_p
     Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=1)
     with (
         Checkpointer(
-            state, checkpoints_dir=tmp_path, restore_dtype='bfloat16', cast_leaves='params/.*'
+            state,
+            checkpoints_dir=tmp_path,
+            restore_dtype='bfloat16',
+            options=t5ckpt.CheckpointerOptions(cast_leaves='params/.*'),
         ) as checkpointer,
         pytest.raises(AssertionError) as caught,
     ):
@@ -901,7 +907,9 @@ def test_an_error_of_a_class_of_the_template_names_the_leaves_that_changed(tmp_p
 
 def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
     old = {'params': {'w': np.arange(6e4, dtype=np.float32).reshape(300, 200)}}
-    t5ckpt.Checkpointer(old, checkpoints_dir=tmp_path, inline_bytes=0).save(old, step=1)
+    t5ckpt.Checkpointer(old, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=0)).save(
+        old, step=1
+    )
     stored = t5ckpt.open_checkpoint(tmp_path)['params/w']
     for wanted, error in (
         (old['params']['w'].reshape(200, 300), ShapeMismatch),

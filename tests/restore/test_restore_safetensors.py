@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import partitioner
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import Checkpointer, WarmStart, restore_or_init
@@ -60,7 +61,9 @@ def template(**changes):
 
 def restore(path, model=None, options=None, **arguments):
     arguments = {'state_transformation_fns': [rename]} | arguments
-    return Checkpointer(template() if model is None else model, **(options or {})).restore(path=path, **arguments)
+    return Checkpointer(template() if model is None else model, **with_options(**options or {})).restore(
+        path=path, **arguments
+    )
 
 
 def check(params):
@@ -137,7 +140,9 @@ def test_it_is_a_checkpoint_like_any_other(one_file, shards, tmp_path):
 def test_dtypes(tmp_path, dtype):
     values = np.arange(96).reshape(12, 8).astype(jnp.dtype(dtype))
     exported = {'w': values}
-    with Checkpointer(exported, checkpoints_dir=tmp_path / 'run', inline_bytes=0) as checkpointer:
+    with Checkpointer(
+        exported, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as checkpointer:
         checkpointer.save(exported, step=1)
     t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'w.safetensors')
     restored = Checkpointer({'w': np.zeros((12, 8), values.dtype)}).restore(path=tmp_path / 'w.safetensors')['w']
@@ -479,5 +484,7 @@ def test_a_warm_start_opens_it_as_a_restore_does(shards, tmp_path):
     second = shards.parent / 'model-00002-of-00002.safetensors'
     second.rename(tmp_path / 'blob')
     second.symlink_to(tmp_path / 'blob')
-    with Checkpointer(template(), checkpoints_dir=tmp_path / 'run', follow_links=True) as checkpointer:
+    with Checkpointer(
+        template(), checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(follow_links=True)
+    ) as checkpointer:
         check(restore_or_init(checkpointer, dict, initial_checkpoint=WarmStart(shards, rename=NAMES))['params'])

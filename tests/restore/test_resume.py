@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from support.facts import put_facts
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import MODEL, OPTIMIZER, Checkpointer, SaveEvery, WarmStart, restore_or_init
@@ -50,7 +51,9 @@ def must_not_run():
 
 
 def run_with(directory, steps):
-    with Checkpointer(train_state(), checkpoints_dir=directory, inline_bytes=64) as ck:
+    with Checkpointer(
+        train_state(), checkpoints_dir=directory, options=t5ckpt.CheckpointerOptions(inline_bytes=64)
+    ) as ck:
         for step in steps:
             ck.save(train_state(step, step))
 
@@ -568,7 +571,9 @@ def test_a_donated_template_may_be_the_fallback(tmp_path):
 
 
 def start_from(directory, sources, model=None, value=9, **options):
-    with Checkpointer(train_state() if model is None else model, checkpoints_dir=directory, **options) as ck:
+    with Checkpointer(
+        train_state() if model is None else model, checkpoints_dir=directory, **with_options(**options)
+    ) as ck:
         return restore_or_init(ck, lambda: train_state(value) if model is None else model, initial_checkpoint=sources)
 
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from support import forked, independent_reader, partitioner, states, t5x_rules
 from support.bits import assert_same, random_bits
 from support.golden import flatten, nest
+from support.options import with_options
 from support.states import JAX_DTYPES, WIDE_DTYPES
 
 import t5ckpt
@@ -116,7 +117,7 @@ def roundtrip(tree: Any, **options: Any) -> None:
     """Saves a tree of `Leaf`s, checks T5X's rules, restores it onto the goals, compares."""
     with tempfile.TemporaryDirectory() as tmp:
         saved = jax.tree.map(Leaf.saved, tree, is_leaf=is_leaf)
-        with t5ckpt.Checkpointer(saved, checkpoints_dir=tmp, **options) as ck:
+        with t5ckpt.Checkpointer(saved, checkpoints_dir=tmp, **with_options(**options)) as ck:
             committed = ck.save(saved, step=1)
         t5x_rules.check(pathlib.Path(committed.path))
         template = jax.tree.map(Leaf.template, tree, is_leaf=is_leaf)
@@ -195,7 +196,9 @@ def sliceable(tmp_path_factory):
     dtypes = {name: states.np_dtype('float32' if name == 'inline' else name) for name in _SLICED}
     arrays = {name: random_bits(rng, shape, dtypes[name]) for name, shape in _SLICED.items()}
     run_dir = tmp_path_factory.mktemp('sliceable')
-    with t5ckpt.Checkpointer(arrays, checkpoints_dir=run_dir, chunk_bytes=1 << 14) as ck:
+    with t5ckpt.Checkpointer(
+        arrays, checkpoints_dir=run_dir, options=t5ckpt.CheckpointerOptions(chunk_bytes=1 << 14)
+    ) as ck:
         t5x_rules.check(pathlib.Path(ck.save(arrays, step=1).path))
     view = t5ckpt.open_checkpoint(run_dir)
     return {name: (view[name], array) for name, array in arrays.items()}
@@ -295,7 +298,9 @@ def test_a_guard_against_implicit_transfers_does_not_stop_a_save_or_a_restore(ru
         else:
             stack.enter_context(jax.transfer_guard('disallow'))
         for codec, mmap in (('auto', False), (None, True)):
-            with t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), compression=codec, mmap=mmap) as ck:
+            with t5ckpt.Checkpointer(
+                template, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(compression=codec, mmap=mmap)
+            ) as ck:
                 ck.save(state, metrics={'loss': loss}, step=step, overwrite=True)
                 ck.save_async(state, step=2, overwrite=True).result()
                 for number in (1, 2):
@@ -464,7 +469,9 @@ def test_a_budget_smaller_than_an_array(run_dir, concurrent_gb):
     """T5X waits for ever for an array that is as large as the budget."""
     mesh = partitioner.mesh()
     state = states.t5x_state({f'target/w{i}': np.full((512, 256), i, np.float32) for i in range(6)}, mesh)
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), chunk_bytes=1 << 16) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(chunk_bytes=1 << 16)
+    ) as ck:
         ck.save(state, step=1, concurrent_gb=concurrent_gb)
         ck.save_async(state, step=2, concurrent_gb=concurrent_gb).result()
         for step in (1, 2):
@@ -495,7 +502,7 @@ def test_an_integer_that_does_not_fit_is_an_error(run_dir, count, mmap):
         ck.save(tree, step=1)
     for key, leaf in tree.items():
         template = dict(tree) | {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
-        ck = t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), mmap=mmap)
+        ck = t5ckpt.Checkpointer(template, checkpoints_dir=str(run_dir), options=t5ckpt.CheckpointerOptions(mmap=mmap))
         # What is stored in the manifest is looked at before anything is said.
         is_said = key == 'wide' or count > 16
         expected = pytest.warns(UserWarning, match=f'{key}.*int64') if is_said else contextlib.nullcontext()
@@ -536,7 +543,7 @@ def test_a_dtype_of_the_same_kind_stays_the_checkpoints(run_dir):
     states.assert_same_tree(cast, {'params': jax.tree.map(lambda x: x.astype(bf16), tree['params']), 'n': np.int32(3)})
 
 
-@pytest.mark.filterwarnings('ignore::t5ckpt.StepMismatchWarning')
+@pytest.mark.filterwarnings('ignore::t5ckpt.errors.StepMismatchWarning')
 def test_where_the_step_comes_from(run_dir):
     """The word of the caller, the state's attribute, a leaf: an array, a lazy array or a number."""
     leaf = np.asarray(4, np.int32)
@@ -588,7 +595,9 @@ def test_data_iterators_are_saved_beside_the_arrays(run_dir, how):
     iterator = Counter()
     flat = states.adafactor_arrays()
     options = {'keep_dataset_checkpoints': 2}
-    with t5ckpt.Checkpointer(states.t5x_state(flat, parts.mesh), parts, str(run_dir), iterator, **options) as ck:
+    with t5ckpt.Checkpointer(
+        states.t5x_state(flat, parts.mesh), parts, str(run_dir), iterator, **with_options(**options)
+    ) as ck:
         for step in (1, 2, 3):
             iterator.position = 10 * step
             state = states.t5x_state(flat | {'state/step': np.asarray(step, np.int32)}, parts.mesh)
@@ -690,7 +699,9 @@ def test_a_leaf_comes_back_to_the_bit_or_is_refused_by_name(key, what, inline_by
     """Whatever its key and its dtype; a refused leaf leaves nothing behind."""
     value = _ODD_VALUES[what]
     with tempfile.TemporaryDirectory() as run:
-        checkpointer = t5ckpt.Checkpointer({'p': {key: value}}, checkpoints_dir=run, inline_bytes=inline_bytes)
+        checkpointer = t5ckpt.Checkpointer(
+            {'p': {key: value}}, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(inline_bytes=inline_bytes)
+        )
         if what in _REFUSED:
             with pytest.raises(errors.UnsupportedLeafError, match='p/'):
                 checkpointer.save({'p': {key: value}}, step=1)

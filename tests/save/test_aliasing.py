@@ -71,7 +71,9 @@ def test_a_save_in_the_background_takes_the_values_of_its_call(tmp_path, made, s
 def test_a_save_after_a_change_has_the_new_values(tmp_path, made, compression):
     values = values_of()
     leaf = MADE[made](values)
-    with t5ckpt.Checkpointer({'w': np.zeros(SIZE)}, checkpoints_dir=tmp_path, compression=compression) as ck:
+    with t5ckpt.Checkpointer(
+        {'w': np.zeros(SIZE)}, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+    ) as ck:
         for step in range(3):
             # JAX copies in asarray; numpy.asarray(leaf) would have it remember the values.
             wanted = np.ones(SIZE) if made == 'asarray' else values.copy()
@@ -83,7 +85,9 @@ def test_a_save_after_a_change_has_the_new_values(tmp_path, made, compression):
 @pytest.mark.parametrize('compression', [None, 'zstd', 'auto'])
 def test_an_alias_that_did_not_change_is_linked(tmp_path, compression):
     leaf = jax.device_put(values_of())
-    with t5ckpt.Checkpointer({'w': leaf}, checkpoints_dir=tmp_path, compression=compression) as ck:
+    with t5ckpt.Checkpointer(
+        {'w': leaf}, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+    ) as ck:
         for step in range(3):
             ck.save({'w': leaf}, step=step)
     assert len({(tmp_path / f'checkpoint_{step}/w/0').stat().st_ino for step in range(3)}) == 1

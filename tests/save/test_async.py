@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.options import with_options
 
 import t5ckpt
 import t5ckpt.checkpointer
@@ -61,7 +62,7 @@ def test_fifty_donating_steps_with_a_save_on_each(tmp_path, direct_bytes):
         expected.append(plain(expected[-1]))
     state = big_state()
     options = {'inline_bytes': 64, 'storage_options': {'direct_bytes': direct_bytes}}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)) as ck:
         for step in range(steps):
             ck.save_async(state, step=step)
             state = donating(state)
@@ -133,7 +134,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
         big_state(),
         checkpoints_dir=tmp_path,
         progress=lambda done, total: order.append((done, total)),
-        reuse_unchanged=False,
+        options=t5ckpt.CheckpointerOptions(reuse_unchanged=False),
     )
     first = ck.save_async(big_state() | {'step': jnp.int32(1)})
     second = ck.save_async(big_state() | {'step': jnp.int32(2)})
@@ -162,8 +163,8 @@ def test_a_restore_waits_for_the_save_in_the_background(tmp_path, how, tiers):
         state,
         checkpoints_dir=tmp_path / 'run',
         local=local,
-        progress=lambda *_: time.sleep(0.5),  # Otherwise the save may be complete before the restore begins.
-        inline_bytes=0,
+        progress=lambda *_: time.sleep(0.5),
+        options=t5ckpt.CheckpointerOptions(inline_bytes=0),
     ) as ck:
         ck.save(state, step=1)
         pending = ck.save_async({'w': state['w'] * 2}, step=2)
@@ -223,7 +224,7 @@ def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
 
     def usage_after(steps):
         # Closed, since steps that go are removed in the background.
-        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as checkpointer:
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)) as checkpointer:
             for step in steps:
                 checkpointer.save_async(state | {'step': jnp.int32(step)}, step=step)
         gc.collect()
@@ -243,7 +244,9 @@ def test_two_hundred_saves_leak_nothing(tmp_path, direct_bytes):
 def test_waves(tmp_path, budget_mb):
     """Copies that do not fit the budget are staged in waves; a leaf larger than a wave is fetched chunk by chunk."""
     state = big_state(3)
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=8192, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(chunk_bytes=8192, inline_bytes=0)
+    )
     pending = ck.save_async(state, concurrent_gb=budget_mb / 1000, step=0)
     donated = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state)
     pending.result()
@@ -254,7 +257,7 @@ def test_waves(tmp_path, budget_mb):
 def test_a_failing_wave_does_not_hang(tmp_path):
     run = tmp_path / 'run'
     state = big_state()
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, chunk_bytes=8192)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(chunk_bytes=8192))
     fail_writes(run)
     with pytest.raises(errors.NotADirectoryStorageError):
         ck.save_async(state, concurrent_gb=0.0001).result(timeout=60)
@@ -291,9 +294,8 @@ INTERRUPTED = """
             # The save cannot end before its caller is back.
             print('back', returned.wait(2), flush=True)
 
-    ck = t5ckpt.Checkpointer(
-        state, checkpoints_dir='run', progress=interrupt, chunk_bytes=2**20
-    )
+    options = t5ckpt.CheckpointerOptions(chunk_bytes=2**20)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir='run', progress=interrupt, options=options)
     try:
         ck.save(state, step=1, **tiny) if where != 'result' else ck.save_async(state, step=1).result()
     except KeyboardInterrupt:
@@ -365,7 +367,9 @@ def test_an_interrupt_at_every_line(tmp_path, method, error):
     def slowly(*_):
         time.sleep(0.02)
 
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=slowly, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, progress=slowly, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    )
     for number in itertools.count():
         if not save_interrupted(lambda step=number: getattr(ck, method)(state, step=step), number, error):
             break
@@ -400,8 +404,7 @@ def changing(tmp_path):
         owner.state,
         checkpoints_dir=tmp_path,
         progress=lambda *_: time.sleep(0.01),
-        inline_bytes=8,
-        reuse_unchanged=False,
+        options=t5ckpt.CheckpointerOptions(inline_bytes=8, reuse_unchanged=False),
     ) as ck:
         # What is imported only now is imported by this one.
         ck.save(owner.state, step=0)
@@ -511,7 +514,9 @@ def test_a_signal_handler_waits_during_a_blocking_save(tmp_path, method, concurr
         entered.set()
         getattr(ck, method)(*([states[2]] if 'save' in method else []), **({'step': 2} if 'save' in method else {}))
 
-    ck = t5ckpt.Checkpointer(states[0], checkpoints_dir=tmp_path, progress=ring, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(
+        states[0], checkpoints_dir=tmp_path, progress=ring, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    )
     before = signal.signal(signal.SIGALRM, handler)
     try:
         assert ck.save(states[1], step=1, concurrent_gb=concurrent_gb) is not None
@@ -661,7 +666,9 @@ def test_a_callback_that_waits_for_its_own_save(tmp_path, method, inner):
     def callback(*_):
         getattr(ck, inner)(*([state] if 'save' in inner else []), **({'step': 9} if 'save' in inner else {}))
 
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=callback, inline_bytes=0)
+    ck = t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path, progress=callback, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    )
     with pytest.raises(errors.SaveFailedError, match='was asked to wait for itself, by a callback'):
         ck.save(state, step=1) if method == 'save' else ck.save_async(state, step=1).result()
     assert t5ckpt.all_steps(tmp_path) == []
@@ -707,7 +714,7 @@ def test_progress_that_fails_ends_the_save(tmp_path, method, direct_bytes):
     state = {'x': np.ones((512, 4096), np.float32)}
     options = {'chunk_bytes': 2**15, 'storage_options': {'direct_bytes': direct_bytes}}
     threads = _thread._count()
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=fail, **options)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, progress=fail, **with_options(**options))
     with pytest.raises(GivenUpError):
         ck.save(state, step=1) if method == 'save' else ck.save_async(state, step=1).result()
     assert list(tmp_path.iterdir()) == []
@@ -716,7 +723,9 @@ def test_progress_that_fails_ends_the_save(tmp_path, method, direct_bytes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ck.close()
-    assert t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options).save(state, step=1) is not None
+    assert (
+        t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)).save(state, step=1) is not None
+    )
 
 
 def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path):
@@ -775,7 +784,11 @@ def test_a_checkpointer_that_is_gone_keeps_nothing_alive(tmp_path, tiers):
         local = {'local': t5ckpt.LocalTier(tmp_path / 'ssd')} if tiers == 2 else {}
         policy = t5ckpt.SaveEvery(1)
         ck = t5ckpt.Checkpointer(
-            state, checkpoints_dir=tmp_path / 'run', dataset_iterator=iterator, save_policy=policy, **local
+            state,
+            checkpoints_dir=tmp_path / 'run',
+            dataset_iterator=iterator,
+            save_policy=policy,
+            **with_options(**local),
         )
         t5ckpt.restore_or_init(ck, lambda: state)
         ck.maybe_save(1, {**state, 'step': 1})
@@ -814,7 +827,7 @@ FORKED = """
     import numpy as np, t5ckpt
     warnings.simplefilter('ignore')
     where, state = sys.argv[-1], {'x': np.ones(20_000, np.float32)}
-    options = {'checkpoints_dir': where, 'compression': 'zstd'}
+    options = {'checkpoints_dir': where, 'options': t5ckpt.CheckpointerOptions(compression='zstd')}
     ck = t5ckpt.Checkpointer(state, **options)
     ck.save(state, step=1)
     view = t5ckpt.open_checkpoint(where)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import forked
 from support.facts import put_facts
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import (
@@ -78,7 +79,12 @@ def test_no_policy_is_an_error(tmp_path):
 
 def test_time_counts_from_the_last_save(tmp_path):
     clock = FakeClock()
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+    with Checkpointer(
+        state(),
+        checkpoints_dir=tmp_path,
+        save_policy=SaveEverySeconds(60),
+        options=t5ckpt.CheckpointerOptions(clock=clock),
+    ) as ck:
         saved = []
         for step in range(1, 30):
             clock.advance(13)
@@ -90,7 +96,12 @@ def test_time_counts_from_the_last_save(tmp_path):
 
 def test_a_clock_that_is_set_back_does_not_stop_the_saves(tmp_path):
     clock = FakeClock()
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+    with Checkpointer(
+        state(),
+        checkpoints_dir=tmp_path,
+        save_policy=SaveEverySeconds(60),
+        options=t5ckpt.CheckpointerOptions(clock=clock),
+    ) as ck:
         saved = []
         for step in range(1, 9):
             clock.advance(-9000 if step == 4 else 31)
@@ -101,7 +112,9 @@ def test_a_clock_that_is_set_back_does_not_stop_the_saves(tmp_path):
 
 def test_young_daly_is_fed_with_what_was_measured(tmp_path):
     clock = FakeClock()
-    with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=YoungDaly(2000), clock=clock) as ck:
+    with Checkpointer(
+        state(), checkpoints_dir=tmp_path, save_policy=YoungDaly(2000), options=t5ckpt.CheckpointerOptions(clock=clock)
+    ) as ck:
         saved = []
         for step in range(1, 8):
             clock.advance(101)
@@ -178,7 +191,12 @@ def test_a_failed_save_counts_for_nothing(tmp_path):
 def test_time_policies_try_again_after_a_failure(tmp_path):
     clock = FakeClock()
     storage = FullDisk(str(tmp_path))
-    with Checkpointer(state(), checkpoints_dir=storage, save_policy=SaveEverySeconds(60), clock=clock) as ck:
+    with Checkpointer(
+        state(),
+        checkpoints_dir=storage,
+        save_policy=SaveEverySeconds(60),
+        options=t5ckpt.CheckpointerOptions(clock=clock),
+    ) as ck:
         ck.maybe_save(1, state())
         clock.advance(61)
         storage.full = True
@@ -279,7 +297,7 @@ def test_sigterm_ends_a_forked_worker_that_has_not_begun():
 def test_preemption_saves_once_and_goes_on_asking_to_stop(tmp_path):
     told = []
     options = {'save_policy': SaveOnPreemption(), 'preempted': lambda: bool(told)}
-    with Checkpointer(state(), checkpoints_dir=tmp_path, **options) as ck:
+    with Checkpointer(state(), checkpoints_dir=tmp_path, **with_options(**options)) as ck:
         assert ck.maybe_save(1, state()) is None
         assert not ck.should_stop
         told.append(1)

@@ -28,7 +28,9 @@ def inode(run, step, name):
 @pytest.mark.parametrize('compression', [None, 'zstd', 'auto'])
 def test_the_same_array_is_linked(tmp_path, compression):
     frozen = state_of(0)['frozen']
-    ck = t5ckpt.Checkpointer(state_of(0), checkpoints_dir=tmp_path, compression=compression)
+    ck = t5ckpt.Checkpointer(
+        state_of(0), checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+    )
     for step in range(3):
         ck.save({'frozen': frozen, 'head': jnp.full((50_000,), step, jnp.float32)}, step=step)
     assert len({inode(tmp_path, step, 'frozen.w/0') for step in range(3)}) == 1
@@ -43,7 +45,9 @@ def test_the_same_array_is_linked(tmp_path, compression):
 @pytest.mark.parametrize('index', [0, -1])
 def test_a_chunk_with_one_changed_value_is_written(tmp_path, compression, index):
     values = np.arange(200_000, dtype=np.float32)
-    with t5ckpt.Checkpointer({'x': values}, checkpoints_dir=tmp_path, compression=compression) as ck:
+    with t5ckpt.Checkpointer(
+        {'x': values}, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+    ) as ck:
         for step in range(3):
             values[index] = step
             ck.save({'x': values}, step=step)
@@ -64,7 +68,7 @@ def test_equal_values_are_linked_across_a_donating_step_and_a_restart(tmp_path):
 
 def test_opting_out(tmp_path):
     state = state_of(0)
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, reuse_unchanged=False)
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(reuse_unchanged=False))
     for step in range(2):
         ck.save(state, step=step)
     assert inode(tmp_path, 0, 'head/0') != inode(tmp_path, 1, 'head/0')
@@ -101,8 +105,12 @@ def test_a_damaged_previous_checkpoint_is_written_anew(tmp_path, damage):
 def test_another_layout_is_not_linked(tmp_path):
     state = state_of(0)
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path).save(state, step=0)
-    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, chunk_bytes=40_000).save(state, step=1)
-    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression='zstd').save(state, step=2)
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(chunk_bytes=40_000)).save(
+        state, step=1
+    )
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression='zstd')).save(
+        state, step=2
+    )
     for step in range(3):
         assert np.array_equal(t5ckpt.load_t5x_checkpoint(tmp_path, step)['frozen']['w'], np.arange(100_000))
 
@@ -122,7 +130,7 @@ def test_auto_compresses_what_pays():
         'four': np.zeros(100_000, jnp.int4),
     }
     url = 'memory://auto'
-    with t5ckpt.Checkpointer(state, checkpoints_dir=url, compression='auto') as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression='auto')) as ck:
         ck.save(state, step=0)
     storage, sizes = open_storage(url), {}
     for name in state.keys() - {'tiny'}:
@@ -199,7 +207,9 @@ def test_encoded_chunks_are_linked_after_a_restart(tmp_path, compression):
     values = np.random.default_rng(0).standard_normal((512, 256)).astype(jnp.bfloat16)
     state = {'w': values.astype(np.float32), 'zeros': np.zeros(100_000, np.float32)}
     for step in range(3):
-        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, compression=compression) as ck:
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(compression=compression)
+        ) as ck:
             ck.save(state, step=step)
     for name in ('w/0.0', 'zeros/0'):
         assert len({inode(tmp_path, step, name) for step in range(3)}) == 1, name

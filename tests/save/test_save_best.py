@@ -14,6 +14,7 @@ import uuid
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from support.options import with_options
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
 
@@ -106,7 +107,7 @@ def test_the_retained_sets_are_those_of_t5x_after_every_save(name, tmp_path):
         'force_keep_period': config.get('period'),
     }
     trace = []
-    with SaveBestCheckpointer(state, None, tmp_path, keep=config['keep'], **options) as ck:
+    with SaveBestCheckpointer(state, None, tmp_path, keep=config['keep'], **with_options(**options)) as ck:
         for step in config['steps']:
             metric = config['metrics'].get(str(step))
             events = [] if metric is None else [metric, *filter(None, [config.get('rewrite', {}).get(str(step))])]

@@ -221,15 +221,15 @@ def test_a_step_that_contradicts_the_states_own(tmp_path, caught):
         for step in (30, 40, 50):
             ck.maybe_save(step, STEPPED)
     (warning,) = caught
-    assert warning.category is t5ckpt.StepMismatchWarning
+    assert warning.category is t5ckpt.errors.StepMismatchWarning
     assert 'saved as step 30, but holds step 1' in str(warning.message)
 
 
 def test_as_an_error_it_keeps_the_step_from_being_saved(tmp_path):
     with warnings.catch_warnings(), Checkpointer(STEPPED, checkpoints_dir=tmp_path) as ck:
-        warnings.simplefilter('error', t5ckpt.T5CkptWarning)
+        warnings.simplefilter('error', t5ckpt.errors.T5CkptWarning)
         for _ in range(2):
-            with pytest.raises(t5ckpt.StepMismatchWarning):
+            with pytest.raises(t5ckpt.errors.StepMismatchWarning):
                 ck.save(STEPPED, step=30)
         assert ck.all_steps() == []
 
@@ -250,7 +250,7 @@ def test_a_state_that_does_not_fit_the_template(tmp_path, caught, abstract):
         for step in range(1, 3):
             ck.save(other(w=np.zeros((4, 5), np.float32), b=np.zeros(4, np.int32)), step=step)
         (first,) = caught
-        assert first.category is t5ckpt.TemplateMismatchWarning
+        assert first.category is t5ckpt.errors.TemplateMismatchWarning
         assert first.filename == __file__
         assert 'params/w: checkpoint (4, 5), template (4, 4)' in str(first.message)
         assert 'params/b: checkpoint int32, template float32' in str(first.message)
@@ -298,7 +298,7 @@ def test_leaves_that_a_restore_accepts_are_not_a_difference(tmp_path):
 
 
 def test_strict_save(tmp_path):
-    with Checkpointer(STATE, checkpoints_dir=tmp_path, strict_save=True) as ck:
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(strict_save=True)) as ck:
         for _ in range(2):
             with pytest.raises(TreeMismatchError, match='step 1 is not saved') as caught:
                 ck.save(other(w=np.zeros(3, np.float32)), step=1)
@@ -308,7 +308,7 @@ def test_strict_save(tmp_path):
 
 
 def test_transforms_are_not_compared(tmp_path):
-    with Checkpointer(STATE, checkpoints_dir=tmp_path, strict_save=True) as ck:
+    with Checkpointer(STATE, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(strict_save=True)) as ck:
         assert ck.save(other(w=np.zeros(3, np.float32)), [same], step=1).step == 1
 
 
@@ -339,7 +339,7 @@ def test_a_keep_policy_whose_metric_does_not_come(tmp_path, caught):
             ck.save(STATE, step=step, metrics={'accuracy': step, 'loss': 1})
         assert ck.all_steps() == [4, 5]
     (warning,) = caught
-    assert warning.category is t5ckpt.MissingMetricWarning
+    assert warning.category is t5ckpt.errors.MissingMetricWarning
     assert "no metric 'acc'" in str(warning.message)
     assert 'it has: accuracy, loss' in str(warning.message)
 
@@ -367,7 +367,7 @@ def test_a_save_policy_whose_metric_does_not_come(tmp_path, caught, metrics):
         assert len(caught) == (metrics is not None)
         ck.maybe_save(1000, STATE, metrics=metrics)
     (warning,) = caught
-    assert warning.category is t5ckpt.MissingMetricWarning
+    assert warning.category is t5ckpt.errors.MissingMetricWarning
     assert "without the metric 'acc'" in str(warning.message)
     assert warning.filename == __file__
 
@@ -403,7 +403,7 @@ def test_a_metric_that_the_persist_policy_needs_and_no_save_has_is_warned_of_onc
             ck.save(STATE, step=step, metrics=metrics)
         ck.save(STATE, step=saves, metrics=metrics)
     (warning,) = caught
-    assert warning.category is t5ckpt.MissingMetricWarning
+    assert warning.category is t5ckpt.errors.MissingMetricWarning
     assert "is saved without the metric 'acc', which persist=" in str(warning.message)
     assert f'the metrics given were: {given}. ' in str(warning.message)
     assert warning.filename == __file__
@@ -442,7 +442,9 @@ def test_a_metric_of_some_uploads_only_is_not_a_mistake(tmp_path, caught):
         (lambda ck, state: t5ckpt.WarmStart('a', rename=('a', 'b')), r"rename must be a list of .*, got \('a', 'b'\)"),
         (lambda ck, state: t5ckpt.WarmStart('a', rename={'a': 'b'}), "rename must be a list of .*, got {'a': 'b'}"),
         (
-            lambda ck, state: t5ckpt.Checkpointer(state, None, 'run', save_dtype='bfloat16', cast_leaves=['a', 'b']),
+            lambda ck, state: t5ckpt.Checkpointer(
+                state, None, 'run', save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=['a', 'b'])
+            ),
             'cast_leaves must be a regular expression .* Join several',
         ),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.facts import facts_of
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import (
@@ -51,7 +52,7 @@ STATE = {'params': {'w': np.zeros((4, 4), np.float32)}}
 def test_constructor_options(options, tmp_path):
     (name, value), *_ = options.items()
     with pytest.raises(ValueError, match=rf'{name}.*got') as caught:
-        Checkpointer(STATE, checkpoints_dir=tmp_path, **options)
+        Checkpointer(STATE, checkpoints_dir=tmp_path, **with_options(**options))
     assert repr(value)[:80] in str(caught.value)
 
 
@@ -61,7 +62,7 @@ def test_a_cast_to_a_dtype_that_no_checkpoint_has(option, tmp_path):
     with pytest.raises(
         ValueError, match=rf'{option}: neither JAX nor a checkpoint has the dtype {np.longdouble(0).dtype}'
     ):
-        Checkpointer(STATE, checkpoints_dir=tmp_path, **{option: np.longdouble})
+        Checkpointer(STATE, checkpoints_dir=tmp_path, **with_options(**{option: np.longdouble}))
 
 
 @pytest.mark.parametrize('compression', ['lz4', 'blosc'])
@@ -70,7 +71,7 @@ def test_chunks_that_a_codec_cannot_encode(compression, tmp_path):
     tree = {'w': np.zeros(2**31, np.uint8)}
     options = {'chunk_bytes': 2**31, 'compression': compression}
     with (
-        Checkpointer(tree, checkpoints_dir=tmp_path, **options) as ck,
+        Checkpointer(tree, checkpoints_dir=tmp_path, **with_options(**options)) as ck,
         pytest.raises(t5ckpt.errors.UnsupportedLeafError, match=r'^w: .* less than 2 GiB.*2,147,483,648 bytes'),
     ):
         ck.save(tree, step=1)
@@ -177,7 +178,12 @@ def test_policies(make):
 def test_integers_of_numpy_count(tmp_path):
     """And what a policy was given can be written to the facts."""
     policy = KeepLatest(np.int64(1)) | KeepSteps(np.array([0])) | KeepBest(np.int32(1), 'm', period=np.int64(100))
-    with Checkpointer(STATE, checkpoints_dir=tmp_path, keep_policy=policy, chunk_bytes=np.int64(64)) as ck:
+    with Checkpointer(
+        STATE,
+        checkpoints_dir=tmp_path,
+        keep_policy=policy,
+        options=t5ckpt.CheckpointerOptions(chunk_bytes=np.int64(64)),
+    ) as ck:
         for step in range(3):
             ck.save(STATE, step=np.int64(step), metrics={'m': np.float32(step)})
         assert ck.all_steps() == [0, 1, 2]

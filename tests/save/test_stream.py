@@ -126,7 +126,9 @@ def test_one_write_replaces_a_step_where_nothing_can_be_renamed():
 def test_python_numbers_text_keys_and_empty_containers_are_taken_over(tmp_path):
     state = {'n': 5, 'x': 0.5, 'flag': True, 'name': 'run', 'none': None, 'empty': {}, 'w': np.ones((50, 60))}
     state |= {'key': jax.random.key(3), 'keys': jax.random.split(jax.random.key(1), 400)}
-    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'a', inline_bytes=64).save(state, step=12)
+    t5ckpt.Checkpointer(
+        state, checkpoints_dir=tmp_path / 'a', options=t5ckpt.CheckpointerOptions(inline_bytes=64)
+    ).save(state, step=12)
     write_stream(borrowed(tmp_path / 'a'), request_for(tmp_path / 'b'))
     back = t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'b').restore()
     assert jax.tree.structure(back) == jax.tree.structure(state)

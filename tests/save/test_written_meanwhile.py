@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.options import with_options
 
 import t5ckpt
 
@@ -117,7 +118,9 @@ def test_every_step_restores_and_verifies(place, compression, concurrent_gb):
     buffers = {name: buffer_of() for name in LEAVES}
     state = {name: LEAVES[name][0](values) for name, values in buffers.items()} | {'still': buffer_of()}
     template = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in state.items()}
-    with t5ckpt.Checkpointer(template, checkpoints_dir=place, compression=compression, chunk_bytes=2**16) as ck:
+    with t5ckpt.Checkpointer(
+        template, checkpoints_dir=place, options=t5ckpt.CheckpointerOptions(compression=compression, chunk_bytes=2**16)
+    ) as ck:
         with written(*buffers.values()):
             taken = save_both_ways(ck, state, list(buffers.values()), 4, concurrent_gb=concurrent_gb)
         for step, (before, after) in taken.items():
@@ -135,7 +138,7 @@ def test_every_step_restores_and_verifies(place, compression, concurrent_gb):
 def test_with_a_cast_and_without_reuse(place, options):
     buffers = {'numpy': buffer_of(), 'aliased': buffer_of()}
     state = {'numpy': buffers['numpy'], 'aliased': device_put(buffers['aliased'])}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=place, chunk_bytes=2**16, **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=place, **with_options(chunk_bytes=2**16, **options)) as ck:
         with written(*buffers.values()):
             taken = save_both_ways(ck, state, list(buffers.values()), 6)
         for step in taken:
@@ -148,7 +151,7 @@ def test_large_files_that_bypass_the_page_cache(tmp_path):
     values = buffer_of(2**22)
     state = {'numpy': values, 'aliased': device_put(values)}
     options = {'storage_options': {'direct_bytes': 1}}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck, written(values):
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)) as ck, written(values):
         taken = save_both_ways(ck, state, [values], 4)
     for step, ([before], [after]) in taken.items():
         assert t5ckpt.verify(tmp_path, step=step, full=True).ok

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from support.options import with_options
 
 from simulation.coordination import CoordinationService, SimulatedProcesses
 from simulation.programs import OPTIONS, after, in_turn, reader, saver
@@ -102,10 +103,7 @@ class Job:
         return Checkpointer(
             self._state(index),
             checkpoints_dir=self._world.storage(),
-            processes=self._processes[index],
-            process_timeout=self._timeout,
-            **self._options,
-            **options,
+            **with_options(processes=self._processes[index], process_timeout=self._timeout, **self._options, **options),
         )
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from support.options import with_options
 
 from simulation.scheduler import current_task, wait_until
 from simulation.virtual import clock
@@ -24,7 +25,8 @@ from t5ckpt.errors import (
     StorageError,
 )
 from t5ckpt.format.names import MANIFEST, step_dir
-from t5ckpt.reading.array_reader import ReadOptions, reader_of
+from t5ckpt.options import CheckpointerOptions
+from t5ckpt.reading.array_reader import reader_of
 from t5ckpt.reading.contents import decode_contents, read_raw
 from t5ckpt.reading.identity import ChangedMeanwhileError
 
@@ -69,7 +71,7 @@ def saver(
                 _stop(stops.pop() if stops and key.endswith(f'/{MANIFEST}') else 0.0),
                 replace(key, data, version),
             )[1]
-        with Checkpointer(state_of(value), checkpoints_dir=storage, **given) as ck:
+        with Checkpointer(state_of(value), checkpoints_dir=storage, **with_options(**given)) as ck:
             for step in steps:
                 # A step that is pinned or is held by a reader is not replaced.
                 # One that was stopped for hours gives up.
@@ -114,7 +116,7 @@ def _read(world: World, step: int) -> None:
     located = Located(world.storage(), step_dir(step), MANIFEST, step)
     contents = decode_contents(located, read_raw(located, checksums=True))
     leaves = contents.leaves()
-    arrays = reader_of(contents, ReadOptions(mmap=False, verify='full'))
+    arrays = reader_of(contents, CheckpointerOptions(verify='full'))
     with contents.identity.reading():
         read = arrays.read(leaves['w',], 'w')
     value = int(np.asarray(leaves['n',]))

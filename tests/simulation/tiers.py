@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from support.options import with_options
 
 from simulation.bucket import Bucket
 from simulation.directory import LOCAL, SimulatedDirectory
@@ -23,7 +24,9 @@ from t5ckpt.tiers.local_tier import LocalTier
 
 
 def _checkpointer(world: World, value: float) -> Checkpointer:
-    return Checkpointer(state_of(value), checkpoints_dir=world.storage(), local=LocalTier(LOCAL, keep=1), **OPTIONS)
+    return Checkpointer(
+        state_of(value), checkpoints_dir=world.storage(), local=LocalTier(LOCAL, keep=1), **with_options(**OPTIONS)
+    )
 
 
 def tier_saver(world: World, value: float, steps: Sequence[int], *, waits: bool = False) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.options import with_options
 
 from simulation.programs import OPTIONS
 from simulation.scheduler import current_task
@@ -105,7 +106,7 @@ def restarter(world: World) -> Callable[[], None]:
         observer = world.observer
         before, damaged = set(observer.visible), set(observer.damaged)
         observer.disappeared.clear()
-        with Checkpointer(state_of(0), checkpoints_dir=world.storage(), **OPTIONS) as ck:
+        with Checkpointer(state_of(0), checkpoints_dir=world.storage(), **with_options(**OPTIONS)) as ck:
             try:
                 state: dict[str, Any] = restore_or_init(ck, lambda: state_of(-1))
             except (CheckpointNotFoundError, ChangedMeanwhileError, CorruptCheckpointError) as error:

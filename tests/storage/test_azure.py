@@ -184,7 +184,9 @@ def test_a_wrong_key_is_refused_with_what_to_check(az, monkeypatch):
 
 def test_no_error_contains_a_signature(az):
     url = az.url()
-    t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16).save(STATE, step=1)
+    t5ckpt.Checkpointer(STATE, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(inline_bytes=16)).save(
+        STATE, step=1
+    )
     for fault in ('403', '404', '400', 'html', '503'):
         az.proxy.choose = lambda kind, key, fault=fault: fault if '/w/' in key else None
         options = {'retry_seconds': 1}
@@ -200,7 +202,9 @@ def test_other_credentials(az, kind, monkeypatch):
     ends = servers.azure_path('test-bucket', '').partition('?')[2]
     monkeypatch.delenv('AZURE_STORAGE_CONNECTION_STRING')
     monkeypatch.setenv('AZURE_STORAGE_SAS_TOKEN', ends)
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16, keep=1) as ck:
+    with t5ckpt.Checkpointer(
+        STATE, checkpoints_dir=url, keep=1, options=t5ckpt.CheckpointerOptions(inline_bytes=16)
+    ) as ck:
         for step in (1, 2):
             ck.save(STATE, step=step)
         assert np.array_equal(ck.restore()['w'], STATE['w'])
@@ -224,7 +228,8 @@ import os, azure.identity, azure.storage.blob, numpy as np, t5ckpt
 endpoint = os.environ['AZURE_STORAGE_ENDPOINT']
 azure.storage.blob.BlobServiceClient(endpoint, azure.identity.DefaultAzureCredential()).create_container('test-bucket')
 state = {'w': np.arange(2**14, dtype=np.float32)}
-with t5ckpt.Checkpointer(state, checkpoints_dir='az://test-bucket/run', inline_bytes=16, keep=1) as ck:
+options = t5ckpt.CheckpointerOptions(inline_bytes=16)
+with t5ckpt.Checkpointer(state, checkpoints_dir='az://test-bucket/run', keep=1, options=options) as ck:
     for step in (1, 2):
         ck.save(state, step=step)
     assert np.array_equal(ck.restore()['w'], state['w'])
@@ -272,7 +277,7 @@ def test_without_bulk_deletions_keys_are_deleted_one_by_one(az, fault):
 def test_a_copy_that_the_service_makes_in_the_background_is_given_up(az):
     """The chunk is uploaded."""
     url = az.url()
-    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, inline_bytes=16) as ck:
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(inline_bytes=16)) as ck:
         ck.save(STATE, step=1)
         az.proxy.choose = lambda kind, key: 'pending' if kind in ('copy', 'head') and '/w/' in key else None
         az.proxy.clear()

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import forked
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -155,7 +156,7 @@ def test_all_kinds_of_leaves(tmp_path, compression):
         'columns': jnp.asarray(rng.standard_normal((64, 3001))).T,
     }
     options = {'chunk_bytes': _MB, 'compression': compression, 'inline_bytes': 0, 'storage_options': _ALL}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, **with_options(**options)) as ck:
         for step in (1, 2):
             # The second one links what it can.
             ck.save_async({**state, 'rows': state['rows'] + step}, step=step)
@@ -260,7 +261,8 @@ CLOSED = """
     import numpy as np
     import t5ckpt
 
-    ck = t5ckpt.Checkpointer({'x': np.zeros(9)}, checkpoints_dir='run', reuse_unchanged=False) if 'early' in sys.argv else None
+    options = t5ckpt.CheckpointerOptions(reuse_unchanged=False)
+    ck = t5ckpt.Checkpointer({'x': np.zeros(9)}, checkpoints_dir='run', options=options) if 'early' in sys.argv else None
     for number in range(3):
         os.close(number)
     state = {str(number): np.full(100_000, number, np.float32) for number in range(20)}
@@ -274,7 +276,7 @@ CLOSED = """
     thread = threading.Thread(target=log)
     thread.start()
     try:
-        ck = ck or t5ckpt.Checkpointer(state, checkpoints_dir='run', reuse_unchanged=False)
+        ck = ck or t5ckpt.Checkpointer(state, checkpoints_dir='run', options=options)
         for step in range(0, 6, 2):
             ck.save(state, step=step)
             ck.save_async(state, step=step + 1).result()

@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support.options import with_options
 from support.proxy import ANSWERS, ON_THE_WAY
 
 import t5ckpt
@@ -45,7 +46,7 @@ def state(seed):
 
 def checkpointer(url, **options):
     options = {'chunk_bytes': 2**14, 'inline_bytes': 64, 'clock': FakeClock()} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **with_options(**options))
 
 
 def same(found, seed):

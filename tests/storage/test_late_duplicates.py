@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -28,7 +29,7 @@ def state(seed):
 
 def checkpointer(url, clock, **options):
     options = {'inline_bytes': 64, 'storage_options': OPTIONS, 'clock': clock} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **with_options(**options))
 
 
 def delay(bucket, kind, ending, *before):
@@ -47,7 +48,7 @@ def release(bucket):
 
 
 def loaded(url, **options):
-    return t5ckpt.load_t5x_checkpoint(url, STEP, mmap=False, **options)
+    return t5ckpt.load_t5x_checkpoint(url, STEP, **with_options(mmap=False, **options))
 
 
 def is_of(found, seed):

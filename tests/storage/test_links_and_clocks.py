@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cli import ROOT, t5ckpt_cli
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.errors import StorageError
@@ -24,7 +25,7 @@ def state(step):
 
 
 def open_run(run, **options):
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, inline_bytes=64, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, **with_options(inline_bytes=64, **options))
 
 
 def save(run, *steps, **options):
@@ -186,7 +187,8 @@ import os, signal, sys
 import numpy as np, t5ckpt
 state = {'w': np.full(2000, 7, np.float32), 'step': np.int32(7)}
 stop = lambda done, total: os.kill(os.getpid(), signal.SIGSTOP) if done < total else None
-with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], inline_bytes=64, chunk_bytes=4000, progress=stop) as checkpointer:
+options = t5ckpt.CheckpointerOptions(inline_bytes=64, chunk_bytes=4000)
+with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], progress=stop, options=options) as checkpointer:
     checkpointer.save(state)
 """
 

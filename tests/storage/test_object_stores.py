@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import independent_reader, t5x_rules
 from support.filled import write_filled
+from support.options import with_options
 from support.states import key_of
 
 import t5ckpt
@@ -69,7 +70,7 @@ def at(step):
 
 def checkpointer(url, tree=None, **options):
     options = {'chunk_bytes': CHUNK, 'inline_bytes': 256} | options
-    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=url, **options)
+    return t5ckpt.Checkpointer(state() if tree is None else tree, checkpoints_dir=url, **with_options(**options))
 
 
 def counts(bucket):
@@ -110,7 +111,9 @@ def test_save_restore_and_slices(bucket):
 @pytest.mark.parametrize('compression', ['zstd', 'auto'])
 def test_every_kind_of_leaf(bucket, compression):
     url = bucket.url()
-    with t5ckpt.Checkpointer(mixed_state(), checkpoints_dir=url, compression=compression, inline_bytes=16) as ck:
+    with t5ckpt.Checkpointer(
+        mixed_state(), checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression=compression, inline_bytes=16)
+    ) as ck:
         ck.save(mixed_state(3))
         back = ck.restore()
     assert back['list'][1] == ()
@@ -133,7 +136,7 @@ def test_saves_are_compressed_by_default(bucket):
     assert sizes['f32'] <= 0.9
     assert sizes['bf16'] <= 0.8
     assert sizes['master'] <= 0.42
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, compression=None) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, options=t5ckpt.CheckpointerOptions(compression=None)) as ck:
         ck.save(tree, step=2)
     assert len(storage.read(key_of(storage, '/f32/0.0', 'checkpoint_2'))) == weights.nbytes
 
@@ -141,7 +144,9 @@ def test_saves_are_compressed_by_default(bucket):
 def test_no_encoded_chunk_is_read_back(bucket):
     """Its checksum comes from memory."""
     values = np.zeros((8, 4096), np.float32)
-    with t5ckpt.Checkpointer({'w': values}, checkpoints_dir=bucket.url(), compression='lz4') as ck:
+    with t5ckpt.Checkpointer(
+        {'w': values}, checkpoints_dir=bucket.url(), options=t5ckpt.CheckpointerOptions(compression='lz4')
+    ) as ck:
         ck.save({'w': values}, step=1)
     assert not [each.key for each in bucket.proxy.requests if each.kind == 'read' and each.key.endswith('/w/0.0')]
 
@@ -486,8 +491,8 @@ def test_a_flipped_bit_is_found_at_one_request_a_chunk(bucket, compression):
     reads = {
         'restore': lambda **options: checkpointer(url, **options).restore()['w'],
         'lazy': lambda **options: checkpointer(url, **options).restore(lazy_parameters=True)['w'].get(),
-        'load': lambda **options: t5ckpt.load_t5x_checkpoint(url, **options)['w'],
-        'view': lambda **options: t5ckpt.open_checkpoint(url, **options)['w'][:],
+        'load': lambda **options: t5ckpt.load_t5x_checkpoint(url, **with_options(**options))['w'],
+        'view': lambda **options: t5ckpt.open_checkpoint(url, **with_options(**options))['w'][:],
     }
     keys: list[str] = []
     for read in reads.values():

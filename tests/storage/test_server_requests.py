@@ -14,6 +14,7 @@ import urllib.parse
 import jax
 import numpy as np
 import pytest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt.storage import open_storage
@@ -28,7 +29,7 @@ def state(step=0, size=2**20):
 
 
 def checkpointer(url, **options):
-    return t5ckpt.Checkpointer(state(), checkpoints_dir=url, chunk_bytes=2**20, **options)
+    return t5ckpt.Checkpointer(state(), checkpoints_dir=url, **with_options(chunk_bytes=2**20, **options))
 
 
 def sent(bucket):
@@ -38,7 +39,7 @@ def sent(bucket):
 
 
 def is_state(url, step):
-    found = t5ckpt.load_t5x_checkpoint(url, step, verify='full')
+    found = t5ckpt.load_t5x_checkpoint(url, step, options=t5ckpt.CheckpointerOptions(verify='full'))
     return all(np.array_equal(found[name], value) for name, value in state(step).items())
 
 
@@ -91,7 +92,7 @@ def test_many_files_are_copied_at_once(bucket):
         ck.save(tree, step=1)
     assert max(at_once) > 4
     assert 'read' not in [request.kind for request in bucket.proxy.clear() if request.key.endswith('.zarray')]
-    found = t5ckpt.load_t5x_checkpoint(url, 1, verify='full')
+    found = t5ckpt.load_t5x_checkpoint(url, 1, options=t5ckpt.CheckpointerOptions(verify='full'))
     assert all(np.array_equal(found[name], tree[name]) for name in tree)
 
 

@@ -356,7 +356,7 @@ import resource, sys
 import jax, numpy as np, t5ckpt
 run, limit = sys.argv[1:]
 state = {'w': np.ones((64, 64)), 'step': 1}
-ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, inline_bytes=64)
+ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(inline_bytes=64))
 jax.devices()
 ck.save(state, step=1)
 if limit == 'files':

@@ -17,6 +17,7 @@ import time
 
 import numpy as np
 import pytest
+from support.options import with_options
 from support.proxy import FAULTS
 
 import t5ckpt
@@ -37,7 +38,7 @@ def state(seed):
 
 def checkpointer(url, clock, **options):
     options = {'chunk_bytes': 2**13, 'inline_bytes': 64, 'storage_options': OPTIONS} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, clock=clock, **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=url, **with_options(clock=clock, **options))
 
 
 def check(url, must=(), may=()):
@@ -322,7 +323,7 @@ def test_a_server_with_a_limit_of_requests_a_second_delays_a_save(bucket):
 
     tree = {'w': np.arange(2**14, dtype=np.float32), 'step': np.int32(1)}
     options = {'chunk_bytes': 2**12, 'compression': None, 'inline_bytes': 64, 'storage_options': {'retry_seconds': 10}}
-    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, **options) as ck:
+    with t5ckpt.Checkpointer(tree, checkpoints_dir=url, **with_options(**options)) as ck:
         bucket.proxy.choose = choose
         ck.save(tree)
         assert np.array_equal(ck.restore()['w'], tree['w'])

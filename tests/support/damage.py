@@ -11,6 +11,7 @@ import numpy as np
 
 import t5ckpt
 from support.facts import facts_of, put_facts
+from support.options import with_options
 from support.states import leaf_print
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.file_checksums import FileChecksums
@@ -52,7 +53,7 @@ def state_of(seed=0):
 def save(run_dir, step=1, seed=0, **options):
     options = {'chunk_bytes': 4096, 'inline_bytes': 1024, 'reuse_unchanged': False} | options
     state = state_of(seed)
-    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(step), **options) as ck:
+    with t5ckpt.Checkpointer(state, None, str(run_dir), Iterator(step), **with_options(**options)) as ck:
         ck.save(state, step=step)
     return run_dir / f'checkpoint_{step}'
 

@@ -18,16 +18,18 @@ import numpy as np
 
 import t5ckpt
 from support.facts import put_facts
+from support.options import with_options
 from t5ckpt import (
     Checkpointer,
+    CheckpointerOptions,
     ConvertOptions,
     LocalTier,
-    NoEffectWarning,
     WarmStart,
     errors,
 )
 from t5ckpt.convert import seqax
 from t5ckpt.datasets import as_dataset_iterator
+from t5ckpt.errors import NoEffectWarning
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
 from t5ckpt.training import MetricWriter, ProfilerWindow, Watchdog, peak_flops, write_hlo
@@ -89,10 +91,10 @@ class Scene:
 
     def checkpointer(self, **options: Any) -> Checkpointer:
         """One of the run, whose writes go elsewhere."""
-        return Checkpointer(STATE, checkpoints_dir=self.out, **options)
+        return Checkpointer(STATE, checkpoints_dir=self.out, **with_options(**options))
 
     def reader(self, template: Any = STATE, place: Any = None, **options: Any) -> Checkpointer:
-        return Checkpointer(template, checkpoints_dir=self.run if place is None else place, **options)
+        return Checkpointer(template, checkpoints_dir=self.run if place is None else place, **with_options(**options))
 
     def restored(self, options: Any = None, place: Any = None, **arguments: Any) -> Any:
         return self.reader(place=place, **(options or {})).restore(**arguments)
@@ -102,7 +104,7 @@ def make(root: pathlib.Path, tensorflow: pathlib.Path) -> None:
     """Makes what the cases share."""
     from flax import serialization
 
-    with Checkpointer(STATE, checkpoints_dir=root / 'run', inline_bytes=0) as checkpointer:
+    with Checkpointer(STATE, checkpoints_dir=root / 'run', options=CheckpointerOptions(inline_bytes=0)) as checkpointer:
         checkpointer.save(STATE, metrics={'loss': 0.5})
     t5_state = {'target': t5.init(t5.Config(gated=True, tied=False)), 'state': {'step': np.int32(1)}}
     with Checkpointer(t5_state, checkpoints_dir=root / 't5') as checkpointer:
@@ -305,10 +307,16 @@ def without_rights(scene: Scene) -> Any:
 DTYPE = dict.fromkeys(('dtype', 'save_dtype', 'restore_dtype'), 'bfloat16')
 
 
-def cast(owner: str, name: str, call: Callable[..., Any], dtype: str) -> list[Case]:
+def cast(owner: str, name: str, call: Callable[..., Any], dtype: str, has_dtype: str = '') -> list[Case]:
     """A dtype without a leaf that it is meant for, and a pattern without a dtype."""
     return [
-        (owner, dtype, errors.UnmatchedPattern, 'model/, optimizer/', lambda s, _: call(s, **{dtype: 'bfloat16'})),
+        (
+            has_dtype or owner,
+            dtype,
+            errors.UnmatchedPattern,
+            'model/, optimizer/',
+            lambda s, _: call(s, **{dtype: 'bfloat16'}),
+        ),
         (owner, name, ValueError, 'cast_leaves=.x. has no effect without', lambda s, _: call(s, cast_leaves='x')),
         (
             owner,
@@ -351,7 +359,7 @@ CHECKPOINTER: list[Case] = [
         lambda s, _: s.restored({'dataset_iterator': Position()}),
     ),
     (
-        'Checkpointer',
+        'CheckpointerOptions',
         'map_positions',
         ValueError,
         'no effect without dataset_iterator',
@@ -371,8 +379,14 @@ CHECKPOINTER: list[Case] = [
         'step 1 is kept regardless of the keep policy: pinned',
         lambda s, _: pinned(s),
     ),
-    *cast('Checkpointer', 'cast_leaves', saved, 'save_dtype'),
-    *cast('Checkpointer', 'cast_leaves', lambda s, **options: s.reader(**options).restore(), 'restore_dtype'),
+    *cast('CheckpointerOptions', 'cast_leaves', saved, 'save_dtype', 'Checkpointer'),
+    *cast(
+        'CheckpointerOptions',
+        'cast_leaves',
+        lambda s, **options: s.reader(**options).restore(),
+        'restore_dtype',
+        'Checkpointer',
+    ),
     (
         'Checkpointer',
         'keep_dataset_checkpoints',
@@ -393,7 +407,7 @@ CHECKPOINTER: list[Case] = [
     (
         'LocalTier',
         'persist',
-        t5ckpt.MissingMetricWarning,
+        t5ckpt.errors.MissingMetricWarning,
         "without the metric 'acc', which persist=",
         lambda s, _: saved(
             s, metrics={'loss': 1.0}, local=LocalTier(s.local, persist=t5ckpt.SaveOnImprovement('acc', 'max'))
@@ -444,15 +458,15 @@ CHECKPOINTER: list[Case] = [
         '^save_policy and preempted had no effect',
         lambda s, _: saved(s, save_policy=t5ckpt.SaveOnPreemption(), preempted=lambda: False),
     ),
-    ('Checkpointer', 'compression', ValueError, 'zzz', lambda s, _: s.checkpointer(compression='zzz')),
+    ('CheckpointerOptions', 'compression', ValueError, 'zzz', lambda s, _: s.checkpointer(compression='zzz')),
     (
-        'Checkpointer',
+        'CheckpointerOptions',
         'mmap follow_links',
         NoEffectWarning,
         'not on a local file system',
         lambda s, name: s.restored({name: True}, place=s.memory),
     ),
-    ('Checkpointer', 'verify', ValueError, 'ful', lambda s, _: s.checkpointer(verify='ful')),
+    ('CheckpointerOptions', 'verify', ValueError, 'ful', lambda s, _: s.checkpointer(verify='ful')),
     (
         'Checkpointer',
         'use_gda',
@@ -836,20 +850,6 @@ FUNCTIONS: list[Case] = [
     ),
     (
         'SaveBestCheckpointer',
-        'keep_checkpoints_without_metrics',
-        NoEffectWarning,
-        '^keep_checkpoints_without_metrics ',
-        lambda s, _: t5ckpt.SaveBestCheckpointer(STATE, None, s.out, keep_checkpoints_without_metrics=False),
-    ),
-    (
-        'SaveBestCheckpointer',
-        'force_keep_period',
-        NoEffectWarning,
-        '^force_keep_period ',
-        lambda s, _: t5ckpt.SaveBestCheckpointer(STATE, None, s.out, force_keep_period=5),
-    ),
-    (
-        'SaveBestCheckpointer',
         'keep_checkpoints_without_metrics force_keep_period',
         NoEffectWarning,
         '^keep_checkpoints_without_metrics and force_keep_period ',
@@ -1040,24 +1040,21 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.intersect_state({'a': KERNEL}, {'b': KERNEL}),
     ),
     *cast(
-        'load_t5x_checkpoint',
+        'CheckpointerOptions',
         'cast_leaves',
-        lambda s, **options: t5ckpt.load_t5x_checkpoint(s.run, **options),
+        lambda s, **options: t5ckpt.load_t5x_checkpoint(s.run, **with_options(**options)),
         'restore_dtype',
+        'load_t5x_checkpoint',
     ),
     *(
-        case
-        for function in (t5ckpt.load_t5x_checkpoint, t5ckpt.open_checkpoint)
-        for case in (
-            (function.__name__, 'verify', ValueError, 'vey', lambda s, _, f=function: f(s.run, verify='vey')),
-            (
-                function.__name__,
-                'follow_links',
-                NoEffectWarning,
-                '^follow_links has no effect',
-                lambda s, _, f=function: f(s.memory, follow_links=True),
-            ),
+        (
+            'CheckpointerOptions',
+            'follow_links',
+            NoEffectWarning,
+            '^follow_links has no effect',
+            lambda s, _, f=function: f(s.memory, options=CheckpointerOptions(follow_links=True)),
         )
+        for function in (t5ckpt.load_t5x_checkpoint, t5ckpt.open_checkpoint)
     ),
     (
         'load_t5x_checkpoint',
@@ -1140,7 +1137,7 @@ FUNCTIONS: list[Case] = [
 
 
 def best(scene: Scene, metrics: Any, **options: Any) -> None:
-    with t5ckpt.SaveBestCheckpointer(STATE, None, scene.out, **options) as checkpointer:
+    with t5ckpt.SaveBestCheckpointer(STATE, None, scene.out, **with_options(**options)) as checkpointer:
         for step in range(4):
             # Event files may be written after the save, so the step before is judged.
             checkpointer.save(STATE | {'step': np.int32(step)}, metrics=metrics)
@@ -1184,9 +1181,9 @@ PYTHON = [*COMMON, *CHECKPOINTER, *FUNCTIONS]
 # What a row without a word says, shown: the call returns whether it is so, and warns of nothing.
 HINTS: list[tuple[str, str, Callable[[Scene], Any]]] = [
     ('Checkpointer.restore', 'restore_iterator', lambda s: same(s.restored(restore_iterator=False), STATE)),
-    ('Checkpointer', 'restore_concurrent_gb', lambda s: same(s.restored({'restore_concurrent_gb': 100}), STATE)),
-    ('Checkpointer', 'chunk_bytes', lambda s: saved(s, chunk_bytes=2**40) is None),
-    ('Checkpointer', 'inline_bytes', lambda s: saved(s, inline_bytes=2**40) is None),
+    ('CheckpointerOptions', 'restore_concurrent_gb', lambda s: same(s.restored({'restore_concurrent_gb': 100}), STATE)),
+    ('CheckpointerOptions', 'chunk_bytes', lambda s: saved(s, chunk_bytes=2**40) is None),
+    ('CheckpointerOptions', 'inline_bytes', lambda s: saved(s, inline_bytes=2**40) is None),
     ('Checkpointer', 'checkpoints_dir', lambda s: s.checkpointer().all_steps() == []),
     ('CheckpointDiff.top', 'count', lambda s: len(t5ckpt.diff(s.run, s.root / 't5').top(10**6)) >= 0),
     ('CheckpointView.stats', 'bins', lambda s: not t5ckpt.open_checkpoint(noted(s)).select('note').stats(bins=9)),
@@ -1221,13 +1218,21 @@ HINTS: list[tuple[str, str, Callable[[Scene], Any]]] = [
         lambda s: t5ckpt.get_checkpoint_dir('r', 123, 3) == 'r/checkpoint_123',
     ),
     ('is_pinned_checkpoint', 'ckpt_dir', lambda s: t5ckpt.is_pinned_checkpoint(s.out) is False),
-    ('load_t5x_checkpoint', 'mmap', lambda s: same(t5ckpt.load_t5x_checkpoint(s.memory, mmap=True), STATE)),
+    (
+        'CheckpointerOptions',
+        'mmap',
+        lambda s: same(t5ckpt.load_t5x_checkpoint(s.memory, options=CheckpointerOptions(mmap=True)), STATE),
+    ),
     (
         'load_t5x_checkpoint',
         'lazy_parameters',
         lambda s: t5ckpt.load_t5x_checkpoint(noted(s), lazy_parameters=True)['note'] == 'text',
     ),
-    ('open_checkpoint', 'mmap', lambda s: t5ckpt.open_checkpoint(s.memory, mmap=True)['step'][()] == 1),
+    (
+        'CheckpointerOptions',
+        'mmap',
+        lambda s: t5ckpt.open_checkpoint(s.memory, options=CheckpointerOptions(mmap=True))['step'][()] == 1,
+    ),
     ('training.peak_flops', 'device', lambda s: peak_flops(jax.devices()[0]) is None),
     ('training.MetricWriter', 'resume_at', lambda s: MetricWriter(s.out, resume_at=5).close() is None),
 ]

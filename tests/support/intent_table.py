@@ -55,27 +55,30 @@ train_state | warning | it names no sharding for leaves of several devices: Unsh
 partitioner | hint | one process and one device place everything alike
 dataset_iterator | error | it cannot return its position
 dataset_iterator | report | the checkpoint has no position: logged at restore
-map_positions | error | there is no iterator
 keep | error | with keep_policy
 keep_policy | report | a pin, a reader or another layout keeps a step; a metric that does not come: MissingMetricWarning
 save_dtype restore_dtype | error | no floating leaf is meant
-cast_leaves | error | without a dtype, or it matches nothing
-restore_concurrent_gb chunk_bytes inline_bytes | hint | limits; larger than what there is
 keep_dataset_checkpoints | warning | there is no iterator
 metric_source | warning | no policy looks at a metric
 save_policy | warning | at close, when steps were saved and it was not asked
 preempted | warning | the same; a PreemptionNotice that was not entered
-compression | error | unknown; 'auto' may choose none
-reuse_unchanged | hint | the default; storage without links
-mmap follow_links | warning | at restore, not on a local file system
-clock | hint | time.time by default
-share_replicated processes process_timeout | hint | one process: the same program runs on 1..N
-verify | error | unknown word; 'auto' is documented
-strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
 read_only | hint | a program that never saves
 local | error | its directory is in use, of another run, on a bucket, or in the run's directory
 save_policy | error | SaveOnPreemption without preempted
 use_gda | warning | always: ObsoleteArgumentWarning
+""",
+    'CheckpointerOptions': """
+map_positions | error | there is no iterator
+cast_leaves | error | without a dtype, or it matches nothing
+restore_concurrent_gb chunk_bytes inline_bytes | hint | limits; larger than what there is
+compression | error | unknown; 'auto' may choose none
+reuse_unchanged | hint | the default; storage without links
+mmap follow_links | warning | at restore, not on a local file system
+mmap | hint | a view and a load read what they cannot map
+clock | hint | time.time by default
+share_replicated processes process_timeout | hint | one process: the same program runs on 1..N
+verify | error | unknown word; 'auto' is documented
+strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
 """,
     'Checkpointer.agree': 'action note decide | hint | one process decides alone',
     'Checkpointer.steps_to_restore': 'local | hint | for restore_or_init',
@@ -185,7 +188,7 @@ since | hint | before the first step; after the last, the series is empty, since
     'SaveAny': 'policies | error | none, or something else',
     'SaveAt': 'steps | hint | steps that may still come; none, where a program computes them',
     'SaveBestCheckpointer': """
-partitioner dataset_iterator options | hint | as Checkpointer, see there
+partitioner dataset_iterator others | hint | as Checkpointer, see there
 keep | hint | None keeps all
 metric_name_to_monitor | warning | a step comes without it: MissingMetricWarning; best_step takes it with keep=None
 metric_mode | hint | best_step takes it with keep=None
@@ -251,16 +254,8 @@ partitioner | hint | as Checkpointer
     'intersect_state': 'intersect_state_dict | report | what a restore leaves out is logged',
     'load_t5x_checkpoint': """
 state_transformation_fns remap | warning | remap=False leaves the transforms out, as in T5X
-restore_dtype cast_leaves | error | meant for no floating leaf; without a dtype
+restore_dtype | error | meant for no floating leaf
 lazy_parameters | hint | numbers and texts are in the manifest
-mmap | hint | the default; what cannot be mapped is read
-verify | error | unknown word
-follow_links | warning | not on a local file system
-""",
-    'open_checkpoint': """
-mmap | hint | the default; what cannot be mapped is read
-verify | error | unknown word
-follow_links | warning | not on a local file system
 """,
     'is_pinned_checkpoint': 'ckpt_dir | hint | False, as in T5X',
     'pin_checkpoint': 'txt | hint | the default keeps the reason that is there',

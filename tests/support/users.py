@@ -29,7 +29,8 @@ run = sys.argv[1] + '/run'
 STATE = {'w': np.arange(2000, dtype=np.float32), 'step': np.int32(0)}
 
 def checkpointer(**options):
-    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, inline_bytes=64, reuse_unchanged=False, **options)
+    how = t5ckpt.CheckpointerOptions(inline_bytes=64, reuse_unchanged=False)
+    return t5ckpt.Checkpointer(STATE, checkpoints_dir=run, options=how, **options)
 
 def save(step, keep=None):
     with checkpointer(keep=keep) as ck:

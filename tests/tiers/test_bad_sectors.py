@@ -21,12 +21,13 @@ import t5ckpt
 from support.faultshim import FAIL, GETS, READ, Shim
 run, local, steps, how, error = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 state = lambda step: {'w': np.full((64, 96), step, np.float32), 'step': np.int32(step)}
-with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt(steps)), inline_bytes=64) as ck:
+options = t5ckpt.CheckpointerOptions(inline_bytes=64)
+with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt(steps)), options=options) as ck:
     for step in (1, 2):
         ck.save(state(step))
         ck.wait_until_persisted()
 shim = Shim()
-with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local), inline_bytes=64) as ck:
+with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local), options=options) as ck:
     shim.arm(f'{local}/checkpoint_2/w', 0, FAIL, error, GETS, 0 if how == 'once' else GETS)
     if how == 'moment':
         threading.Timer(0.7, shim.disarm).start()

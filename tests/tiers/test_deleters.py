@@ -29,7 +29,11 @@ def waiting(tmp_path):
     """A local directory whose steps 2 and 3 wait for their uploads, as after a crash; the run is `tmp_path / 'run'`."""
     local = tmp_path / 'local'
     with t5ckpt.Checkpointer(
-        state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(local, keep=9), inline_bytes=64
+        state(0),
+        None,
+        tmp_path / 'run',
+        local=t5ckpt.LocalTier(local, keep=9),
+        options=t5ckpt.CheckpointerOptions(inline_bytes=64),
     ) as ck:
         for step in (1, 2, 3, 4):
             ck.save(state(step))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cli import t5ckpt_cli
 from support.facts import put_facts
+from support.options import with_options
 from support.tiers import tier_of
 
 import t5ckpt
@@ -46,7 +47,7 @@ def local(tmp_path):
 
 def checkpointer(run, local, **options):
     options = {'chunk_bytes': 2**16, 'compression': None} | options
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **with_options(**options))
 
 
 def lines(caplog, text):

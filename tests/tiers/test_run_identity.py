@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from support import forked
+from support.options import with_options
 from support.tiers import tier_of
 
 import t5ckpt
@@ -23,7 +24,7 @@ def local(tmp_path):
 
 
 def checkpointer(run, local, **options):
-    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **options)
+    return t5ckpt.Checkpointer(state(0), checkpoints_dir=run, local=tier_of(local), **with_options(**options))
 
 
 def id_of(local):

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from support import forked
+from support.options import with_options
 from support.tiers import tier_of
 from tensorboardX import SummaryWriter
 
@@ -40,7 +41,7 @@ def local(tmp_path):
 
 
 def checkpointer(run, local, **options):
-    return t5ckpt.Checkpointer(state(0), None, run, local=tier_of(local), **{**SMALL, **options})
+    return t5ckpt.Checkpointer(state(0), None, run, local=tier_of(local), **with_options(**{**SMALL, **options}))
 
 
 def program(run, local, lines):
@@ -51,8 +52,8 @@ def state(step):
     rng = np.random.default_rng(step)
     return {{'w': rng.standard_normal((64, 64), dtype=np.float32), 'step': np.int32(step)}}
 ck = t5ckpt.Checkpointer(
-    state(0), None, {str(run)!r}, local=t5ckpt.LocalTier({str(local)!r}), chunk_bytes={2**12}, inline_bytes=64,
-    storage_options={{'retry_seconds': 1.0}})
+    state(0), None, {str(run)!r}, local=t5ckpt.LocalTier({str(local)!r}), storage_options={{'retry_seconds': 1.0}},
+    options=t5ckpt.CheckpointerOptions(chunk_bytes={2**12}, inline_bytes=64))
 """
     return text + textwrap.dedent(lines)
 
@@ -227,7 +228,7 @@ def test_uploads_at_the_interval_of_young_and_daly(run_dir, local):
 def test_the_best_steps_stay_in_the_run(run_dir, local):
     options = {'keep': 2, 'metric_name_to_monitor': 'eval/accuracy', 'local': t5ckpt.LocalTier(local), **SMALL}
     with (
-        t5ckpt.SaveBestCheckpointer(state(0), None, run_dir, **options) as ck,
+        t5ckpt.SaveBestCheckpointer(state(0), None, run_dir, **with_options(**options)) as ck,
         SummaryWriter(str(run_dir / 'eval')) as events,
     ):
         for step, accuracy in [(1, 0.1), (2, 0.9), (3, 0.5), (4, 0.2), (5, 0.3)]:

@@ -17,6 +17,7 @@ import pytest
 from support import forked
 from support.cli import t5ckpt_cli
 from support.facts import put_facts
+from support.options import with_options
 from support.tiers import tier_of
 from support.timed_storage import TimedStorage
 
@@ -73,7 +74,7 @@ def _at_info(caplog):
 
 def checkpointer(run, local, *iterators, **options):
     options = {'chunk_bytes': 2**14, 'inline_bytes': 64} | options
-    return t5ckpt.Checkpointer(state(0), None, run, *iterators, local=tier_of(local), **options)
+    return t5ckpt.Checkpointer(state(0), None, run, *iterators, local=tier_of(local), **with_options(**options))
 
 
 def said(caplog, text, level=logging.INFO):
@@ -546,7 +547,7 @@ def test_a_step_that_is_damaged_in_both_tiers_is_renamed_in_both(run_dir, local,
             ck.wait_until_persisted()
     if not is_same_save:
         shutil.rmtree(run_dir / 'checkpoint_2')
-        with t5ckpt.Checkpointer(state(0), None, run_dir, inline_bytes=64) as ck:
+        with t5ckpt.Checkpointer(state(0), None, run_dir, options=t5ckpt.CheckpointerOptions(inline_bytes=64)) as ck:
             ck.save(state(2), step=2)
     for root in (run_dir, local):
         damage(chunk(root, 2))
@@ -824,14 +825,11 @@ print(json.dumps([modules, threads, lines]))
     assert [each.name for each in run_dir.iterdir()] == ['checkpoint_4']
 
 
-def test_waiting_for_uploads_without_a_local_directory_says_so_once(run_dir):
+def test_without_a_local_directory_a_saved_step_is_persisted(run_dir):
     ck = t5ckpt.Checkpointer(state(0), None, run_dir)
     saved = ck.save_async(state(1))
-    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='wait_until_persisted has no effect without local='):
-        ck.wait_until_persisted()
-    assert saved.done()
-    # A second warning would be an error.
     ck.wait_until_persisted(1)
+    assert saved.done()
 
 
 def test_a_local_directory_that_cannot_be_locked_is_refused(tmp_path):

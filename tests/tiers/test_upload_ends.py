@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from support.options import with_options
 from support.tiers import tier_of
 
 import t5ckpt
@@ -62,7 +63,7 @@ def state(value, step=None):
 
 
 def checkpointer(run, local, **options):
-    return t5ckpt.Checkpointer(state(0), None, run, local=tier_of(local), **SMALL, **options)
+    return t5ckpt.Checkpointer(state(0), None, run, local=tier_of(local), **with_options(**SMALL, **options))
 
 
 def value(run, step):
@@ -305,7 +306,7 @@ def test_a_bad_disk_drops_the_step_and_the_next_save_links_nothing(remote, local
         return state(step) | {'frozen': frozen}
 
     with t5ckpt.Checkpointer(
-        tree(0), None, remote, local=t5ckpt.LocalTier(disk), **SMALL | {'chunk_bytes': 2**16}
+        tree(0), None, remote, local=t5ckpt.LocalTier(disk), **with_options(**SMALL | {'chunk_bytes': 2**16})
     ) as ck:
         ck.save(tree(1))
         ck.wait_until_persisted()
@@ -323,7 +324,7 @@ def test_a_bad_disk_drops_the_step_and_the_next_save_links_nothing(remote, local
 
 def test_a_disk_that_fails_for_a_moment_drops_no_step(remote, local, caplog):
     disk = BadDisk(open_storage(local))
-    with t5ckpt.Checkpointer(state(0), None, remote, local=t5ckpt.LocalTier(disk), **SMALL) as ck:
+    with t5ckpt.Checkpointer(state(0), None, remote, local=t5ckpt.LocalTier(disk), **with_options(**SMALL)) as ck:
         ck.save(state(1))
         ck.wait_until_persisted()
         disk.bad = 'checkpoint_2'
@@ -367,7 +368,7 @@ def test_a_step_that_is_deleted_during_its_upload_leaves_no_files(remote, local)
         return {'w': np.random.default_rng(step).standard_normal((512, 96)).astype(np.float32), 'step': np.int32(step)}
 
     remote.seconds = 0.2
-    with t5ckpt.Checkpointer(tree(0), None, remote, local=t5ckpt.LocalTier(local), **SMALL) as ck:
+    with t5ckpt.Checkpointer(tree(0), None, remote, local=t5ckpt.LocalTier(local), **with_options(**SMALL)) as ck:
         ck.save(tree(1))
         await_write(remote, 'checkpoint_1/t5ckpt-')
         ck.delete(1)
@@ -396,10 +397,12 @@ def test_after_a_restore_of_an_older_step_the_new_saves_are_uploaded(remote, loc
 def test_a_reader_says_that_it_uploads_nothing(remote, local, away):
     """The step waits since an earlier start."""
     remote.is_away = True
-    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), **SMALL) as ck:
+    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), **with_options(**SMALL)) as ck:
         ck.save(state(1))
     remote.is_away = away
-    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), read_only=True, **SMALL) as reader:
+    with t5ckpt.Checkpointer(
+        state(1), None, remote, local=t5ckpt.LocalTier(local), read_only=True, **with_options(**SMALL)
+    ) as reader:
         for words in ((), (1,)):
             with pytest.raises(
                 NotPersistedError, match=r'step 1 .*waits for its upload.* read_only=True uploads nothing'
@@ -409,11 +412,13 @@ def test_a_reader_says_that_it_uploads_nothing(remote, local, away):
             with pytest.raises(NotPersistedError, match='there is no such step'):
                 reader.wait_until_persisted(2)
     remote.is_away = False
-    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), **SMALL) as ck:
+    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), **with_options(**SMALL)) as ck:
         ck.wait_until_persisted(1)
     # The trainer died before it removed the record.
     (local / '.t5ckpt/to_persist/1').touch()
-    with t5ckpt.Checkpointer(state(1), None, remote, local=t5ckpt.LocalTier(local), read_only=True, **SMALL) as reader:
+    with t5ckpt.Checkpointer(
+        state(1), None, remote, local=t5ckpt.LocalTier(local), read_only=True, **with_options(**SMALL)
+    ) as reader:
         reader.wait_until_persisted(1)
 
 
@@ -422,7 +427,9 @@ def test_a_reader_says_that_it_uploads_nothing(remote, local, away):
 )
 def test_a_training_begins_while_the_bucket_is_away(remote, local, caplog, policy):
     """The local directory has no step yet, so the steps of the run are unknown."""
-    with t5ckpt.Checkpointer(state(0), None, remote, local=t5ckpt.LocalTier(local), save_policy=policy, **SMALL) as ck:
+    with t5ckpt.Checkpointer(
+        state(0), None, remote, local=t5ckpt.LocalTier(local), save_policy=policy, **with_options(**SMALL)
+    ) as ck:
         assert int(t5ckpt.restore_or_init(ck, lambda: state(0))['step']) == 0
         remote.is_away = True
         assert ck.should_save(1, metrics={'loss': 0.5})
@@ -451,7 +458,7 @@ def test_saves_do_not_wait_for_a_bucket_that_is_away(remote, local):
 
 
 def test_a_training_without_a_local_directory_does_not_begin_while_the_bucket_is_away(remote):
-    with t5ckpt.Checkpointer(state(0), None, remote, save_policy=t5ckpt.SaveEvery(1), **SMALL) as ck:
+    with t5ckpt.Checkpointer(state(0), None, remote, save_policy=t5ckpt.SaveEvery(1), **with_options(**SMALL)) as ck:
         remote.is_away = True
         with pytest.raises(StorageError, match='the bucket is away'):
             ck.maybe_save(1, state(1))

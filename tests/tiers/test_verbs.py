@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from support.cli import t5ckpt_cli
+from support.options import with_options
 
 import t5ckpt
 
@@ -21,7 +22,7 @@ def local(tmp_path):
     """A local directory with the steps 3 and 4; the run has 1 and 4."""
     local, policy = tmp_path / 'local', t5ckpt.SaveAt([1, 4])
     with t5ckpt.Checkpointer(
-        state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(local, persist=policy), keep=2, **SMALL
+        state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(local, persist=policy), keep=2, **with_options(**SMALL)
     ) as ck:
         for step in (1, 2, 3, 4):
             ck.save(state(step), metrics={'loss': step})
@@ -184,7 +185,9 @@ def test_tier_of_another_run_is_an_error(run, local, verb):
 
 def test_the_run_is_a_bucket(bucket, tmp_path):
     run, local = bucket.url(), tmp_path / 'local'
-    with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local), inline_bytes=64) as ck:
+    with t5ckpt.Checkpointer(
+        state(0), None, run, local=t5ckpt.LocalTier(local), options=t5ckpt.CheckpointerOptions(inline_bytes=64)
+    ) as ck:
         ck.save(state(1))
     assert rows(local, '--timeout', 9) == [(1, 'local'), (1, 'persistent')]
     assert t5ckpt_cli('verify', local, '--tier', 'all', '--full').count('checkpoint_1') >= 2

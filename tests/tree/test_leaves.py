@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.libraries import needs
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -369,7 +370,9 @@ CURE_MARKS = {
 def test_an_odd_leaf_is_saved_exactly(tmp_path, case, inline):
     make, wanted = SAVED[case]
     inline_bytes = 2**20 if inline else 0
-    with t5ckpt.Checkpointer({'x': wanted()}, checkpoints_dir=tmp_path, inline_bytes=inline_bytes) as ck:
+    with t5ckpt.Checkpointer(
+        {'x': wanted()}, checkpoints_dir=tmp_path, options=t5ckpt.CheckpointerOptions(inline_bytes=inline_bytes)
+    ) as ck:
         ck.save({'x': make()}, step=1)
         ck.save_async({'x': make()}, step=2).result()
     for step in (1, 2):
@@ -444,7 +447,7 @@ def test_a_weakly_typed_scalar_stays_weakly_typed(tmp_path, template, inline):
     state = jax.device_put(WEAK, everywhere) if template == 'replicated' else WEAK
     given = jax.eval_shape(lambda: WEAK) if template == 'abstract' else state
     options = {} if inline else {'inline_bytes': 0}
-    with t5ckpt.Checkpointer(given, checkpoints_dir=tmp_path, **options) as checkpointer:
+    with t5ckpt.Checkpointer(given, checkpoints_dir=tmp_path, **with_options(**options)) as checkpointer:
         checkpointer.save(state, step=1)
         restored = checkpointer.restore()
     for name, leaf in restored.items():

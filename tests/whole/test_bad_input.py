@@ -30,6 +30,7 @@ from support.cli import t5ckpt_cli
 from support.facts import as_t5x_writes
 from support.filled import write_filled
 from support.golden import flatten, nest
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -719,12 +720,12 @@ def test_an_absent_chunk_of_an_array_with_a_fill_value(tmp_path, fill, typestr, 
     view = t5ckpt.open_checkpoint(run)
     assert_same(view['target/w'].get(), values)
     assert_same(view['target/w'][10:22:3, 5:], values[10:22:3, 5:])
-    assert_same(t5ckpt.open_checkpoint(run, mmap=True)['target/w'].get(), values)
+    assert_same(t5ckpt.open_checkpoint(run, options=t5ckpt.CheckpointerOptions(mmap=True))['target/w'].get(), values)
     assert_same(t5ckpt.load_t5x_checkpoint(run)['target']['w'], values)
     sharding = NamedSharding(jax.make_mesh((4,), ('x',), devices=jax.devices()[:4]), PartitionSpec('x'))
     template = {'target': {'w': jax.ShapeDtypeStruct(values.shape, dtype, sharding=sharding)}, 'state': {'step': 0}}
     for mmap in (False, True):
-        with t5ckpt.Checkpointer(template, checkpoints_dir=run, mmap=mmap) as ck:
+        with t5ckpt.Checkpointer(template, checkpoints_dir=run, options=t5ckpt.CheckpointerOptions(mmap=mmap)) as ck:
             assert_same(np.asarray(ck.restore()['target']['w']), values)
     assert t5ckpt.verify(run, full=True).ok
     t5ckpt.copy_checkpoint(run, tmp_path / 'copy')
@@ -873,7 +874,9 @@ def test_a_full_disk_is_emptied_by_deletions(tmp_path):
     state = {'w': W[:64]}
     with mounted(tmp_path / 'small', 'size=4m') as root:
         run_dir, filler = root / 'run', root / 'filler'
-        with t5ckpt.Checkpointer(state, checkpoints_dir=run_dir, inline_bytes=0) as ck:
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=run_dir, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+        ) as ck:
             for step in range(6):
                 ck.save(state, step=step)
 
@@ -1185,7 +1188,7 @@ def test_keep_nothing_is_refused(run_dir, keep):
 
 def steps_after(run_dir, steps, **options) -> list[int]:
     state = state_of()
-    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=str(run_dir), **with_options(**options)) as ck:
         for step in steps:
             committed = ck.save(state_of({'state/step': np.asarray(step, np.int32)}))
             assert committed.step == step

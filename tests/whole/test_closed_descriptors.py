@@ -16,8 +16,8 @@ PROGRAM = """
 
     run, when, how, direct_bytes = sys.argv[1:]
     state = {str(number): np.full(100_000, number, np.float32) for number in range(10)} | {'step': 0}
-    options = {'reuse_unchanged': False, 'storage_options': {'direct_bytes': int(direct_bytes)}}
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, keep=3, **options)
+    options, direct = t5ckpt.CheckpointerOptions(reuse_unchanged=False), {'direct_bytes': int(direct_bytes)}
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, keep=3, storage_options=direct, options=options)
     if when == 'later':
         ck.save(state, step=0)
         for number in range(3):

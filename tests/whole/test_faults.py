@@ -11,6 +11,7 @@ import uuid
 import numpy as np
 import pytest
 from support import forked
+from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
@@ -34,7 +35,9 @@ def open_faulty(place, kind, *arguments, **options):
 
 def save(storage, step, clock, **options):
     state = mixed_state()
-    with t5ckpt.Checkpointer(state, checkpoints_dir=storage, clock=clock, inline_bytes=64, **options) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=storage, **with_options(clock=clock, inline_bytes=64, **options)
+    ) as ck:
         return ck.save(mixed_state(step), step=step)
 
 
@@ -213,7 +216,9 @@ def test_an_expired_hold_is_collected(tmp_path, kind, request):
     def holds():
         return [name for name in storage.names(announcement_directory(storage), 'held_') if name == file]
 
-    with t5ckpt.Checkpointer(state, checkpoints_dir=place, clock=clock, keep=1) as ck:
+    with t5ckpt.Checkpointer(
+        state, checkpoints_dir=place, keep=1, options=t5ckpt.CheckpointerOptions(clock=clock)
+    ) as ck:
         ck.save(state, step=1)
         clock.advance(600)
         if kind == 'file':

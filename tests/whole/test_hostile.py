@@ -54,8 +54,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.monotonic()
 path = sys.argv[1]
 ways = [
-    lambda: t5ckpt.load_t5x_checkpoint(path), lambda: t5ckpt.load_t5x_checkpoint(path, mmap=False),
-    lambda: t5ckpt.open_checkpoint(path)['w'][...], lambda: t5ckpt.open_checkpoint(path, mmap=False)['w'].get(),
+    lambda: t5ckpt.load_t5x_checkpoint(path),
+    lambda: t5ckpt.open_checkpoint(path)['w'][...], lambda: t5ckpt.open_checkpoint(path)['w'].get(),
     lambda: t5ckpt.verify(path, full=True).raise_if_damaged(),
 ]
 for way in ways:
@@ -231,7 +231,9 @@ def test_files_get_the_umasks_permissions(tmp_path, umask):
     state = {'w': np.arange(2.0**14), 'b': np.ones(2)}
     before = os.umask(umask)
     try:
-        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', inline_bytes=64) as ck:
+        with t5ckpt.Checkpointer(
+            state, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=64)
+        ) as ck:
             ck.save(state, step=1)
         t5ckpt.pin_checkpoint(tmp_path / 'run' / 'checkpoint_1')
     finally:

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 from flax import serialization
 from support import forked, intent_table
+from support.options import with_options
 
 import t5ckpt
-from t5ckpt import ConvertOptions, NoEffectWarning
+from t5ckpt import ConvertOptions
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.cli.app import app, run as run_verb
 from t5ckpt.commit.deletion import delete_step
@@ -25,6 +26,7 @@ from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     MissingLeaves,
+    NoEffectWarning,
     StepKeptError,
     StorageError,
     UnmatchedPattern,
@@ -51,7 +53,9 @@ def nnx_state(step=1):
 @pytest.fixture
 def run(tmp_path):
     """Steps 1 and 2."""
-    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=tmp_path / 'run', inline_bytes=0) as checkpointer:
+    with t5ckpt.Checkpointer(
+        nnx_state(), checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+    ) as checkpointer:
         for step in (1, 2):
             checkpointer.save(nnx_state(step))
     return tmp_path / 'run'
@@ -69,7 +73,9 @@ def cli(*words, code=0):
 
 def saved(save):
     def call(run, out, dtype, **leaves):
-        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=out, save_dtype=dtype, **leaves) as checkpointer:
+        with t5ckpt.Checkpointer(
+            nnx_state(), checkpoints_dir=out, save_dtype=dtype, **with_options(**leaves)
+        ) as checkpointer:
             save(checkpointer, nnx_state(2))
         return t5ckpt.load_t5x_checkpoint(out)
 
@@ -78,7 +84,9 @@ def saved(save):
 
 def restored(run, out, dtype, **leaves):
     options = {'lazy_parameters': leaves.pop('lazy', False)}
-    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=run, restore_dtype=dtype, **leaves) as checkpointer:
+    with t5ckpt.Checkpointer(
+        nnx_state(), checkpoints_dir=run, restore_dtype=dtype, **with_options(**leaves)
+    ) as checkpointer:
         return checkpointer.restore(**options)
 
 
@@ -124,9 +132,11 @@ CASTS = {
     'save_async': saved(lambda checkpointer, state: checkpointer.save_async(state).result()),
     'restore': restored,
     'restore lazily': lambda *args, **leaves: restored(*args, **leaves, lazy=True),
-    'load': lambda run, out, dtype, **leaves: t5ckpt.load_t5x_checkpoint(run, restore_dtype=dtype, **leaves),
+    'load': lambda run, out, dtype, **leaves: t5ckpt.load_t5x_checkpoint(
+        run, restore_dtype=dtype, **with_options(**leaves)
+    ),
     'load lazily': lambda run, out, dtype, **leaves: t5ckpt.load_t5x_checkpoint(
-        run, restore_dtype=dtype, lazy_parameters=True, **leaves
+        run, restore_dtype=dtype, lazy_parameters=True, **with_options(**leaves)
     ),
     'rewrite': rewritten,
     'convert': converted,
@@ -169,7 +179,7 @@ def test_the_proposed_pattern_casts_the_parameters_of_several_models_and_not_the
         t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path, save_dtype='bfloat16').save(state)
     (pattern,) = re.findall(r"cast_leaves='(.*)'", str(caught.value))
     with t5ckpt.Checkpointer(
-        state, checkpoints_dir=tmp_path, save_dtype='bfloat16', cast_leaves=pattern
+        state, checkpoints_dir=tmp_path, save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=pattern)
     ) as checkpointer:
         checkpointer.save(state)
     leaves = t5ckpt.open_checkpoint(tmp_path)
@@ -187,8 +197,10 @@ def test_a_dry_run_says_so_too(name, run, tmp_path):
 @pytest.mark.parametrize(
     'options',
     [
-        lambda: t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', cast_leaves='model/.*'),
-        lambda: t5ckpt.load_t5x_checkpoint('run', cast_leaves='model/.*'),
+        lambda: t5ckpt.Checkpointer(
+            nnx_state(), checkpoints_dir='run', options=t5ckpt.CheckpointerOptions(cast_leaves='model/.*')
+        ),
+        lambda: t5ckpt.load_t5x_checkpoint('run', options=t5ckpt.CheckpointerOptions(cast_leaves='model/.*')),
         lambda: ConvertOptions(cast_leaves='model/.*'),
     ],
 )
@@ -216,7 +228,10 @@ def test_a_restore_casts_what_the_template_has_although_none_of_it_is_in_the_che
 
 def test_restore_dtype_may_be_set_later_as_in_t5x(run):
     checkpointer = t5ckpt.Checkpointer(
-        nnx_state(), checkpoints_dir=run, restore_dtype='float16', cast_leaves='model/.*'
+        nnx_state(),
+        checkpoints_dir=run,
+        restore_dtype='float16',
+        options=t5ckpt.CheckpointerOptions(cast_leaves='model/.*'),
     )
     checkpointer.restore_dtype = jnp.bfloat16
     assert checkpointer.restore()['model']['dense']['kernel'].dtype == BF16
@@ -283,7 +298,12 @@ def test_the_command_line_casts_the_leaves_of_its_options(run, tmp_path):
 @pytest.mark.parametrize('pattern', ['(', 7])
 def test_cast_leaves_is_a_regular_expression(pattern):
     with pytest.raises(ValueError, match=r'cast_leaves.* a regular expression'):
-        t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='run', restore_dtype='bfloat16', cast_leaves=pattern)
+        t5ckpt.Checkpointer(
+            nnx_state(),
+            checkpoints_dir='run',
+            restore_dtype='bfloat16',
+            options=t5ckpt.CheckpointerOptions(cast_leaves=pattern),
+        )
 
 
 # --- which step is meant -----------------------------------------------------------------------------------------------
@@ -389,7 +409,9 @@ def test_a_deletion_that_the_storage_refuses_leaves_the_step_whole_or_gone(kind,
     fails = 0
     for index in range(40):
         storage = open_storage(tmp_path / str(index) if kind == 'file' else f'memory://rm-{index}')
-        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=storage, inline_bytes=0) as checkpointer:
+        with t5ckpt.Checkpointer(
+            nnx_state(), checkpoints_dir=storage, options=t5ckpt.CheckpointerOptions(inline_bytes=0)
+        ) as checkpointer:
             checkpointer.save(nnx_state(1))
         try:
             delete_step(FaultyStorage(storage, index), 1, time.time)
@@ -476,7 +498,9 @@ def test_event_files_are_local(directory, tmp_path, monkeypatch):
 
 
 def ended_early(options):
-    with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir='memory://asked-not', **options) as checkpointer:
+    with t5ckpt.Checkpointer(
+        nnx_state(), checkpoints_dir='memory://asked-not', **with_options(**options)
+    ) as checkpointer:
         checkpointer.save(nnx_state())
         return 1 / 0
 
@@ -491,7 +515,7 @@ def test_a_policy_that_is_asked_causes_no_warning():
     for name, way in ways.items():
         place = f'memory://asked-{name}'
         options = {'save_policy': t5ckpt.SaveEvery(1), 'preempted': lambda: False}
-        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **options) as checkpointer:
+        with t5ckpt.Checkpointer(nnx_state(), checkpoints_dir=place, **with_options(**options)) as checkpointer:
             way(checkpointer)
         assert t5ckpt.all_steps(place) == [1]
     # A loop that an error ends may not have come to it.

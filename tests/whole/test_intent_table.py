@@ -56,7 +56,7 @@ def test_the_message_of_a_row_is_given(owner, name, said, text, call, root, tmp_
     elif said is SHOWN:
         assert re.search(text, call(scene, name))
     elif isinstance(said, type) and issubclass(said, Warning):
-        with pytest.warns(t5ckpt.T5CkptWarning, match=text) as told:
+        with pytest.warns(t5ckpt.errors.T5CkptWarning, match=text) as told:
             call(scene, name)
         assert [warning.category for warning in told] == [said]
     else:

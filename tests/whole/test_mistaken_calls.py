@@ -13,7 +13,7 @@ import pytest
 import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepEvery, KeepLatest, SaveBestCheckpointer, SaveEvery, SaveOnImprovement
 from t5ckpt.core.text import shown
-from t5ckpt.errors import MissingLeaves
+from t5ckpt.errors import MissingLeaves, TreeMismatchError
 
 STATE = {'params': {'w': np.arange(6, dtype=np.float32).reshape(2, 3)}, 'step': np.int32(3)}
 BIG = np.zeros(10**6)
@@ -52,7 +52,7 @@ def test_the_signatures_are_those_that_are_written():
         'keep',
     ]
     full = inspect.getfullargspec(Checkpointer.__init__)
-    assert (full.varkw, full.kwonlydefaults['keep'], 'cast_leaves' in full.kwonlyargs) == (None, None, True)
+    assert (full.varkw, full.kwonlydefaults['keep'], 'options' in full.kwonlyargs) == (None, None, True)
     assert inspect.signature(Checkpointer.restore).parameters['strict'].default is None
 
 
@@ -83,12 +83,12 @@ def test_a_function_can_be_bound_by_what_binds_functions(name):
     gin.clear_config()
 
 
-@pytest.mark.parametrize('kind', [t5ckpt.WarmStart, t5ckpt.TensorBoardMetrics])
+@pytest.mark.parametrize('kind', [t5ckpt.WarmStart, t5ckpt.TensorBoardMetrics, t5ckpt.CheckpointerOptions])
 def test_options_can_be_bound_by_gin(kind):
     name = f'{kind.__name__}OfThisTest'
     first = next(iter(inspect.signature(kind).parameters))
     configurable = gin.external_configurable(kind, name)
-    value = {'drop': [], 'path': 'run', 'directory': 'run'}[first]
+    value = {'compression': 'zstd', 'path': 'run', 'directory': 'run'}[first]
     with gin.unlock_config():
         gin.bind_parameter(f'{name}.{first}', value)
     assert isinstance(configurable(), kind)
@@ -97,12 +97,17 @@ def test_options_can_be_bound_by_gin(kind):
 
 def test_gin_configures_the_real_parameters(tmp_path):
     configurable = gin.external_configurable(Checkpointer, 'CheckpointerOfThisTest')
+    gin.external_configurable(t5ckpt.CheckpointerOptions, 'OptionsOfThisTest')
     with gin.unlock_config():
         gin.parse_config('CheckpointerOfThisTest.keep = 7')
+        gin.parse_config('CheckpointerOfThisTest.options = @OptionsOfThisTest()')
+        gin.parse_config('OptionsOfThisTest.strict_save = True')
         with pytest.raises(ValueError, match='max_to_keep'):
             gin.parse_config('CheckpointerOfThisTest.max_to_keep = 7')
     with configurable(STATE, checkpoints_dir=tmp_path) as checkpointer:
         assert checkpointer.keep == 7
+        with pytest.raises(TreeMismatchError):
+            checkpointer.save({**STATE, 'b': 1})
     assert 'CheckpointerOfThisTest.keep = 7' in gin.operative_config_str()
     gin.clear_config()
 
@@ -130,11 +135,15 @@ def test_gin_configures_the_real_parameters(tmp_path):
         (lambda run: t5ckpt.open_checkpoint(3, str(run)), 'The path comes before the step'),
         (lambda run: t5ckpt.pin_checkpoint(3, run), 'A path is text .* got 3. The path comes before the step'),
         (
-            lambda run: Checkpointer(STATE, None, run, save_dtype='bfloat16', cast_leaves=['a', 'b']),
+            lambda run: Checkpointer(
+                STATE, None, run, save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=['a', 'b'])
+            ),
             r"cast_leaves must be a regular expression .* got \['a', 'b'\]. Join several with |: 'a|b'",
         ),
         (
-            lambda run: Checkpointer(STATE, None, run, save_dtype='bfloat16', cast_leaves=7),
+            lambda run: Checkpointer(
+                STATE, None, run, save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=7)
+            ),
             "cast_leaves must be a regular expression .* got 7. Pass text such as 'params",
         ),
         (lambda run: Checkpointer(None, checkpoints_dir=run).restore(), r'load_t5x_checkpoint\(path\)'),
@@ -158,7 +167,7 @@ def test_a_misspelt_key_of_fallback_state_is_named(run):
     with pytest.raises(MissingLeaves, match='fallback_state has params/bais, which the template lacks'):
         checkpointer.restore(fallback_state={'params': {'bais': np.ones(3, np.float32)}})
     given = {'params': {'bias': np.ones(3, np.float32)}, 'parms': {'w': np.ones(3, np.float32)}}
-    with pytest.warns(t5ckpt.NoEffectWarning, match='lacks: parms/w. .* the template begins with params, step'):
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='lacks: parms/w. .* the template begins with params, step'):
         restored = checkpointer.restore(fallback_state=given)
     np.testing.assert_array_equal(restored['params']['bias'], 1)
 
@@ -177,9 +186,13 @@ def test_a_misspelt_key_of_fallback_state_is_named(run):
         lambda ck, value: ck.save(STATE, concurrent_gb=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', keep=value),
-        lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', verify=value),
-        lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', compression=value),
-        lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', chunk_bytes=value),
+        lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', options=t5ckpt.CheckpointerOptions(verify=value)),
+        lambda ck, value: Checkpointer(
+            STATE, checkpoints_dir='run', options=t5ckpt.CheckpointerOptions(compression=value)
+        ),
+        lambda ck, value: Checkpointer(
+            STATE, checkpoints_dir='run', options=t5ckpt.CheckpointerOptions(chunk_bytes=value)
+        ),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', save_dtype=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', storage_options=value),
         lambda ck, value: KeepBest(1, 'a', value),

@@ -34,21 +34,21 @@ PROGRAM = """
     def state_of(scale):
         return {str(number): rng.standard_normal(2**21, dtype=np.float32) * scale for number in range(16)}
 
-    options = {'compression': compression, 'chunk_bytes': 2**21, 'restore_concurrent_gb': budget_gb}
+    options = t5ckpt.CheckpointerOptions(compression=compression, chunk_bytes=2**21, restore_concurrent_gb=budget_gb)
     # What is loaded once.
     small = {'w': rng.standard_normal(2**19, dtype=np.float32), 'x': jax.numpy.arange(2**18)}
-    with t5ckpt.Checkpointer(small, checkpoints_dir=run + '-small', **options) as ck:
+    with t5ckpt.Checkpointer(small, checkpoints_dir=run + '-small', options=options) as ck:
         ck.save(small, step=0)
         ck.save_async(small, step=1).result()
         ck.restore()
     state, found = state_of(1), {}
-    with t5ckpt.Checkpointer(state, checkpoints_dir=run, **options) as ck:
+    with t5ckpt.Checkpointer(state, checkpoints_dir=run, options=options) as ck:
         found['save'], _ = grown(lambda: ck.save(state, step=0, concurrent_gb=budget_gb))
         found['save_async'], _ = grown(lambda: ck.save_async(state, step=1, concurrent_gb=budget_gb).result())
     template = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in state.items()}
     nbytes = sum(leaf.nbytes for leaf in state.values())
     del state
-    with t5ckpt.Checkpointer(template, checkpoints_dir=run, **options) as ck:
+    with t5ckpt.Checkpointer(template, checkpoints_dir=run, options=options) as ck:
         taken, restored = grown(ck.restore)
         found['restore'] = taken - nbytes
         del restored

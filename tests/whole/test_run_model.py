@@ -119,7 +119,10 @@ class RunMachine(RuleBasedStateMachine):
     def reopen_with(self, keep):
         self.keep = keep
         self.ck = Checkpointer(
-            state_of(0), checkpoints_dir=self.url, keep=keep, chunk_bytes=4096, inline_bytes=1024, verify='full'
+            state_of(0),
+            checkpoints_dir=self.url,
+            keep=keep,
+            options=t5ckpt.CheckpointerOptions(chunk_bytes=4096, inline_bytes=1024, verify='full'),
         )
 
     @rule(step=STEPS, seed=SEEDS, metric=st.sampled_from([0.25, 0.5, 1.0]))

@@ -33,10 +33,10 @@ CALLS = """
     # Its owner changes it as soon as a save has returned, or was interrupted; at step n all its values are n.
     owned = np.zeros((64, 1024))
     state |= {'owned': owned}
-    options = {'compression': 'lz4', 'inline_bytes': 64, 'reuse_unchanged': False}
+    options = t5ckpt.CheckpointerOptions(compression='lz4', inline_bytes=64, reuse_unchanged=False)
     # In a bucket the marker of a deletion stays for two hours.
-    options['keep'] = None if run.startswith('s3:') else 3
-    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, **options)
+    keep = None if run.startswith('s3:') else 3
+    ck = t5ckpt.Checkpointer(state, checkpoints_dir=run, keep=keep, options=options)
     ck.save(state, step=0)
     view = t5ckpt.open_checkpoint(run)
     numbers = itertools.count(1)
@@ -71,7 +71,7 @@ CALLS = """
         'wait': lambda: saves(lambda step: ck.save_async(state, step=step)),
         'restore': ck.restore,
         'verify': lambda: t5ckpt.verify(run, full=True),
-        'load': lambda: t5ckpt.load_t5x_checkpoint(run, mmap=False),
+        'load': lambda: t5ckpt.load_t5x_checkpoint(run, options=t5ckpt.CheckpointerOptions(mmap=False)),
         'cp': copy,
         'lazy': lambda: [view[f'{number}'][5:9] for number in range(12)],
         'tasks': tasks,

@@ -28,7 +28,8 @@ import sys, numpy as np, t5ckpt
 from t5ckpt.testing import mixed_state
 assert t5ckpt.__file__.startswith(sys.argv[2]), t5ckpt.__file__
 assert t5ckpt.all_steps(sys.argv[1]) == [3]
-with t5ckpt.Checkpointer(mixed_state(1), checkpoints_dir=sys.argv[1], verify='full') as checkpointer:
+options = t5ckpt.CheckpointerOptions(verify='full')
+with t5ckpt.Checkpointer(mixed_state(1), checkpoints_dir=sys.argv[1], options=options) as checkpointer:
     state = checkpointer.restore()
 np.testing.assert_array_equal(state['params']['w'], mixed_state()['params']['w'])
 assert (state['note'], state['empty'], state['none'], state['rate']) == ('text', {}, None, 0.5)

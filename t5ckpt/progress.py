@@ -12,10 +12,9 @@ import time
 from typing import TextIO
 
 from t5ckpt.core.protocols import Clock, Progress
+from t5ckpt.core.text import human_age, human_bytes
 
 __all__ = ['Meter', 'ProgressReporter', 'progress_text']
-
-_UNITS = ('B', 'kB', 'MB', 'GB', 'TB', 'PB')
 
 
 class Meter:
@@ -34,7 +33,7 @@ class Meter:
 
 
 class ProgressReporter:
-    """Updates one line: ``save 512.0 MB of 2.9 GB (17 %), 1.2 s, 426.7 MB/s, 5.7 s left``.
+    """Updates one line: ``save 512.0 MB of 2.9 GB (17 %), 1.2 s, 426.7 MB/s, 5 s left``.
 
     Pass it as ``progress=`` to a Checkpointer. A decrease of the bytes done marks a new operation.
 
@@ -73,34 +72,18 @@ class ProgressReporter:
             # A terminal that is closed, a full disk or a narrow encoding does not end a save. Without a console, there is none.
             with contextlib.suppress(OSError, ValueError):
                 if stream is not None:
-                    stream.write(f'\r{self._line(done, total, now - self._started)}{"" if done < total else chr(10)}')
+                    line = progress_text(self._label, done, total, now - self._started)
+                    stream.write(f'\r{line}{"" if done < total else chr(10)}')
                     stream.flush()
-
-    def _line(self, done: int, total: int, seconds: float) -> str:
-        return progress_text(self._label, done, total, seconds)
 
 
 def progress_text(label: str, done: int, total: int, seconds: float) -> str:
     """One line: bytes done and in all, time, rate and remaining time."""
     share = 100 * done // total if total else 100
-    text = f'{label} {_size(done)} of {_size(total)} ({share} %), {seconds:.1f} s'
+    text = f'{label} {human_bytes(done)} of {human_bytes(total)} ({share} %), {seconds:.1f} s'
     if seconds <= 0 or done <= 0:
         return text
     rate = done / seconds
     # The rate of the first bytes is not that of the others.
-    left = f', {_time((total - done) / rate)} left' if done < total and share >= 1 else ''
-    return f'{text}, {_size(rate)}/s{left}'
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f'{seconds:.1f} s'
-    return f'{seconds / 60:.0f} min' if seconds < 6000 else f'{seconds / 3600:.0f} h'
-
-
-def _size(count: float) -> str:
-    for unit in _UNITS:
-        if count < 1000 or unit == _UNITS[-1]:
-            return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
-        count /= 1000
-    return ''
+    left = f', {human_age((total - done) / rate)} left' if done < total and share >= 1 else ''
+    return f'{text}, {human_bytes(int(rate))}/s{left}'

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from t5ckpt.catalog.locate import log_newer_of_flax, refuse_other_contents
+from t5ckpt.catalog.locate import log_newer, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
@@ -179,7 +179,7 @@ def restore_or_init(
     sources = _sources(initial_checkpoint)
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps, checkpointer.steps_to_restore)
     if steps:
-        log_newer_of_flax(checkpointer.storage, steps[-1])
+        log_newer(checkpointer.storage, steps[-1])
     failed: list[int] = []
     for step in reversed(steps):
         error: Exception | None = None

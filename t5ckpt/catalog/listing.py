@@ -46,9 +46,19 @@ def steps_in(storage: Storage) -> list[int]:
 
 def newest(storage: Storage) -> ListedStep | None:
     """The step with the largest number, in any layout, or None."""
+    return newest_and_passed(storage)[0]
+
+
+def newest_and_passed(storage: Storage) -> tuple[ListedStep | None, list[str]]:
+    """As :func:`newest`, and the names with larger numbers, which are no complete steps."""
+    passed: list[str] = []
     # One number after the other, because the manifest of each inspected step is read.
-    groups = (inspected(storage, [*same]) for _, same in itertools.groupby(step_names(storage), number_of))
-    return next((steps[0] for steps in groups if steps), None)
+    for _, same in itertools.groupby(step_names(storage), number_of):
+        names = [*same]
+        if found := inspected(storage, names):
+            return found[0], passed
+        passed += names
+    return None, passed
 
 
 def with_other_name(storage: Storage, step: int) -> ListedStep | None:

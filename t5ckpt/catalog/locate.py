@@ -23,7 +23,7 @@ from t5ckpt.catalog.layouts import (
     is_zarr_tree,
     readable,
 )
-from t5ckpt.catalog.listing import checkpoint_around, inspect_step, listing, newest, step_of
+from t5ckpt.catalog.listing import checkpoint_around, inspect_step, listing, newest, newest_and_passed, step_of
 from t5ckpt.core.arguments import check_flags, given_step
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
@@ -345,11 +345,11 @@ def locate_step(storage: Storage, step: int | None) -> Located:
     if step is not None and storage.is_file(join(step_dir(step), MANIFEST)):
         # That of another program is found, too, so that decoding it names the program.
         return Located(storage, step_dir(step), MANIFEST, step)
-    listed_step = newest(storage) if step is None else inspect_step(storage, step)
+    listed_step, passed = newest_and_passed(storage) if step is None else (inspect_step(storage, step), [])
     if listed_step is not None:
         readable(listed_step)
         if step is None:
-            log_newer_of_flax(storage, listed_step.step)
+            log_newer(storage, listed_step.step, passed)
         return Located(storage, listed_step.directory, listed_step.manifest, listed_step.step)
     if step is None:
         refuse_other_contents(storage)
@@ -391,20 +391,35 @@ def _steps_of_others(storage: Storage) -> list[str]:
     return [key for key, _ in foreign_in(storage) if '/' in key]
 
 
-def log_newer_of_flax(storage: Storage, step: int) -> None:
-    """Logs the files of Flax with a fraction in their number, which is larger than that of the run's newest step."""
+def log_newer(storage: Storage, step: int, passed: Sequence[str] = ()) -> None:
+    """Logs what has a larger number than the run's newest step and is no step: without its manifest, or with a fraction (Flax).
+
+    Args:
+      storage: the run.
+      step: its newest one.
+      passed: the names with larger numbers in a bucket, where a save may be under way; a file system lists its own.
+    """
+    fractions: list[str] = []
     # The storage may be away, which a restart from local disks does not notice.
-    names: list[str] = []
     with contextlib.suppress(StorageError):
-        names = [entry.name for entry in storage.entries() if not entry.is_dir] if storage.is_file_system else []
-    newer = [name for name in names if (flax_number(name) or 0) > step and is_state_file(storage, name)]
+        if storage.is_file_system:
+            names = [entry.name for entry in storage.entries()]
+            larger = [name for name in names if (parse_step_dir(name) or 0) > step]
+            # Another process may have saved one meanwhile.
+            passed = [name for name in larger if inspect_name(storage, name) is None]
+            fractions = [name for name in names if (flax_number(name) or 0) > step and is_state_file(storage, name)]
+    newer = [name for name in passed if parse_step_dir(name) is not None]
     if newer:
+        text = 't5ckpt: %s: %s: no file "checkpoint", so step %d is the newest complete one'
+        level = logging.WARNING if storage.is_file_system else logging.INFO
+        _log.log(level, text, storage.url(), some_of(newer, 5), step)
+    if fractions:
         _log.warning(
             't5ckpt: step %d is the newest with an integer as its number. Flax wrote newer ones in %s: %s. Give the path of '
             'one to restore it.',
             step,
             storage.url(),
-            some_of(newer, 5),
+            some_of(fractions, 5),
         )
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer_of_flax, no_checkpoint, not_of_format
+from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer, no_checkpoint, not_of_format
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
 from t5ckpt.convert.seqax import open_seqax
@@ -144,7 +144,7 @@ def _latest_of_flax(storage: Storage, names: Iterable[str]) -> str | None:
     names = [name for name in names if name.startswith('checkpoint') and name != 'checkpoint_tmp']
     steps = {step: name for name in names if (step := _number(name)) is not None}
     if steps:
-        log_newer_of_flax(storage, max(steps))
+        log_newer(storage, max(steps))
         return steps[max(steps)]
     if len(names) > 1:
         raise no_checkpoint(storage)

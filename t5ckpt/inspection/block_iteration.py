@@ -76,10 +76,9 @@ def blocks_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> Ite
 
 def bytes_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> int:
     """The bytes of ``blocks_in`` with the same arguments."""
-    limit = _common_limit([info.nbytes for info in infos], sample_bytes)
-    whole = sum(info.nbytes for info in infos if limit is None or info.nbytes <= limit)
-    cut = [info for info in infos if limit is not None and info.nbytes > limit]
-    return whole + sum(Block(info, index).nbytes for info in cut for index in _indices(info, limit))
+    if sample_bytes is None:
+        return sum(info.nbytes for info in infos)
+    return sum(block.nbytes for block in blocks_in(infos, sample_bytes))
 
 
 def _common_limit(sizes: Sequence[int], total: int | None) -> int | None:
@@ -102,9 +101,9 @@ def _indices(info: LeafInfo, limit: int | None) -> Iterator[tuple[slice, ...]]:
         return
     if info.codec in ('', 'none') or info.chunks is None:
         strip = max(itemsize, min(_STRIP_BYTES, limit))
-        block = _block_shape(info.shape, itemsize, info.shape, _Sizes(strip, strip))
+        block = _block_shape(info.shape, itemsize, info.shape, strip, strip)
     else:
-        block = _block_shape(info.shape, itemsize, info.chunks, _Sizes(_CHUNK_BYTES, BLOCK_BYTES))
+        block = _block_shape(info.shape, itemsize, info.chunks)
     grid = ChunkGrid(info.shape, tuple(block))
     count = min(grid.num_chunks, max(1, limit // max(1, itemsize * math.prod(block))))
     random = np.random.default_rng(0)
@@ -121,31 +120,26 @@ def blocks_of(shape: Sequence[int], itemsize: int, chunks: Sequence[int] | None 
       itemsize: bytes per element.
       chunks: the chunk shape; None for one chunk that may be divided.
     """
-    sizes = _Sizes(BLOCK_BYTES if chunks is None else _CHUNK_BYTES, BLOCK_BYTES)
-    block = _block_shape(shape, itemsize, shape if chunks is None else chunks, sizes)
+    most = BLOCK_BYTES if chunks is None else _CHUNK_BYTES
+    block = _block_shape(shape, itemsize, shape if chunks is None else chunks, most)
     grid = ChunkGrid(tuple(shape), tuple(block))
     for index in grid:
         yield grid.box(index).slices
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Bytes: above ``most`` a chunk is divided, and up to ``wanted`` chunks are joined."""
-
-    most: int
-    wanted: int
-
-
-def _block_shape(shape: Sequence[int], itemsize: int, chunks: Sequence[int], sizes: _Sizes) -> list[int]:
+def _block_shape(
+    shape: Sequence[int], itemsize: int, chunks: Sequence[int], most: int = _CHUNK_BYTES, wanted: int = BLOCK_BYTES
+) -> list[int]:
+    """A chunk above ``most`` bytes is divided, and up to ``wanted`` bytes chunks are joined."""
     block = [max(1, min(size, chunk)) for size, chunk in zip(shape, chunks, strict=True)]
     for axis in range(len(block)):
         # Divides the first axes first, so that blocks are contiguous in C order.
         rest = itemsize * math.prod(block) // block[axis]
-        if rest * block[axis] > sizes.most:
-            block[axis] = max(1, sizes.most // rest)
+        if rest * block[axis] > most:
+            block[axis] = max(1, most // rest)
     for axis in reversed(range(len(block))):
         nbytes = itemsize * math.prod(block)
-        block[axis] = min(max(1, shape[axis]), block[axis] * max(1, sizes.wanted // nbytes))
+        block[axis] = min(max(1, shape[axis]), block[axis] * max(1, wanted // nbytes))
         if block[axis] < shape[axis]:
             break
     return block

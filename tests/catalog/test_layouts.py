@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 
 import flax
 import jax.numpy as jnp
@@ -1002,3 +1003,22 @@ def test_a_step_that_is_a_link_keeps_its_target(run_dir, caplog):
             ck.save(state(step))
     assert t5ckpt.all_steps(run_dir) == [5, 11, 12]
     assert 'step 5 is kept regardless of the keep policy: another step is a link to it' in caplog.text
+
+
+@pytest.mark.parametrize('kind', ['disk', 'bucket'])
+def test_a_newer_step_without_its_manifest_is_named(tmp_path, kind, caplog):
+    """Its manifest is lost on a disk; in a bucket a save may be under way."""
+    run = tmp_path / 'run' if kind == 'disk' else f'memory://{uuid.uuid4().hex}/run'
+    storage = open_storage(run)
+    with t5ckpt.Checkpointer(STATE, checkpoints_dir=run) as ck:
+        for step in (100, 200, 300):
+            ck.save(state(step), step=step)
+    storage.delete_file('checkpoint_300/checkpoint')
+    with caplog.at_level('INFO', 't5ckpt'):
+        assert t5ckpt.open_checkpoint(run).step == 200
+    (line,) = [each for each in caplog.records if 'checkpoint_300' in each.getMessage()]
+    assert re.search('checkpoint_300.* no file "checkpoint".* step 200', line.getMessage())
+    assert line.levelname == ('WARNING' if kind == 'disk' else 'INFO')
+    caplog.clear()
+    t5ckpt.open_checkpoint(run, 200)
+    assert 'checkpoint_300' not in caplog.text

@@ -22,7 +22,7 @@ def test_a_line_says_bytes_seconds_rate_and_what_is_left():
         report(done, 1_000_000_000)
     assert stream.getvalue().split('\r')[1:] == [
         'save 0 B of 1.0 GB (0 %), 0.0 s',
-        'save 500.0 MB of 1.0 GB (50 %), 2.0 s, 250.0 MB/s, 2.0 s left',
+        'save 500.0 MB of 1.0 GB (50 %), 2.0 s, 250.0 MB/s, 2 s left',
         'save 1.0 GB of 1.0 GB (100 %), 4.0 s, 250.0 MB/s\n',
     ]
 

@@ -29,10 +29,13 @@ from t5ckpt.errors import (
     FormatError,
     StorageError,
     T5CkptError,
+    UnsafeSpecError,
+    UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import StoredArray
+from t5ckpt.format.chunk_grid import ChunkIndex
 from t5ckpt.format.facts import Facts, decode_facts
-from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
 from t5ckpt.format.manifest import split_facts
 from t5ckpt.format.names import (
     COPIES,
@@ -49,16 +52,17 @@ from t5ckpt.format.names import (
     removal_marks,
     step_dir,
 )
-from t5ckpt.integrity.findings import Findings
-from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksums
-from t5ckpt.integrity.report import VerifyReport
+from t5ckpt.format.zarray import implied_metadata
+from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksums, located_in_leaf
+from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import Contents, RawFiles, decode_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import Entry, Storage, open_storage, split_path
+from t5ckpt.storage import Entry, Storage, means_damage, open_storage, split_path
 
 _OWN = {MANIFEST, COPIES, PINNED}
+_IMPLIED = 'only t5ckpt opens the array without it, and t5ckpt cp writes it again'
 
 
 def verify(
@@ -102,27 +106,24 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
     The part of one process may lack the files of the others, see ``save/parts.py``.
     """
     started = time.monotonic()
-    files = CheckpointFiles.of(located)
-    findings = Findings(files)
-    implied = ImpliedFiles(files)
-    check = _Check(located, files, findings, implied)
+    check = _Check(located)
     identity = Identity.now(located)
     check.file_checksums()
     check.arrays()
     check.presence()
     if full:
         check.contents(progress)
-    if findings.damages:
+    if check.damages:
         identity.check('verified')
     return VerifyReport(
         path=located.url,
         step=located.step,
         full=full,
-        has_checksums=bool(findings.checksums) or check.is_listed,
-        damages=tuple(sorted(findings.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
+        has_checksums=bool(check.checksums) or check.is_listed,
+        damages=tuple(sorted(check.damages, key=lambda damage: (damage.file, damage.chunk or ()))),
         notes=tuple(check.notes),
         part=check.part,
-        leaves=len(findings.leaves),
+        leaves=len(check.leaves),
         files=len(check.sizes),
         nbytes=sum(check.sizes.values()),
         seconds=time.monotonic() - started,
@@ -148,43 +149,45 @@ def _locate_or_broken(
         return Located(outer, name, MANIFEST, parse_step_dir(name))
 
 
-@dataclasses.dataclass
 class _Check:
     """A verification under way.
 
     Attributes:
-      findings: the damages, the stored leaves and the file checksums so far.
-      implied: lists the files of arrays without file checksums.
-      part: the process whose files they are, if they are a part.
+      damages: in the order in which they were found.
       notes: so far.
-      unlisted: the files of arrays without file checksums.
+      leaves: name and stored leaf, by the directory of its array.
+      checksums: the file checksums of all processes.
+      part: the process whose files they are, if they are a part.
       sizes: of the existing files that were checked.
-      read: files whose bytes have been compared already.
-      dirs: the subdirectories.
       is_listed: whether the manifest's checksum is recorded.
-      recorder: the file with the facts: the manifest, or in the earlier layout ``t5ckpt.json``.
     """
 
-    located: Located
-    files: CheckpointFiles
-    findings: Findings
-    implied: ImpliedFiles
-    part: str | None = None
-    notes: list[str] = dataclasses.field(default_factory=list[str])
-    unlisted: list[ArrayFiles] = dataclasses.field(default_factory=list[ArrayFiles])
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    read: set[str] = dataclasses.field(default_factory=set[str])
-    raw: RawFiles = dataclasses.field(default_factory=RawFiles)
-    dirs: set[str] = dataclasses.field(default_factory=set[str])
-    is_listed: bool = False
-    recorder: str = ''
+    def __init__(self, located: Located):
+        self._located = located
+        self._files = CheckpointFiles.of(located)
+        self._implied = ImpliedFiles(self._files)
+        self.damages: list[Damage] = []
+        self.notes: list[str] = []
+        self.leaves: dict[str, tuple[str, StoredArray]] = {}
+        self.checksums = FileChecksums()
+        self.part: str | None = None
+        self.sizes: dict[str, int] = {}
+        self.is_listed = False
+        # The files of arrays without file checksums.
+        self._unlisted: list[ArrayFiles] = []
+        # The files whose bytes have been compared already.
+        self._read_files: set[str] = set()
+        self._raw = RawFiles()
+        self._dirs: set[str] = set()
+        # The file with the facts: the manifest, or in the earlier layout ``t5ckpt.json``.
+        self._recorder = located.manifest
 
     # --- the manifest and the file checksums --------------------------------------------------------------------------
 
     def file_checksums(self) -> None:
         """Reads the manifest and the file checksums, and compares them with the checksums in the facts."""
         everything = {entry.name: entry for entry in self._entries('')}
-        self.dirs = {name for name, entry in everything.items() if entry.is_dir}
+        self._dirs = {name for name, entry in everything.items() if entry.is_dir}
         top = {name: entry for name, entry in everything.items() if not entry.is_dir}
         facts = self._facts(top)
         recorded = FileChecksums() if facts is None else facts.digests
@@ -194,43 +197,42 @@ class _Check:
         if COPIES in top and (part := part_of(recorded.lists, top)) is not None:
             self.part = part
             lists = {COPIES, *(lists & top.keys())}
-        manifest = self.raw.manifest
-        if facts is None and lists and manifest is not None and not self.findings.damages:
+        manifest = self._raw.manifest
+        if facts is None and lists and manifest is not None and not self.damages:
             text = (
                 'has no facts of t5ckpt, so nothing verifies integrity.*.json; without these it is read as T5X reads it'
             )
-            self.findings.add('contradiction', self.located.manifest, text)
+            self._add('contradiction', self._located.manifest, text)
         for name in sorted(lists):
             if facts is None or name in recorded or name == COPIES:
                 self._read_list(name, recorded, name in top)
-            elif not any(map(generation_of, self.dirs)):
-                self.findings.add(
-                    'contradiction', name, f'{self.recorder} does not record it: it belongs to another checkpoint'
+            elif not any(map(generation_of, self._dirs)):
+                self._add(
+                    'contradiction', name, f'{self._recorder} does not record it: it belongs to another checkpoint'
                 )
-        self.is_listed = self.located.manifest in recorded
+        self.is_listed = self._located.manifest in recorded
         if manifest is not None:
-            self._compare(self.located.manifest, manifest, recorded)
+            self._compare(self._located.manifest, manifest, recorded)
 
     def _facts(self, top: Mapping[str, Entry]) -> Facts | None:
         """Reads the manifest and the facts in it or, in the earlier layout, beside it."""
-        self.recorder = self.located.manifest
-        data = self._read(self.recorder, FileChecksums()) if self.recorder else None
+        data = self._read(self._recorder, FileChecksums()) if self._recorder else None
         manifest, encoded = (None, None) if data is None else split_facts(data)
         name = facts_file(manifest or b'', top)
-        if self.recorder and encoded is None and name in top:
-            self.recorder, encoded = name, self._read(name, FileChecksums())
-        self.raw = RawFiles(manifest, encoded)
+        if self._recorder and encoded is None and name in top:
+            self._recorder, encoded = name, self._read(name, FileChecksums())
+        self._raw = RawFiles(manifest, encoded)
         try:
-            return None if encoded is None else decode_facts(encoded, self.recorder)
+            return None if encoded is None else decode_facts(encoded, self._recorder)
         except CorruptCheckpointError as error:
-            self.findings.add('checksum', self.recorder, str(error))
+            self._add('checksum', self._recorder, str(error))
             return None
 
     def _compare_step(self, facts: Facts) -> None:
         written = facts.step
-        if self.located.step is not None and written != self.located.step:
-            self.findings.add(
-                'contradiction', self.recorder, f'is of step {written!r:.40}, the directory says {self.located.step}'
+        if self._located.step is not None and written != self._located.step:
+            self._add(
+                'contradiction', self._recorder, f'is of step {written!r:.40}, the directory says {self._located.step}'
             )
 
     def _read_list(self, name: str, recorded: FileChecksums, is_there: bool) -> None:
@@ -240,36 +242,34 @@ class _Check:
         try:
             entries = FileChecksums.decode(data, name, generation_of(name))
         except FormatError as error:
-            self.findings.failed(name, error)
+            self._failed(name, error)
             return
-        twice = [file for file, entry in entries.items() if not self.findings.checksums.matches(file, entry)]
+        twice = [file for file, entry in entries.items() if not self.checksums.matches(file, entry)]
         if twice:
-            self.findings.add(
-                'contradiction', name, f'records another checksum of {min(twice)} than the other file checksums'
-            )
-        self.findings.checksums = FileChecksums({**self.findings.checksums, **entries})
+            self._add('contradiction', name, f'records another checksum of {min(twice)} than the other file checksums')
+        self.checksums = FileChecksums({**self.checksums, **entries})
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
         """A small file's bytes, compared with the recorded checksum; adds a damage and returns None if it cannot be read."""
         try:
-            data = self.files.read(name)
+            data = self._files.read(name)
         except T5CkptError as error:
-            self.findings.failed(name, error)
+            self._failed(name, error)
             return None
         self.sizes[name] = len(data)
-        self.read.add(name)
+        self._read_files.add(name)
         self._compare(name, data, recorded)
         return data
 
     def _compare(self, name: str, data: bytes, recorded: FileChecksums) -> None:
         if name in recorded and not recorded.matches(name, entry := entry_of(data)):
-            self.findings.differs(name, recorded[name], entry)
+            self._differs(name, recorded[name], entry)
 
     # --- arrays -------------------------------------------------------------------------------------------------------
 
     def arrays(self) -> None:
         """Finds the stored leaves, and the files of leaves without file checksums."""
-        if self.located.manifest and self.raw.manifest is None:
+        if self._located.manifest and self._raw.manifest is None:
             return
         try:
             contents = self._contents()
@@ -280,39 +280,37 @@ class _Check:
                     + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
                 )
         except (FormatError, StorageError, CheckpointNotFoundError) as error:
-            self.findings.failed(self.located.manifest or '.', error)
+            self._failed(self._located.manifest or '.', error)
             return
-        leaves = self.findings.leaves
+        leaves = self.leaves
         for path, leaf in table.items():
             if isinstance(leaf, StoredArray):
                 leaves.setdefault(leaf.location, (leaf_name(path), leaf))
         if self.part is not None:
             # The checksums of the other files are on other disks.
             return
-        unlisted = {
-            location: item for location, item in leaves.items() if not has_checksums(item[1], self.findings.checksums)
-        }
-        for location, files in in_threads(unlisted, lambda location: self.implied.files(*unlisted[location])):
+        unlisted = {location: item for location, item in leaves.items() if not has_checksums(item[1], self.checksums)}
+        for location, files in in_threads(unlisted, lambda location: self._implied.files(*unlisted[location])):
             name, _ = leaves[location]
             if isinstance(files, T5CkptError):
-                self.findings.failed(location, files, name)
+                self._failed(location, files, name)
             else:
-                self.unlisted.append(files)
+                self._unlisted.append(files)
 
     def _contents(self) -> Contents:
         try:
-            return decode_contents(self.located, self.raw, logs_items=False)
+            return decode_contents(self._located, self._raw, logs_items=False)
         except CorruptCheckpointError:
-            if self.raw.facts is None:
+            if self._raw.facts is None:
                 raise
             # The damage of the facts is recorded already, and the manifest alone locates the arrays.
-            return decode_contents(self.located, RawFiles(self.raw.manifest, None))
+            return decode_contents(self._located, RawFiles(self._raw.manifest, None))
 
     # --- presence and sizes -------------------------------------------------------------------------------------------
 
     def presence(self) -> None:
         """Compares presence and size of every file, with one listing per directory."""
-        expected = set(self.findings.checksums) - self.read
+        expected = set(self.checksums) - self._read_files
         parents = {name.rpartition('/')[0] for name in expected}
         listed_sizes: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
@@ -322,32 +320,32 @@ class _Check:
                 name = join(parent, entry.name)
                 if not entry.is_dir:
                     # A listing without sizes; a full verification compares them.
-                    recorded = self.findings.checksums.get(name, (0,))[0]
+                    recorded = self.checksums.get(name, (0,))[0]
                     listed_sizes[name] = recorded if entry.size is None else entry.size
         removed = {name for name in expected if self._is_removed(name, listed_sizes)}
         for name in sorted(expected - removed):
-            size = self.findings.checksums[name][0]
+            size = self.checksums[name][0]
             if name not in listed_sizes:
-                self.findings.add('missing', name, f'{size:,} bytes are recorded')
+                self._add('missing', name, f'{size:,} bytes are recorded')
             else:
                 self.sizes[name] = listed_sizes[name]
                 if listed_sizes[name] != size:
-                    self.findings.size_differs(name, listed_sizes[name], size)
+                    self._size_differs(name, listed_sizes[name], size)
         if removed:
             self.notes.append(
                 f'{counted(len(removed), "data-iterator file was", "data-iterator files were")} removed on purpose '
                 '(keep_dataset_checkpoints)'
             )
-        for array in self.unlisted:
+        for array in self._unlisted:
             self.sizes |= array.sizes
-            self.findings.damages += array.damages
+            self.damages += array.damages
         expected_files = {*expected, *self.sizes, *_OWN, *removal_marks(expected), *positions_for_t5x(expected)}
-        used = {name.partition('/')[0] for name in (*self.findings.checksums, *self.findings.leaves)}
+        used = {name.partition('/')[0] for name in (*self.checksums, *self.leaves)}
         unknown_files = [
             *(name for name in listed_sizes if name not in expected_files),
-            *(f'{name}/' for name in self.dirs - used),
+            *(f'{name}/' for name in self._dirs - used),
         ]
-        if unknown_files and self.findings.checksums:
+        if unknown_files and self.checksums:
             self.notes.append(
                 f'{counted(len(unknown_files), "file belongs", "files belong")} to no leaf: {some_of(sorted(unknown_files), 5)}'
             )
@@ -356,44 +354,113 @@ class _Check:
         return (
             name not in sizes
             and is_position(name)
-            and self.located.storage.kind(join(self.located.directory, generation_of(name), DATASET_REMOVED)) == 'file'
+            and self._located.storage.kind(join(self._located.directory, generation_of(name), DATASET_REMOVED))
+            == 'file'
         )
 
     def _entries(self, directory: str) -> list[Entry]:
         try:
-            return self.located.storage.entries(join(self.located.directory, directory))
+            return self._located.storage.entries(join(self._located.directory, directory))
         except T5CkptError as error:
-            self.findings.failed(directory, error)
+            self._failed(directory, error)
             return []
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def contents(self, progress: Progress | None) -> None:
         """Reads all files that have the recorded size."""
-        wrong = {damage.file for damage in self.findings.damages}
+        wrong = {damage.file for damage in self.damages}
         listed = [
-            name
-            for name in self.findings.checksums
-            if name in self.sizes and name not in wrong and name not in self.read
+            name for name in self.checksums if name in self.sizes and name not in wrong and name not in self._read_files
         ]
         listed.sort(key=lambda name: -self.sizes[name])
-        chunks = [(array, chunk_index) for array in self.unlisted for chunk_index in array.chunks]
+        chunks = [(array, chunk_index) for array in self._unlisted for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
         meter = Meter(progress, total)
-        for name, result in in_threads(listed, self.files.digest):
+        for name, result in in_threads(listed, self._files.digest):
             if isinstance(result, T5CkptError):
-                self.findings.failed(name, result)
-            elif not self.findings.checksums.matches(name, result):
-                self.findings.differs(name, self.findings.checksums[name], result)
+                self._failed(name, result)
+            elif not self.checksums.matches(name, result):
+                self._differs(name, self.checksums[name], result)
             meter.add(self.sizes[name])
         for (name, own), result in in_threads(
-            positions_for_t5x(listed).items(), lambda item: self.files.digest(item[0])
+            positions_for_t5x(listed).items(), lambda item: self._files.digest(item[0])
         ):
-            if not isinstance(result, T5CkptError) and not self.findings.checksums.matches(own, result):
+            if not isinstance(result, T5CkptError) and not self.checksums.matches(own, result):
                 self.notes.append(
                     f'T5X reads the position in the data from {name}, which is not that of {own}. Copy it there.'
                 )
-        for (array, chunk_index), result in in_threads(chunks, lambda item: self.implied.decode(*item)):
+        for (array, chunk_index), result in in_threads(chunks, lambda item: self._implied.decode(*item)):
             if isinstance(result, T5CkptError):
-                self.findings.failed(array.file(chunk_index), result, array.name, chunk_index)
+                self._failed(array.file(chunk_index), result, array.name, chunk_index)
             meter.add(array.chunk_bytes)
+
+    # --- damages ------------------------------------------------------------------------------------------------------
+
+    def _differs(self, name: str, recorded: FileEntry, entry: FileEntry) -> None:
+        """Adds a file whose size or checksum is not the recorded one; the message names another file with these bytes."""
+        if entry[0] != recorded[0]:
+            self._size_differs(name, entry[0], recorded[0])
+            return
+        text = f'xxh3-64 is {entry[1]}, expected {recorded[1]}'
+        other = next((file for file, listed in self.checksums.items() if listed == entry and file != name), None)
+        offsets = (0, entry[0])
+        if other is not None:
+            text += f'; these are the bytes of {other}'
+        elif (zeros := self._hole(name)) is not None:
+            text += f'; the bytes from {zeros[0]:,} to {zeros[1]:,} may be a hole'
+        self._add('checksum', name, text, offsets=offsets)
+
+    def _hole(self, name: str) -> tuple[int, int] | None:
+        try:
+            return self._files.zeros(name)
+        except T5CkptError:
+            # The file was deleted after its checksum was computed.
+            return None
+
+    def _size_differs(self, name: str, nbytes: int, recorded: int) -> None:
+        """Adds a file of another size than the recorded one."""
+        offsets = (min(nbytes, recorded), max(nbytes, recorded))
+        how = 'are missing' if nbytes < recorded else 'are additional'
+        text = f'{size_text(nbytes, recorded)}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
+        self._add('size', name, text, offsets=offsets)
+
+    def _failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
+        """Adds a file that cannot be read or decoded.
+
+        Raises:
+          UnsupportedFormatError: t5ckpt does not read the file's format.
+          StorageError: an object store failed or refused the request, or this process cannot read the file, so its state is
+            unknown. After an error of the disk, such as a bad sector, the other files are still verified.
+        """
+        if isinstance(error, StorageError) and not (self._files.storage.is_file_system and means_damage(error)):
+            raise error
+        if isinstance(error, UnsupportedFormatError) and all(damage.file != name for damage in self.damages):
+            # It says nothing about the bytes, unless they are damaged.
+            raise error
+        match error:
+            case UnsafeSpecError():
+                kind = 'unsafe'
+            case CheckpointNotFoundError():
+                kind = 'missing'
+            case StorageError():
+                kind = 'unreadable'
+            case _:
+                kind = 'undecodable'
+        self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
+
+    def _add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
+        """Adds a damage; see ``Damage`` for the kinds."""
+        self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
+
+    def _located_in_leaf(self, damage: Damage) -> Damage:
+        """Adds the leaf, the chunk and the elements of the file."""
+        parts = damage.file.split('/')
+        for length in range(len(parts), 0, -1):
+            location = '/'.join(parts[:length])
+            if location in self.leaves:
+                name, leaf = self.leaves[location]
+                if damage.file in implied_metadata(leaf, self.checksums):
+                    damage = dataclasses.replace(damage, text=f'{_IMPLIED}: {damage.text}')
+                return located_in_leaf(damage, name, leaf, '/'.join(parts[length:]))
+        return damage

@@ -20,7 +20,7 @@ from t5ckpt.inspection.stats import LeafStats, leaf_stats
 
 BINS = 40
 _OF_STEP = ('step', 'state', 'nbytes', 'created', 'metrics', 'pinned', 'layout')
-_OF_LEAF = ('name', 'path', 'kind', 'dtype', 'shape', 'size', 'nbytes', 'chunks', 'codec', 'value')
+_OF_LEAF = ('name', 'path', 'kind', 'dtype', 'shape', 'size', 'nbytes', 'location', 'value')
 _OF_STATS = ('mean', 'std', 'min', 'max', 'zeros', 'nan', 'inf')
 # Browsers show larger trees slowly.
 _MAX_LEAVES = 20_000

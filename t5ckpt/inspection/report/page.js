@@ -65,7 +65,7 @@ function draw(id, build) {
   if (click && node.on && !node.dataset.clicks) { node.dataset.clicks = '1'; node.on(click[0], click[1]); }
 }
 const redraw = () => { for (const [id, build] of figures) draw(id, build); };
-const axis = (more) => ({ exponentformat: 'e', gridcolor: css('--grid'), zerolinecolor: css('--grid'), linecolor: css('--line'), tickfont: { color: css('--dim') }, ...more });
+const axis = (more) => ({ automargin: true, exponentformat: 'e', gridcolor: css('--grid'), zerolinecolor: css('--grid'), linecolor: css('--line'), tickfont: { color: css('--dim') }, ...more });
 const figure = (id, label, caption, height) =>
   make('figure', {}, make('div', { id, class: 'plot', role: 'img', 'aria-label': label, style: { height: `${height}px` } }), make('figcaption', {}, caption));
 
@@ -325,15 +325,6 @@ function areas(root, leaves, onLeaf) {
 
 const WEIGHTS = /^(target|params|model)$/;
 
-function grid(leaf) {
-  if (leaf.kind !== 'stored') return leaf.kind === 'inline' ? 'inline in the manifest' : leaf.kind;
-  if (!leaf.chunks) return 'stored';
-  const parts = leaf.shape.map((size, at) => Math.ceil(size / leaf.chunks[at]));
-  const count = parts.reduce((all, each) => all * each, 1);
-  const codec = leaf.codec && leaf.codec !== 'none' ? `, ${leaf.codec}` : ', not compressed';
-  return count === 1 ? `one chunk${codec}` : `${parts.join(' × ')} chunks of ${shape(leaf.chunks)}${codec}`;
-}
-
 function leafSection(facts) {
   const { leaves, all_leaves: all, step } = facts.checkpoint;
   const root = grown(leaves);
@@ -345,7 +336,7 @@ function leafSection(facts) {
 
   function describe(leaf) {
     const stats = leaf.stats;
-    const rows = [['dtype', leaf.dtype || leaf.kind], ['shape', leaf.dtype ? shape(leaf.shape) : ''], ['values', leaf.size ? whole(leaf.size) : ''], ['size', leaf.dtype ? bytes(leaf.nbytes) : ''], ['on disk', grid(leaf)], ['value', leaf.value]];
+    const rows = [['dtype', leaf.dtype || leaf.kind], ['shape', leaf.dtype ? shape(leaf.shape) : ''], ['values', leaf.size ? whole(leaf.size) : ''], ['size', leaf.dtype ? bytes(leaf.nbytes) : ''], ['on disk', leaf.location], ['value', leaf.value]];
     if (stats) {
       const part = stats.read < leaf.size ? ` in a sample of ${whole(stats.read)} values` : '';
       rows.push(['mean ± std', `${digits(stats.mean)} ± ${digits(stats.std)}`], ['range', `${digits(stats.min)} to ${digits(stats.max)}${part}`], [part ? 'norm, estimated' : 'norm', digits(stats.norm)], ['zeros', `${digits((100 * stats.zeros) / stats.read)} %`]);
@@ -451,14 +442,11 @@ function changeSection(facts) {
     const names = (list, most) => list.map((name) => plain(short(name || '(leaf)', most)));
     // The part is chosen above.
     const titles = rows.map((name) => (name.startsWith(`${part}/`) ? name.slice(part.length + 1) : name));
-    const narrow = $('heat').clientWidth < 620;
-    const left = Math.min(narrow ? 130 : 300, 24 + 6.6 * Math.max(...titles.map((name) => Math.min(name.length, narrow ? 18 : 42)), 1));
-    const bottom = 20 + 4.4 * Math.max(...columns.map((name) => Math.min(name.length, narrow ? 20 : 44)), 1);
-    $('heat').style.height = `${Math.max(rows.length * 22, 60) + bottom + 16}px`;
+    $('heat').style.height = `${Math.max(rows.length * 22, 60) + 200}px`;
     const common = { type: 'heatmap', x: columns.map((_, at) => at), y: rows.map((_, at) => at), xgap: 2, ygap: 2, hoverinfo: 'text', hovertext: text };
     return {
       data: [{ ...common, z: still, showscale: false, colorscale: [[0, css('--line')], [1, css('--line')]] }, { ...common, z, zmin: low, zmax: high, colorscale: 'Viridis', colorbar: { thickness: 12, outlinewidth: 0, tickvals: marks, ticktext: labels(size), tickfont: { color: css('--dim') } } }],
-      layout: { margin: { l: left, r: 10, t: 8, b: bottom }, xaxis: axis({ tickvals: columns.map((_, at) => at), ticktext: names(columns, narrow ? 20 : 44), tickangle: 40, showgrid: false, zeroline: false, fixedrange: true }), yaxis: axis({ tickvals: rows.map((_, at) => at), ticktext: names(titles, narrow ? 18 : 42), autorange: 'reversed', showgrid: false, zeroline: false, fixedrange: true }) },
+      layout: { margin: { l: 24, r: 10, t: 8, b: 20 }, xaxis: axis({ tickvals: columns.map((_, at) => at), ticktext: names(columns, 40), tickangle: 40, showgrid: false, zeroline: false, fixedrange: true }), yaxis: axis({ tickvals: rows.map((_, at) => at), ticktext: names(titles, 40), autorange: 'reversed', showgrid: false, zeroline: false, fixedrange: true }) },
     };
   }
   const select = make('select', { onchange: (event) => { part = event.target.value; draw('heat', build); } }, parts.map((name) => make('option', { value: name, selected: name === part }, name)));
@@ -515,7 +503,6 @@ async function main() {
   const links = [['run', 'Run'], ['leaves', facts.checkpoint.step === null ? 'Leaves' : `Step ${whole(facts.checkpoint.step)}`], ['statistics', 'Statistics'], ['changes', 'Changes']];
   $('nav').append(...links.filter(([id]) => $(id)).map(([id, text]) => make('a', { href: `#${id}` }, text)));
   $('footer').append(`Made by t5ckpt ${facts.version} on ${facts.made}. The page requests nothing from any host. Pictures: plotly.js, MIT license.`);
-  $('theme').addEventListener('change', (event) => { if (event.target.value) document.documentElement.dataset.theme = event.target.value; else delete document.documentElement.dataset.theme; redraw(); });
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
   const code = document.createElement('script');
   code.textContent = await unpacked('plotly');

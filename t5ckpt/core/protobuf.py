@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-VARINT, BYTES = 0, 2
-"""The wire types of a number and of bytes, text or a message."""
-_FIXED = {1: 8, 5: 4}
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""The wire types of a number, of one of fixed size, and of bytes, text or a message."""
+_FIXED = {FIXED64: 8, FIXED32: 4}
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:

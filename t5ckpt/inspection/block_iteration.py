@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from t5ckpt.core.arguments import integer
 from t5ckpt.errors import T5CkptError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.inspection.leaf_tree import LeafInfo
@@ -83,9 +84,11 @@ def bytes_in(infos: Sequence[LeafInfo], sample_bytes: int | None = None) -> int:
 
 def _common_limit(sizes: Sequence[int], total: int | None) -> int | None:
     """The largest limit for which the sizes, each cut to it, sum to at most ``total``; None if no limit is needed."""
-    if total is None or sum(sizes) <= total:
+    if total is None:
         return None
-    left = total
+    left = integer('sample_bytes', total, 1, 'None reads everything.')
+    if sum(sizes) <= left:
+        return None
     for position, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - position)
         if size > share:

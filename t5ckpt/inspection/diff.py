@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,6 +178,7 @@ def diff(
     *,
     values: bool = True,
     layers: str | None = None,
+    sample_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> CheckpointDiff:
     """Compares two checkpoints, leaf by leaf.
@@ -189,6 +190,7 @@ def diff(
       layers: which arrays hold several layers, stacked along an axis: ``'axis 0 of params/layers/.*'``, with a pattern of their
         names. ``by_layer`` divides them. None divides the arrays below Haliax's ``stacked``, and those of flax's scan where
         names and shapes leave no doubt.
+      sample_bytes: about how many bytes of each side to compare, spread evenly over the leaves; None compares all of them.
       progress: called with (bytes compared, bytes to compare).
 
     Raises:
@@ -196,28 +198,18 @@ def diff(
     """
     if layers is not None and not values:
         raise ValueError('layers: values=False compares no values, which layers would divide. Leave one of them out.')
-    first = a if isinstance(a, CheckpointView) else open_checkpoint(a)
-    second = b if isinstance(b, CheckpointView) else open_checkpoint(b)
+    first, second = (view if isinstance(view, CheckpointView) else open_checkpoint(view) for view in (a, b))
     stacks = stacks_of([*first.infos(), *second.infos()], layers)
-    return compare(first, second, stacks, values=values, progress=progress)
-
-
-def compare(
-    first: CheckpointView,
-    second: CheckpointView,
-    stacks: Mapping[Path, Stack],
-    *,
-    values: bool = True,
-    progress: Progress | None = None,
-    sample_bytes: int | None = None,
-) -> CheckpointDiff:
-    """Compares two views, with ``stacks`` of both; with ``sample_bytes`` a sample of the values, see ``blocks_in``."""
     before, after = ({info.name: info for info in view.infos()} for view in (first, second))
     found = {name: _compare_facts(name, before.get(name), after.get(name)) for name in {**before, **after}}
-    changes: dict[str, dict[str, _Change]] = {}
-    if values:
-        open_ones = [before[name] for name, leaf in found.items() if leaf is None or leaf.what == 'dtype']
-        changes = _changes(first, second, [info for info in open_ones if info.dtype], stacks, progress, sample_bytes)
+    arrays = [before[name] for name, leaf in found.items() if leaf is None or leaf.what == 'dtype'] if values else []
+    arrays = [info for info in arrays if info.dtype]
+    meter = Meter(progress, bytes_in(arrays, sample_bytes))
+    with first.in_one() as one, second.in_one() as other:
+        sums = sums_by_leaf(arrays, _changes_in(one, other, stacks), _Change.merged, meter, sample_bytes)
+    changes: dict[str, dict[str, _Change]] = {info.name: {} for info in arrays}
+    for (name, part), change in sums.items():
+        changes[name][part] = change
     differing: list[LeafDiff] = []
     parts: list[LeafDiff] = []
     for name, by_facts in found.items():
@@ -255,15 +247,10 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
     return made(what='dtype') if a.dtype != b.dtype else None
 
 
-def _changes(
-    first: CheckpointView,
-    second: CheckpointView,
-    infos: Sequence[LeafInfo],
-    stacks: Mapping[Path, Stack],
-    progress: Progress | None,
-    sample_bytes: int | None,
-) -> dict[str, dict[str, _Change]]:
-    """The changes of each leaf by the names of its parts: of its layers, or its own."""
+def _changes_in(
+    one: CheckpointView, other: CheckpointView, stacks: Mapping[Path, Stack]
+) -> Callable[[Block], dict[tuple[str, str], _Change]]:
+    """Compares a block of two views: the change by the names of the leaf and of its part, a layer of it or itself."""
 
     def changes_of(block: Block) -> dict[tuple[str, str], _Change]:
         leaf = block.leaf
@@ -278,13 +265,7 @@ def _changes(
             for at in range(len(a))
         }
 
-    changes: dict[str, dict[str, _Change]] = {info.name: {} for info in infos}
-    meter = Meter(progress, bytes_in(infos, sample_bytes))
-    with first.in_one() as one, second.in_one() as other:
-        found = sums_by_leaf(infos, changes_of, _Change.merged, meter, sample_bytes)
-    for (name, part), change in found.items():
-        changes[name][part] = change
-    return changes
+    return changes_of
 
 
 def _change_of(a: np.ndarray, b: np.ndarray) -> _Change:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from t5ckpt.catalog.listing import listing
 from t5ckpt.catalog.locate import no_checkpoint, open_run_storage, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
 from t5ckpt.commit.retention import Retention, recorded_policy
@@ -17,7 +18,7 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.block_iteration import bytes_in
-from t5ckpt.inspection.diff import compare
+from t5ckpt.inspection.diff import diff
 from t5ckpt.inspection.kept import named_by_policy, with_reasons
 from t5ckpt.inspection.layers import stacks_of
 from t5ckpt.inspection.report.facts import checkpoint_facts, heat_facts, largest, plain, step_facts
@@ -77,7 +78,7 @@ class Run(Mapping[int, CheckpointView]):
     @property
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return [summary.step for summary in self.summaries() if summary.complete]
+        return [listed.step for listed in listing(self._storage) if listed.error is None]
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """The metrics of a step, as ``Checkpointer.metrics`` returns them.
@@ -188,7 +189,7 @@ class Run(Mapping[int, CheckpointView]):
           OutputExistsError: there is such a file.
           MissingDependencyError: plotly is not installed.
         """
-        local = checked_output(output, force, sample_bytes)
+        local = checked_output(output, force)
         all_steps = with_reasons(self._storage, self.summaries())
         before, step = _chosen(
             [steps] if isinstance(steps, int) else steps,
@@ -208,9 +209,9 @@ class Run(Mapping[int, CheckpointView]):
             facts['checkpoint'] = {'step': step, **checkpoint_facts(view, infos, sample_bytes, of_step)}
             if before is not None:
                 earlier = self[before]
-                stacks = stacks_of([*earlier.infos(), *infos], layers)
                 of_changes = _part_of(progress, 2 * nbytes, 0)
-                changes = compare(earlier, view, stacks, progress=of_changes, sample_bytes=sample_bytes)
+                changes = diff(earlier, view, layers=layers, sample_bytes=sample_bytes, progress=of_changes)
+                stacks = stacks_of([*earlier.infos(), *infos], layers)
                 facts['changes'] = {
                     'steps': (before, step),
                     'same': changes.same,

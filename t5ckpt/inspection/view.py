@@ -177,7 +177,7 @@ class CheckpointView(Mapping[str, LazyArray]):
           OutputExistsError: there is such a file.
           MissingDependencyError: plotly is not installed.
         """
-        local = checked_output(output, force, sample_bytes)
+        local = checked_output(output, force)
         with self.in_one() as view:
             facts = checkpoint_facts(view, view.infos(), sample_bytes, progress)
         shown = {'path': printable(self._title()), 'steps': [], 'checkpoint': {'step': self.step, **facts}}

@@ -1,7 +1,13 @@
-"""Reads the scalars of TensorBoard's event files while they grow; tensorboardX decodes the events (extra ``tensorboard``).
+"""Reads the scalars of TensorBoard's event files while they grow, without TensorFlow and TensorBoard.
 
 A record is its length in 8 bytes, a checksum of these, the data, and a checksum of the data. All numbers are little-endian; the
-checksums are CRC-32C, rotated and offset (tensorflow/core/lib/io/record_writer.h, tensorflow/core/lib/hash/crc32c.h).
+checksums are CRC-32C, rotated and offset (tensorflow/core/lib/io/record_writer.h, tensorflow/core/lib/hash/crc32c.h). The data is
+a protocol buffer:
+
+    Event        wall_time = 1, step = 2, summary = 5           tensorboard/compat/proto/event.proto
+    Summary      value = 1 (repeated)                           tensorboard/compat/proto/summary.proto
+    Value        tag = 1, simple_value = 2, tensor = 8
+    TensorProto  dtype = 1, tensor_content = 4, float_val = 5
 
 Notes: checksums are verified. Long records are skipped, since they hold no scalar, and memory does not depend on the lengths in
 the file. A length with a wrong checksum ends the file, because the start of the next record is unknown; a record with a wrong
@@ -11,17 +17,20 @@ checksum is skipped. An incomplete record is read by the next call. A tensor is 
 
 from __future__ import annotations
 
+import collections
+import functools
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from t5ckpt.errors import MissingDependencyError
+from t5ckpt.core.protobuf import BYTES, FIXED32, FIXED64, VARINT, fields
 
 _HEADER = struct.Struct('<QI')
 _CRC_BYTES = 4
 _MAX_RECORD = 2**20
 _BLOCK = 2**22
 _FLOAT32 = 1
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
 
 
 class Scalar(NamedTuple):
@@ -33,21 +42,22 @@ class Scalar(NamedTuple):
     value: float
 
 
-def _library() -> tuple[Any, Any]:
-    """Returns the function for checksums, and the module with the class of events, which is generated when it is loaded."""
-    try:
-        from tensorboardX.crc32c import crc32c
-        from tensorboardX.proto import event_pb2
-    except ImportError as error:
-        raise MissingDependencyError(
-            "TensorBoard's event files need tensorboardX: pip install tensorboardX, or pip install 't5ckpt[tensorboard]'"
-        ) from error
-    return crc32c, event_pb2
+@functools.cache
+def _table() -> tuple[int, ...]:
+    def entry(value: int) -> int:
+        for _ in range(8):
+            value = (value >> 1) ^ (_POLYNOMIAL if value & 1 else 0)
+        return value
+
+    return tuple(map(entry, range(256)))
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum of a record's length or data."""
-    crc = _library()[0](data)
+    """The checksum of a record's length or data; RFC 3720, appendix B.4, has test vectors of the unmasked CRC."""
+    table, crc = _table(), 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -75,19 +85,11 @@ class EventScan:
           size: the current size of the file in bytes.
           read: takes (offset, count) and returns these bytes, or fewer at the end of the file.
         """
-        from google.protobuf.message import DecodeError
-
-        _, events = _library()
         for record in self.records(size, read):
             try:
-                event = events.Event.FromString(record)
-            except DecodeError:
+                yield from scalars_of(record)
+            except ValueError:
                 self.broken += 1
-                continue
-            for value in event.summary.value:
-                floats = [value.simple_value] if value.HasField('simple_value') else _floats(value.tensor)
-                if len(floats) == 1:
-                    yield Scalar(event.step, event.wall_time, value.tag, floats[0])
 
     def records(self, size: int, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
         """Yields the records that were added since the last call; see :meth:`scalars`."""
@@ -118,7 +120,34 @@ class EventScan:
                 return
 
 
-def _floats(tensor: Any) -> tuple[float, ...]:
-    data = tensor.tensor_content + struct.pack(f'<{len(tensor.float_val)}f', *tensor.float_val)
-    is_float32 = tensor.dtype == _FLOAT32 and len(data) % 4 == 0
-    return struct.unpack(f'<{len(data) // 4}f', data) if is_float32 else ()
+def scalars_of(data: bytes) -> list[Scalar]:
+    """The scalars of an event.
+
+    Raises:
+      ValueError: the bytes are not an event.
+    """
+    event = _fields(data)
+    # A varint of 64 bits is a signed number.
+    step = ((event[2, VARINT] or [0])[-1] + 2**63) % 2**64 - 2**63
+    time = struct.unpack('<d', (event[1, FIXED64] or [bytes(8)])[-1])[0]
+    found: list[Scalar] = []
+    for value in [_fields(value) for summary in event[5, BYTES] for value in _fields(summary)[1, BYTES]]:
+        floats = value[2, FIXED32][-1:] or [_float32(tensor) for tensor in value[8, BYTES][-1:]]
+        if floats and len(floats[0]) == 4:
+            tag = b''.join(value[1, BYTES][-1:]).decode('utf-8', 'replace')
+            found.append(Scalar(step, time, tag, struct.unpack('<f', floats[0])[0]))
+    return found
+
+
+def _float32(data: bytes) -> bytes:
+    tensor = _fields(data)
+    is_float32 = tensor[1, VARINT][-1:] == [_FLOAT32]
+    return b''.join(tensor[4, BYTES] + tensor[5, BYTES] + tensor[5, FIXED32]) if is_float32 else b''
+
+
+def _fields(message: bytes) -> dict[tuple[int, int], list[Any]]:
+    """The values of each field of a message, by its number and wire type."""
+    found: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
+    for number, kind, value in fields(message):
+        found[number, kind].append(value)
+    return found

@@ -1,4 +1,4 @@
-"""Reads metrics of steps from TensorBoard's event files, with the extra ``tensorboard``.
+"""Reads metrics of steps from TensorBoard's event files, without TensorFlow and TensorBoard.
 
 Each call continues where the previous one ended, so that a save reads only the events since the previous save. On an object
 store, a file that has changed is fetched completely, and its new part is parsed.
@@ -43,7 +43,6 @@ class TensorBoardMetrics:
 
         Raises:
           StorageError: a file cannot be read.
-          MissingDependencyError: there is a file, and tensorboardX is not installed.
         """
         parts = metric.split('/')
         values: dict[int, float] = {}

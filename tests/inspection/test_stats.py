@@ -234,6 +234,19 @@ def test_without_values_nothing_is_read(tmp_path):
     assert not t5ckpt.diff(a, b, values=False)
 
 
+def test_a_sample_of_two_checkpoints_is_compared(tmp_path):
+    big = np.ones((2048, 1024), np.float32)
+    asked = []
+    for name, scale in (('a', 1), ('b', 2)):
+        with t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / name) as checkpointer:
+            checkpointer.save({'big': big * scale, 'small': np.ones(3)}, step=1)
+    (found,) = t5ckpt.diff(
+        tmp_path / 'a', tmp_path / 'b', sample_bytes=2**20, progress=lambda done, total: asked.append((done, total))
+    ).leaves
+    assert (found.name, found.relative, found.largest) == ('big', 1.0, 1.0)
+    assert asked[-1][0] == asked[-1][1] <= 2**20 + 24
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 

@@ -392,17 +392,15 @@ def test_a_mutated_event_is_an_event_or_counted_as_broken(seed, flips):
     assert all(-(2**63) <= each.step < 2**63 for each in found)
 
 
-def test_without_the_library_event_files_are_an_error_that_names_it(tmp_path):
+def test_without_any_library_event_files_are_read(tmp_path):
+    """tensorboardX loads torch where that is installed, for six seconds."""
     Log(tmp_path / 'r').add(1, ('m', 1.0)).flush()
     code = (
-        'import sys, t5ckpt; sys.modules["tensorboardX"] = None\n'
-        f'metrics = t5ckpt.TensorBoardMetrics({str(tmp_path)!r})\n'
-        'assert metrics.by_step("none/m", [1]) == {}\n'
-        'try: metrics.by_step("r/m", [1])\n'
-        'except t5ckpt.errors.MissingDependencyError as error: print(error)'
+        'import sys, t5ckpt; sys.modules |= dict.fromkeys(("tensorboardX", "tensorboard", "tensorflow", "torch"))\n'
+        f'print(t5ckpt.TensorBoardMetrics({str(tmp_path)!r}).by_step("r/m", [1]))'
     )
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
-    assert "pip install 't5ckpt[tensorboard]'" in done.stdout
+    assert done.stdout.strip() == '{1: 1.0}'
 
 
 def test_public_names():

@@ -837,6 +837,7 @@ FUNCTIONS: list[Case] = [
         'no steps are compared',
         lambda s, _: t5ckpt.open_run(s.run).report('x', steps=1, layers='axis 0 of nowhere'),
     ),
+    ('diff', 'sample_bytes', ValueError, 'sample_bytes', lambda s, _: t5ckpt.diff(s.run, s.run, sample_bytes=0)),
     ('diff', 'layers', ValueError, 'no array', lambda s, _: t5ckpt.diff(s.run, s.run, layers='axis 0 of nowhere')),
     ('Run.series', 'name fn', KeyError, 'nowhere', lambda s, _: t5ckpt.open_run(s.run).series('nowhere', np.mean)),
     ('SaveAll', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.SaveAll(())),

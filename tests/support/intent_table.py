@@ -243,6 +243,7 @@ directory | error | it has a step of another origin
     'diff': """
 values | hint | there are no values to compare
 layers | error | it matches nothing; with values=False
+sample_bytes | error | below 1; a larger one than the checkpoint compares all
 """,
     'export_weights': """
 step | hint | the step to write

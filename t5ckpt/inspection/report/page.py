@@ -20,7 +20,6 @@ from typing import Any
 
 from t5ckpt._version import __version__
 from t5ckpt.commit.output_files import check_output, local_output, output
-from t5ckpt.core.arguments import integer
 from t5ckpt.core.text import printable
 from t5ckpt.errors import MissingDependencyError
 from t5ckpt.storage import foreign_errors
@@ -28,16 +27,13 @@ from t5ckpt.storage import foreign_errors
 SAMPLE_BYTES = 512_000_000
 
 
-def checked_output(path: str | os.PathLike[str], force: bool, sample_bytes: int | None) -> str:
-    """The absolute path of the page; checks the arguments before anything is read.
+def checked_output(path: str | os.PathLike[str], force: bool) -> str:
+    """The absolute path of the page; checks it before anything is read.
 
     Raises:
-      ValueError: ``sample_bytes`` is not a positive integer.
       OutputExistsError: it exists.
       MissingDependencyError: plotly is not installed.
     """
-    if sample_bytes is not None:
-        integer('sample_bytes', sample_bytes, 1, 'None reads everything.')
     local = local_output(path)
     check_output(local, force)
     _plotly()

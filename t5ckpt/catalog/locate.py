@@ -392,7 +392,7 @@ def _steps_of_others(storage: Storage) -> list[str]:
 
 
 def log_newer(storage: Storage, step: int, passed: Sequence[str] = ()) -> None:
-    """Logs what has a larger number than the run's newest step and is no step: without its manifest, or with a fraction (Flax).
+    """Logs names with a larger number than that of the newest step: no manifest is there, or the number has a fraction (Flax).
 
     Args:
       storage: the run.

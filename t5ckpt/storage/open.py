@@ -218,7 +218,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
         account = f", with storage_options={{'account': {host.partition('.')[0]!r}}}" if host else ''
         raise UnsupportedFormatError(f'{url}: write {_SPELLINGS[scheme]}://{container}/{prefix}{account}.')
     raise UnsupportedFormatError(
-        f'{url}: {scheme!r} is not supported, only {sorted(BY_SCHEME)}. Copy the checkpoint to a disk first.'
+        f'{url}: {scheme!r} is not supported, only paths, and URLs of {_BUCKETS}. Copy the checkpoint to a disk first.'
     )
 
 

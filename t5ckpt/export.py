@@ -9,12 +9,14 @@ from typing import Any
 
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_path, check_patterns
+from t5ckpt.core.arguments import check_path
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import Partitioner, leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import Patterns
+from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.text import some_of
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, check_cast
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import Storage
@@ -32,7 +34,7 @@ def export_weights(
     *,
     dtype: Any = None,
     step: int | None = None,
-    take: str = MODEL,
+    take: Patterns = MODEL,
     partitioner: Partitioner | None = None,
 ) -> CommittedCheckpoint | None:
     """Writes only the weights of a state as a checkpoint, to another directory than the run's.
@@ -45,7 +47,7 @@ def export_weights(
       directory: the destination.
       dtype: floating leaves are cast to it; None casts nothing.
       step: the step of the checkpoint; None takes the state's.
-      take: a pattern for the whole names of the leaves to write. By default also an RNG stream of Flax NNX under any name is left
+      take: patterns for the whole names of the leaves to write. By default also an RNG stream of Flax NNX under any name is left
         out: a typed PRNG key ``key`` and the ``count`` next to it.
       partitioner: T5X's.
 
@@ -58,21 +60,14 @@ def export_weights(
     check_no_directory('Write export_weights(train_state, directory).', train_state=train_state)
     if not isinstance(directory, Storage):
         check_path('directory', directory)
-    check_patterns([take], 'take')
+    patterns = LeafPatterns(take, 'take')
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
         leaves = flatten_nested(state_dict)
         left = _rng_streams(leaves) if take == MODEL else ()
-        kept = {
-            path: leaf
-            for path, leaf in leaves.items()
-            if path not in left and leaf_pattern(take).fullmatch(leaf_name(path))
-        }
-        if not kept:
-            names = ', '.join(leaf_name(path) for path in list(leaves)[:5])
-            meant = meant_pattern(take, map(leaf_name, leaves))
-            raise ValueError(f'export_weights: no leaf matches {take!r}; the state has {names}. Pass take=.{meant}')
+        patterns.check(map(leaf_name, leaves))
+        kept = {path: leaf for path, leaf in leaves.items() if path not in left and patterns.covers(leaf_name(path))}
         groups = collections.Counter('/'.join('/'.join(path).split('/')[:2]) for path in kept)
         _log.info(
             't5ckpt: export_weights: leaves below %s', some_of([f'{name} ({n})' for name, n in groups.items()], 20)

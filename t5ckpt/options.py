@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 
-from t5ckpt.core.arguments import check_callables, check_flags, check_patterns, check_word, integer, number
+from t5ckpt.core.arguments import check_callables, check_flags, check_word, integer, number
 from t5ckpt.core.byte_budget import bytes_of_gb
+from t5ckpt.core.leaf_patterns import Patterns
 from t5ckpt.core.protocols import Clock
 from t5ckpt.datasets import MapPositions
 from t5ckpt.distributed.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from t5ckpt.format.codecs import CODECS
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.save_plan import SaveOptions
 
 __all__ = ['CheckpointerOptions']
@@ -54,7 +55,7 @@ class CheckpointerOptions:
     inline_bytes: int = SaveOptions.inline_bytes
     reuse_unchanged: bool = True
     strict_save: bool = False
-    cast_leaves: str | re.Pattern[str] | None = None
+    cast_leaves: Patterns | None = None
     verify: str = 'auto'
     mmap: bool = False
     follow_links: bool = False
@@ -72,7 +73,7 @@ class CheckpointerOptions:
         check_word('verify', self.verify, ('auto', 'full', 'quick'))
         integer('chunk_bytes', self.chunk_bytes, 1)
         integer('inline_bytes', self.inline_bytes)
-        check_patterns([] if self.cast_leaves is None else [self.cast_leaves], 'cast_leaves')
+        LeafPatterns(self.cast_leaves, 'cast_leaves')
         bytes_of_gb(self.restore_concurrent_gb, 'restore_concurrent_gb')
         number('process_timeout', self.process_timeout)
         check_callables(clock=self.clock, map_positions=self.map_positions)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,25 +19,20 @@ from typing import Any
 from t5ckpt.catalog.locate import log_newer, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
-from t5ckpt.core.arguments import check_path, check_patterns, check_word, given_step
-from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
-from t5ckpt.core.text import some_of
+from t5ckpt.core.arguments import check_word, given_step
+from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name
+from t5ckpt.core.leaf_patterns import Pattern, Patterns
+from t5ckpt.core.text import lines
 from t5ckpt.errors import (
     CorruptCheckpointError,
     DisagreementError,
     NotADirectoryStorageError,
     RemoteError,
-    TreeMismatchError,
     UnsupportedTopologyError,
-    with_cures,
 )
-from t5ckpt.planning.leaf_match import check_new_state
-from t5ckpt.planning.resizing import Patterns, Resize
-from t5ckpt.steps import find_checkpoint
+from t5ckpt.planning.leaf_choice import LeafChoice
 from t5ckpt.storage import Storage, open_storage
-from t5ckpt.translate import assigned
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
+from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
@@ -52,96 +46,39 @@ Of Flax NNX these are all variables of the model but the keys and counters of RN
 """
 
 
-# Cures with the options of WarmStart, since restore_or_init does not take those of Checkpointer.restore.
-_WARM_CURES = {
-    'dtype': 'Values are not cast to another kind of dtype: name the leaf in WarmStart(leave=...), or change the template.',
-    'key shape': 'Keys are not padded. WarmStart(leave=...) takes them from init_fn.',
-    'missing': "WarmStart(missing='init') takes new leaves from init_fn.",
-    'shape': 'WarmStart(resize=...) pads with zeros or truncates; WarmStart(leave=...) takes the leaf from init_fn.',
-    'unexpected': "WarmStart(strict='contains') leaves out leaves that the template lacks.",
-    'rename': 'WarmStart(rename={rules})',
-}
-# A run continues only from its complete state. A changed model is a new run.
-_OWN_CURES = dict.fromkeys(
-    _WARM_CURES,
-    'To continue with a changed model, start a run in a new directory with initial_checkpoint=WarmStart(the old directory, '
-    "...). Its options missing='init', leave=, resize=, rename= and strict='contains' select the leaves. If leaves appear "
-    'during the run, as in a replay buffer, use ... as their subtree in the template; t5ckpt.load_t5x_checkpoint(directory, '
-    'checkpointer.restored_step) then reads them.',
-) | {
-    'dtype': 'Values are not cast to another kind of dtype: give the leaf of the template that of the checkpoint, or start a run '
-    'in a new directory with initial_checkpoint=WarmStart(the old directory, leave=...), which takes the leaf from init_fn.',
-    'rename': 'initial_checkpoint=WarmStart(the old directory, rename={rules}), in a new directory',
-}
-
-
 @dataclasses.dataclass(frozen=True)
-class WarmStart:
+class WarmStart(LeafChoice):
     r"""The leaves to take from another run's checkpoint; the others come from ``init_fn``.
 
-    Patterns, text or compiled, are matched with the whole name of a leaf of the template, ``'params/dense/kernel'``.
+    Patterns, one or several, as text or compiled, are matched with the whole name of a leaf of the template,
+    ``'params/dense/kernel'``. ``Checkpointer.restore`` takes the same words, with the template in place of ``init_fn``.
 
     Attributes:
-      path: a run's directory, a step's directory or a manifest; a relative one is of the directory in which this is made.
-      step: which step, if ``path`` is a run's directory; None takes the latest.
       take: leaves that come from the checkpoint.
       leave: leaves that do not, although ``take`` matches them.
       rename: (pattern, replacement) in order, as in ``apply_assignment_map``: the names in the checkpoint of leaves of the
-        template. Averaged weights instead of the trained ones: ``((r'params/(.*)', r'ema/\1'),)``.
+        template. Averaged weights instead of the trained ones: ``[(r'params/(.*)', r'ema/\1')]``.
       missing: for leaves that ``take`` matches and the checkpoint lacks: 'error', or 'init' to take them from ``init_fn``.
-      strict: as in ``Checkpointer.restore``, for the leaves that come from this source.
-      resize: as in ``Checkpointer.restore``.
+      strict: the required match of checkpoint and template: 'exact' includes every dtype, after casts; 'up_to_dtype' allows
+        float32 for bfloat16 and the like; 'contains' also allows a checkpoint with more leaves than the template, whose number
+        is logged. None is 'contains' for a state with T5X's protocol and with a partitioner, as in T5X, and 'up_to_dtype' for
+        any other pytree.
+      resize: leaves that may have another shape: the values keep their indices, a larger dimension of the template is padded
+        with zeros, a smaller one is truncated. The log names each leaf. PRNG keys are not resized.
+      path: a run's directory, a step's directory or a manifest; a relative one is of the directory in which this is made.
+      step: which step, if ``path`` is a run's directory; None takes the latest.
       restore_iterator: whether the position of the data iterator is restored, too. None restores it from a single source
         without ``take``, which continues its run.
     """
 
     path: str | os.PathLike[str]
     step: int | None = None
-    take: str | re.Pattern[str] = '.*'
-    leave: str | re.Pattern[str] | None = None
-    rename: Sequence[tuple[str | re.Pattern[str], str | None]] = ()
-    missing: str = 'error'
-    strict: str | None = None
-    resize: Patterns | None = None
-    restore_iterator: bool | None = None
+    restore_iterator: bool | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, 'path', open_storage(self.path).url())
-        check_word('missing', self.missing, ('error', 'init'))
         given_step(self.step)
-        Resize(self.resize)
-        for field, pattern in (('take', self.take), ('leave', self.leave)):
-            check_patterns(() if pattern is None else (pattern,), f'WarmStart: {field}')
-        rules: Any = self.rename
-        is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
-        if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
-            raise ValueError(
-                'WarmStart: rename must be a list of (name in the template, name in the checkpoint), such as '
-                f"[('params/(.*)', r'ema/\\1')], got {rules!r:.80}."
-            )
-        check_patterns((pattern for pattern, _ in rules), 'WarmStart: rename')
-
-    @property
-    def location(self) -> str:
-        """The path to restore from; with ``step`` it is resolved, without storage options.
-
-        Raises:
-          CheckpointNotFoundError: the run does not have this step.
-        """
-        return os.fspath(self.path) if self.step is None else find_checkpoint(self.path, self.step)
-
-    def is_taken(self, name: str) -> bool:
-        """Whether ``take`` and ``leave`` select a leaf of the template."""
-        left = self.leave is not None and leaf_pattern(self.leave).fullmatch(name) is not None
-        return leaf_pattern(self.take).fullmatch(name) is not None and not left
-
-    def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """A restore transform: renames the checkpoint's leaves to the template's, and keeps only those that are taken."""
-        if self.rename:
-            may_lack = self.missing == 'init'
-            state_dict = assigned(state_dict, target_state_dict, self.rename, wanted=self.is_taken, may_lack=may_lack)
-        table = flatten_nested(state_dict)
-        return unflatten({path: _value(leaf) for path, leaf in table.items() if self.is_taken(leaf_name(path))})
 
 
 def restore_or_init(
@@ -150,13 +87,17 @@ def restore_or_init(
     *,
     fallback: str | None = 'older',
     initial_checkpoint: str | os.PathLike[str] | WarmStart | Sequence[str | os.PathLike[str] | WarmStart] | None = None,
+    rename: Sequence[tuple[Pattern, str | None]] = (),
+    missing: str = 'error',
     strict: str | None = None,
+    resize: Patterns | None = None,
     donate: bool = False,
 ) -> Any:
     """Returns the state to continue from: the run's latest checkpoint, that of another run, or a new state.
 
     Every process of the job calls it. Afterwards ``checkpointer.restored_step`` is the step that was restored, or None if the run
-    had none.
+    had none. ``rename``, ``missing``, ``strict`` and ``resize`` are for the run's own checkpoints, and may stay: they change
+    nothing in a checkpoint that fits the template.
 
     Args:
       checkpointer: of the run.
@@ -165,7 +106,10 @@ def restore_or_init(
       initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. A path
         restores everything, with the position of the data iterator. Each of several provides the leaves that those before it
         lack, and the data starts at its beginning; ``WarmStart(restore_iterator=...)`` decides otherwise.
-      strict: as in ``Checkpointer.restore``, for the run's own checkpoints.
+      rename: (name in the template, name in the checkpoint), as in :class:`WarmStart`.
+      missing: 'init' takes leaves that the checkpoint lacks from ``init_fn``; 'error' lists them.
+      strict: the required match of checkpoint and template, as in :class:`WarmStart`.
+      resize: leaves that are padded with zeros or truncated to the template's shape, as in :class:`WarmStart`.
       donate: as in ``Checkpointer.restore``.
 
     Raises:
@@ -176,7 +120,9 @@ def restore_or_init(
       DisagreementError: the processes of the job pass another number of sources.
     """
     check_word('fallback', fallback, ('older', None))
+    choice = LeafChoice(rename=rename, missing=missing, strict=strict, resize=resize)
     sources = _sources(initial_checkpoint)
+    initial = _Initial(checkpointer.template, init_fn)
     steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps, checkpointer.steps_to_restore)
     if steps:
         log_newer(checkpointer.storage, steps[-1])
@@ -184,9 +130,9 @@ def restore_or_init(
     for step in reversed(steps):
         error: Exception | None = None
         try:
-            state = checkpointer.restore(step, strict=strict, donate=donate)
-        except TreeMismatchError as caught:
-            error = with_cures(caught, _OWN_CURES)
+            state = checkpointer.restore_chosen(
+                choice, step=step, donate=donate, init=initial.leaves if missing == 'init' else None
+            )
         except Exception as caught:  # noqa: BLE001 - raised below, when the other processes know
             error = caught
         else:
@@ -208,14 +154,9 @@ def restore_or_init(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Copy one without its damaged leaves (t5ckpt cp --drop), or move them away to start a new run.'
         )
-    checkpointer.agree('a new run', len(sources or ()), lambda counts: _check_new_run(checkpointer.storage, counts))
+    checkpointer.agree('a new run', len(sources), lambda counts: _check_new_run(checkpointer.storage, counts))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)
-    if sources is None:
-        return _new_state(init_fn)
-    try:
-        return _warm_start(checkpointer, init_fn, sources, donate)
-    except TreeMismatchError as error:
-        raise with_cures(error, _WARM_CURES) from error.__cause__
+    return _warm_start(checkpointer, initial, sources, donate) if sources else initial.state()
 
 
 def _check_new_run(storage: Storage, counts: Sequence[int]) -> None:
@@ -228,14 +169,12 @@ def _check_new_run(storage: Storage, counts: Sequence[int]) -> None:
         )
 
 
-def _sources(given: Any) -> list[WarmStart] | None:
+def _sources(given: Any) -> list[WarmStart]:
     if given is None:
-        return None
+        return []
     listed: list[Any] = [given] if isinstance(given, (str, bytes, os.PathLike, WarmStart)) else [*given]
     if not listed:
         raise ValueError('initial_checkpoint is empty. Pass a path, a WarmStart, a list of these, or None.')
-    for path in (each for each in listed if not isinstance(each, WarmStart)):
-        check_path('initial_checkpoint', path)
     return [each if isinstance(each, WarmStart) else WarmStart(each) for each in listed]
 
 
@@ -264,72 +203,54 @@ def _rename_damaged(checkpointer: Checkpointer, failed: Sequence[int], *, shared
             try_to_rename_damaged(storage, step, time.time)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """The leaves of the template that one source provides, and those that it should provide but lacks."""
+class _Initial:
+    """The state of ``init_fn``, which is made when a leaf of it is needed."""
 
-    warm: WarmStart
-    found: frozenset[Path]
-    lacking: frozenset[Path]
-    before: frozenset[Path]
+    def __init__(self, template: Any, init_fn: Callable[[], Any] | None):
+        self._template = template
+        self._init_fn = init_fn
+        self.count = 0
 
-    def transform(self, state_dict: Any, target_state_dict: Any) -> Any:
-        """``WarmStart.transform`` without the leaves of the sources before this one."""
-        table = flatten_nested(self.warm.transform(state_dict, target_state_dict))
-        return unflatten({path: _value(leaf) for path, leaf in table.items() if path not in self.before})
+    def state(self) -> Any:
+        state = None if self._init_fn is None else self._init_fn()
+        if state is None:
+            what = 'init_fn is None' if self._init_fn is None else 'init_fn returned None'
+            raise ValueError(f'{what}, but a new state is needed. Pass a function that returns the state.')
+        return state
+
+    def leaves(self, needed: Sequence[Path]) -> LeafTable:
+        fresh = flatten_state(self.state()).table
+        _check_new_state(fresh, flatten_state(self._template).table, needed)
+        self.count = len(needed)
+        return {path: fresh[path] for path in needed}
 
 
-def _warm_start(
-    checkpointer: Checkpointer, init_fn: Callable[[], Any] | None, sources: Sequence[WarmStart], donate: bool
-) -> Any:
-    table = flatten_state(checkpointer.template).table
-    # No checkpoint holds an empty container, such as optax's EmptyState, or None.
-    template = {path: leaf for path, leaf in table.items() if not isinstance(leaf, Empty | None)}
-    paths: list[str] = checkpointer.agree(
-        'the sources of a warm start', None, lambda _: [_found(checkpointer, each) for each in sources]
-    )
-    sources = [dataclasses.replace(each, path=path, step=None) for each, path in zip(sources, paths, strict=True)]
-    shares: list[_Share] = []
-    given: frozenset[Path] = frozenset()
-    for warm in sources:
-        shares.append(_share(checkpointer, warm, template, given))
-        given |= shares[-1].found
-    asked = given.union(*(share.lacking for share in shares))
-    from_init = [path for path in template if path not in asked]
+def _warm_start(checkpointer: Checkpointer, initial: _Initial, sources: Sequence[WarmStart], donate: bool) -> Any:
     iterator_from = _iterator_source(sources, has_iterator=checkpointer.has_iterator)
-    values: LeafTable = {}
-    *earlier, last = shares
-    for share in earlier:
-        warm = share.warm
-        values |= checkpointer.restore_leaves(
-            warm.location,
-            share.found | share.lacking,
-            (share.transform,),
-            strict=warm.strict,
-            resize=warm.resize,
-            restore_iterator=warm is iterator_from,
+    # No checkpoint holds an empty container, such as optax's EmptyState, or None.
+    table = flatten_state(checkpointer.template).table
+    total = sum(not isinstance(leaf, Empty | None) for leaf in table.values())
+    given: LeafTable = {}
+    state: Any = None
+    for warm in sources:
+        is_last = warm is sources[-1]
+        state = checkpointer.restore_chosen(
+            warm,
+            path=warm.path,
+            step=warm.step,
+            given=given,
+            init=initial.leaves if is_last else None,
+            is_partial=not is_last,
+            donate=donate and is_last,
+            leaves_iterator=warm is not iterator_from,
         )
-    initial: LeafTable = {}
-    if from_init:
-        fresh = flatten_state(_new_state(init_fn)).table
-        check_new_state(fresh, table, from_init)
-        initial = {path: _value(fresh[path]) for path in from_init}
-    rest = values | initial
-    state = checkpointer.restore(
-        path=last.warm.location,
-        state_transformation_fns=(last.transform,),
-        fallback_state=unflatten(rest) if rest else None,
-        strict=last.warm.strict,
-        donate=donate,
-        restore_iterator=last.warm is iterator_from,
-        resize=last.warm.resize,
-    )
-    for share in shares:
-        _log.info('t5ckpt: started from %s: %d of %d leaves', share.warm.location, len(share.found), len(template))
-    _log.info('t5ckpt: %d of %d leaves are new', len(initial), len(template))
+        count = total - len(given) - initial.count if is_last else len(state)
+        _log.info('t5ckpt: started from %s: %d of %d leaves', warm.path, count, total)
+        given = given if is_last else given | state
+    _log.info('t5ckpt: %d of %d leaves are new', initial.count, total)
     if checkpointer.has_iterator:
         starts = 'starts at its beginning (WarmStart(restore_iterator=True) continues it)'
-        where = starts if iterator_from is None else f'continues at the position in {iterator_from.location}'
+        where = starts if iterator_from is None else f'continues at the position in {iterator_from.path}'
         _log.info('t5ckpt: the data %s', where)
     return state
 
@@ -351,63 +272,19 @@ def _iterator_source(sources: Sequence[WarmStart], *, has_iterator: bool) -> War
     return asked[0] if asked else first if continues else None
 
 
-def _new_state(init_fn: Callable[[], Any] | None) -> Any:
-    state = None if init_fn is None else init_fn()
-    if state is None:
-        what = 'init_fn is None' if init_fn is None else 'init_fn returned None'
-        raise ValueError(f'{what}, but a new state is needed. Pass a function that returns the state.')
-    return state
-
-
-def _found(checkpointer: Checkpointer, warm: WarmStart) -> str:
-    """The path of a source; a step of a run is resolved once, so that all processes read the same one."""
-    return os.fspath(warm.path) if warm.step is None else checkpointer.open_elsewhere(warm.path, warm.step).path
-
-
-def _share(checkpointer: Checkpointer, warm: WarmStart, template: LeafTable, before: frozenset[Path]) -> _Share:
-    """Determines the leaves that a source provides, in addition to the sources before it.
+def _check_new_state(fresh: LeafTable, template: LeafTable, needed: Sequence[Path]) -> None:
+    """Raises where the state of ``init_fn`` is not one of the checkpointer's template.
 
     Raises:
-      ValueError: a pattern matches no leaf, or the source provides no leaf that the sources before it lack.
+      ValueError: with every leaf that is missing, too many, or of another shape.
     """
-    source = checkpointer.agree('a warm start', None, lambda _: list(checkpointer.open_elsewhere(warm.location)))
-    found = warm.transform(_names(source), unflatten({path: _value(leaf) for path, leaf in template.items()}))
-    _check_patterns(warm, [*map(leaf_name, template), *source])
-    have = set(flatten_nested(found))
-    free = frozenset(path for path in template if path not in before)
-    share = frozenset(path for path in free if path in have)
-    lacking = [path for path in template if path in free - share and warm.is_taken(leaf_name(path))]
-    if lacking and warm.missing == 'init':
-        names = some_of([leaf_name(path) for path in lacking], 5)
-        _log.info("t5ckpt: %s lacks %s; missing='init' takes them from other sources or init_fn", warm.location, names)
-        lacking = []
-    if not share and (before or not lacking):
-        cure = 'Narrow take= of those' if before else 'Correct take=, leave= and rename='
-        left = ' that the sources before it lack' if before else ''
-        raise ValueError(
-            f'initial_checkpoint: {warm.location} provides no leaf of the template{left}. {cure}, or leave this source out.'
-        )
-    return _Share(warm, share, frozenset(lacking), before)
-
-
-def _check_patterns(warm: WarmStart, names: Sequence[str]) -> None:
-    """Raises ValueError for a pattern without a match, since the run would start from other weights than intended."""
-    for field, pattern in (('take', warm.take), ('leave', warm.leave)):
-        if pattern is not None and not any(leaf_pattern(pattern).fullmatch(name) for name in names):
-            text = leaf_pattern(pattern).pattern
-            near = next((name for name in names if leaf_pattern(pattern).match(name)), None)
-            hint = '' if near is None else f'; it matches only the beginning of {near}, so pass {field}={text + ".*"!r}'
-            meant = meant_pattern(text, names) or meant_pattern(f'{text}/.*', names)
-            raise ValueError(
-                f'WarmStart: {field}={pattern!r} names no leaf of the template or of {warm.location}, such as '
-                f'{", ".join(names[:3])}. Patterns are matched with whole names{hint}.{meant}'
-            )
-
-
-def _names(held: Sequence[str]) -> dict[str, Any]:
-    """A state dict whose leaves are their names in the checkpoint."""
-    return unflatten({path_of(name): name for name in held})
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.build() if isinstance(leaf, Empty) else leaf
+    problems = [(path, 'in the template, not in the new state') for path in needed if path not in fresh]
+    problems += [(path, 'in the new state, not in the template') for path in fresh if path not in template]
+    for path in needed:
+        shapes = [getattr(table.get(path), 'shape', None) for table in (fresh, template)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            problems.append((path, f'shape {shapes[0]} in the new state, {shapes[1]} in the template'))
+    if problems:
+        texts = [f'{leaf_name(path)}: {text}' for path, text in problems]
+        cure = 'Let init_fn return a state of the tree that Checkpointer was given.'
+        raise ValueError(lines("init_fn: its state is not one of the checkpointer's template.", *texts, cure))

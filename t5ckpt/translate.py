@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import Pattern, leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines, some_of
 from t5ckpt.errors import MissingLeaves, TreeMismatchError, near_names
 
@@ -107,7 +107,7 @@ class CheckpointTranslator:
 def apply_assignment_map(
     ckpt_optimizer_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any],
-    assignment_map: Sequence[tuple[str | re.Pattern[str], str | None]],
+    assignment_map: Sequence[tuple[Pattern, str | None]],
     require_all_rules_match: bool = True,
     *,
     is_resuming: bool = False,
@@ -134,30 +134,71 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
-    return assigned(ckpt_optimizer_state, optimizer_state, assignment_map, require_all_rules_match)
+    held, template = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
+    return _nest(
+        {new: held[old] for new, old in sources_of(held, template, assignment_map, require_all_rules_match).items()}
+    )
 
 
-def assigned(
-    ckpt_optimizer_state: Mapping[str, Any],
-    optimizer_state: Mapping[str, Any],
-    assignment_map: Sequence[tuple[str | re.Pattern[str], str | None]],
+def sources_of(
+    held: Mapping[str, Any],
+    template: Mapping[str, Any],
+    rules: Sequence[tuple[Pattern, str | None]],
     require_all_rules_match: bool = True,
+    *,
     wanted: Callable[[str], bool] | None = None,
     may_lack: bool = False,
-) -> Mapping[str, Any]:
-    """Applies rules as :func:`apply_assignment_map` does, only to the leaves of the template that are ``wanted``.
+    may_stay: bool = False,
+) -> dict[str, str]:
+    """The name in the checkpoint of each leaf of the result, by its new name, with rules as in :func:`apply_assignment_map`.
 
-    Leaves that the checkpoint lacks are not reported, since the caller handles them, unless a rule names them. With ``may_lack``,
-    a rule that names a leaf that the checkpoint lacks leaves it out.
+    With ``wanted``, the rules apply only to such leaves of the template, and leaves without a rule that the checkpoint lacks are
+    left to the caller.
+
+    Args:
+      held: the checkpoint's leaves by name.
+      template: the template's leaves by name.
+      rules: (pattern, replacement or None).
+      require_all_rules_match: whether a pattern that matches nothing is an error.
+      wanted: which leaves of the template the rules are for.
+      may_lack: a rule that names a leaf that the checkpoint lacks leaves it out.
+      may_stay: such a leaf keeps its own name, if the checkpoint has that.
     """
-    held, template = _flatten(ckpt_optimizer_state), _flatten(optimizer_state)
-    source, unused = _apply_rules(held, template, assignment_map, wanted, may_lack)
-    if unused and require_all_rules_match:
-        where = 'the assignment map' if wanted is None else 'WarmStart(rename=...)'
+    where = 'the assignment map' if wanted is None else 'rename='
+    compiled = [(leaf_pattern(pattern, where), replacement) for pattern, replacement in rules]
+    unused = {pattern for pattern, _ in compiled}
+    source: dict[str, str | None] = {}
+    for name in template:
+        rule = next(((match, repl) for pattern, repl in compiled if (match := pattern.fullmatch(name))), None)
+        if rule is None:
+            if name in held:
+                source[name] = name
+            elif wanted is None:
+                _log.warning('t5ckpt: %s matches no rule of the assignment map and is not in the checkpoint', name)
+            continue
+        match, replacement = rule
+        unused.discard(match.re)
+        if wanted is not None and not wanted(name):
+            continue
+        old = None if replacement is None else _expanded(match, replacement)
+        if old is not None and old not in held:
+            stays = may_stay and name in held
+            if not stays and not may_lack and not _is_nothing(template[name]):
+                near = near_names(old, held)
+                raise MissingLeaves(
+                    f'{name}: {where} takes it from {old}, which is not in the checkpoint. '
+                    + (f'Near: {", ".join(near)}.' if near else f'It has {some_of(list(held), 3)}.')
+                )
+            old = name if stays else None
+        source[name] = old
+    patterns = [pattern for pattern, _ in compiled]
+    # Of two rules with the same pattern, the second never applies.
+    unmatched = [each.pattern for i, each in enumerate(patterns) if each in unused or each in patterns[:i]]
+    if unmatched and require_all_rules_match:
         raise TreeMismatchError(
-            f'the patterns {unused} of {where} match no leaf of the template that earlier rules do not match; it has '
+            f'the patterns {unmatched} of {where} match no leaf of the template that earlier rules do not match; it has '
             f'{some_of(list(template), 3)}. A rule is (name in the template, name in the checkpoint): correct it or leave it out.'
-            f'{meant_pattern(unused[0], template)}'
+            f'{meant_pattern(unmatched[0], template)}'
         )
     moved = {old for new, old in source.items() if old is not None and old != new}
     kept = {name: name for name in held if name not in moved and name not in source}
@@ -165,8 +206,7 @@ def assigned(
     kept = {
         old: old for old in kept if not (_is_nothing(held[old]) and any(new.startswith(f'{old}/') for new in source))
     }
-    result = {new: held[old] for new, old in {**source, **kept}.items() if old is not None}
-    return _nest(result)
+    return {new: old for new, old in {**source, **kept}.items() if old is not None}
 
 
 def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,46 +232,6 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
 
 def _is_nothing(leaf: Any) -> bool:
     return leaf is None or (isinstance(leaf, (Mapping, list, tuple)) and not leaf)
-
-
-def _apply_rules(
-    held: Mapping[str, Any],
-    template: Mapping[str, Any],
-    rules: Sequence[tuple[str | re.Pattern[str], str | None]],
-    wanted: Callable[[str], bool] | None,
-    may_lack: bool,
-) -> tuple[dict[str, str | None], list[str]]:
-    """The source of each leaf of the template, None if a rule drops it, and the patterns that matched nothing."""
-    compiled = [(leaf_pattern(pattern), replacement) for pattern, replacement in rules]
-    unused = {pattern for pattern, _ in compiled}
-    source: dict[str, str | None] = {}
-    for name in template:
-        rule = next(((match, repl) for pattern, repl in compiled if (match := pattern.fullmatch(name))), None)
-        if rule is None:
-            if name in held:
-                source[name] = name
-            elif wanted is None:
-                _log.warning('t5ckpt: %s matches no rule of the assignment map and is not in the checkpoint', name)
-            continue
-        match, replacement = rule
-        unused.discard(match.re)
-        if wanted is not None and not wanted(name):
-            continue
-        old = None if replacement is None else _expanded(match, replacement)
-        if old is not None and old not in held:
-            if not may_lack and not _is_nothing(template[name]):
-                near = near_names(old, held)
-                raise MissingLeaves(
-                    f'{name}: the assignment map takes it from {old}, which is not in the checkpoint. '
-                    + (f'Near: {", ".join(near)}.' if near else f'It has {some_of(list(held), 3)}.')
-                )
-            old = None
-        source[name] = old
-    patterns = [pattern for pattern, _ in compiled]
-    # Of two rules with the same pattern, the second never applies.
-    return source, [
-        pattern.pattern for i, pattern in enumerate(patterns) if pattern in unused or pattern in patterns[:i]
-    ]
 
 
 def _expanded(match: re.Match[str], replacement: str) -> str:

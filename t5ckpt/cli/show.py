@@ -21,7 +21,7 @@ from t5ckpt.cli.output import (
 from t5ckpt.cli.paths import CHECKPOINT, resolved
 from t5ckpt.cli.tiers import naming_record, tier_option, tier_paths
 from t5ckpt.cli.verb import Verb
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern, meant_pattern
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.inspection.leaf_tree import Group, LeafInfo, build_tree
 from t5ckpt.inspection.view import open_checkpoint
@@ -42,7 +42,7 @@ _COLUMNS = (
 @step_option
 @follow_links_option
 @click.option('--depth', type=click.IntRange(1), help='Show this many levels of groups, with the sums of deeper ones.')
-@click.option('--grep', 'pattern', help='Only leaves whose name contains a match of this regular expression.')
+@click.option('--grep', 'pattern', help='Only leaves whose whole name this regular expression matches.')
 @click.option(
     '--sort',
     type=click.Choice(['tree', 'name', 'size']),
@@ -59,7 +59,7 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     \b
     Examples:
       t5ckpt show run
-      t5ckpt show run --step 1000 --grep 'kernel$' --sort size
+      t5ckpt show run --step 1000 --grep '.*kernel' --sort size
       t5ckpt show run/checkpoint_1000 --depth 2
     """
     if depth is not None and (how['sort'] != 'tree' or as_json):
@@ -67,10 +67,13 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
     ((tier, location),) = tier_paths(path, how['tier']).items()
     with naming_record(path, tier):
         view = open_checkpoint(resolved(location), step, options=CheckpointerOptions(follow_links=how['follow_links']))
-    infos = [info for info in view.infos() if pattern is None or _matcher(pattern).search(info.name)]
+    every = view.infos()
+    infos = every if pattern is None else [info for info in every if _matcher(pattern).fullmatch(info.name)]
     if pattern is not None and not infos:
-        meant = meant_pattern(pattern, [info.name for info in view.infos()], anywhere=True)
-        print_line(f'--grep {pattern!r} matches no name in {view.path}.{meant}', err=True)
+        meant = meant_pattern(pattern, [info.name for info in every])
+        print_line(
+            f'--grep {pattern!r} matches no leaf in {view.path}. It is matched with whole names.{meant}', err=True
+        )
     if how['sort'] != 'tree':
         infos.sort(key=lambda info: info.name if how['sort'] == 'name' else (-info.nbytes, info.name))
     unmatched = [pattern] if pattern is not None and not infos else []
@@ -91,9 +94,9 @@ def command(path: str, step: int | None, depth: int | None, pattern: str | None,
 
 def _matcher(pattern: str) -> re.Pattern[str]:
     try:
-        return leaf_pattern(pattern)
-    except re.error as error:
-        raise click.UsageError(f'--grep {pattern!r} is not a regular expression: {error}.') from error
+        return leaf_pattern(pattern, '--grep')
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _fields(info: LeafInfo) -> dict[str, Any]:

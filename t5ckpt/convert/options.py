@@ -7,12 +7,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.arguments import check_flags, check_patterns, check_word, given_step
+from t5ckpt.core.arguments import check_flags, check_word, given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.protocols import Progress, leaf_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern
+from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.planning.casts import Cast
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.save.request import STREAM_BYTES
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.train_state import MAX_STEP
@@ -102,13 +104,11 @@ class ConvertOptions:
         if step is not None and step >= MAX_STEP:
             raise ValueError(f'step must be below 10^18, got {step}.')
         _ = self.budget_bytes
-        for name in ('select', 'parameters'):
-            check_patterns([pattern] if (pattern := getattr(self, name)) is not None else [], name)
-        check_patterns(self.drop, 'drop')
-        check_patterns([pattern for pattern, _ in self.rename], 'rename')
+        for name in ('select', 'parameters', 'drop'):
+            LeafPatterns(getattr(self, name), name)
         for pattern, new in self.rename:
             try:
-                leaf_pattern(pattern).sub(new, '')
+                leaf_pattern(pattern, 'rename').sub(new, '')
             except (re.error, IndexError) as error:
                 raise ValueError(f'rename: {new!r} does not fit the pattern {pattern!r}: {error}.') from error
 

@@ -20,7 +20,7 @@ from t5ckpt.convert.source import Source, chosen_leaves, stamp_of, write_source
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of, root_names
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern, meant_pattern
 from t5ckpt.core.text import lines, listed
 from t5ckpt.errors import (
     CheckpointNotFoundError,
@@ -38,6 +38,7 @@ from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import TRAIN_DS_PREFIX, is_position, removal_marks, without_generation
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
@@ -146,10 +147,10 @@ def _read_positions(
     source: CheckpointFiles, files: Mapping[str, str], dropped: Sequence[str | re.Pattern[str]]
 ) -> dict[str, bytes]:
     """The files of data iterators that are not dropped, compared with their checksums."""
-    patterns = [leaf_pattern(pattern) for pattern in dropped]
+    patterns = LeafPatterns(dropped, 'drop')
     read: dict[str, bytes] = {}
     for name, file in files.items():
-        if any(pattern.fullmatch(name) for pattern in patterns):
+        if patterns.covers(name):
             continue
         where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
         try:
@@ -202,7 +203,7 @@ def _no_parameters(leaves: LeafTable, parameters: str | re.Pattern[str] | None, 
     which = "is under 'target' or 'params'" if parameters is None else f'matches parameters={parameters!r}'
     cure = ' Pass a pattern for the whole names of the parameters: parameters=.'
     if parameters is not None:
-        cure = meant_pattern(parameters, map(leaf_name, floating), option='parameters=') or cure
+        cure = meant_pattern(parameters, map(leaf_name, floating), 'parameters=') or cure
     return f'{consequence}: no floating leaf {which}; they are under {roots or "nothing"}.{cure}'
 
 
@@ -267,7 +268,7 @@ def _with_ema(leaves: LeafTable, scope: str, parameters: str | re.Pattern[str] |
 def _without_dropped(
     leaves: LeafTable, given: Sequence[str | re.Pattern[str]], positions: Collection[str]
 ) -> LeafTable:
-    patterns = [leaf_pattern(pattern) for pattern in given]
+    patterns = LeafPatterns(given, 'drop').patterns
     names = {path: leaf_name(path) for path in leaves}
     _refuse_unused(patterns, [*names.values(), *positions], names.values())
     return {path: leaf for path, leaf in leaves.items() if not any(p.fullmatch(names[path]) for p in patterns)}

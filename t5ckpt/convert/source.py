@@ -14,9 +14,8 @@ from t5ckpt.convert.options import ConvertOptions, ConvertReport
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, root_names
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
-from t5ckpt.core.text import some_of
-from t5ckpt.errors import NoEffectWarning, OutputExistsError, UnmatchedPattern
+from t5ckpt.core.leaf_patterns import leaf_pattern
+from t5ckpt.errors import NoEffectWarning, OutputExistsError
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import Facts
@@ -24,6 +23,7 @@ from t5ckpt.format.names import step_dir
 from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.casts import Cast, cast_dtype
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
@@ -80,14 +80,9 @@ def chosen_leaves(table: LeafTable, options: ConvertOptions) -> LeafTable:
     """
     chosen = dict(table)
     if options.select is not None:
-        select = leaf_pattern(options.select)
-        chosen = {path: leaf for path, leaf in table.items() if select.fullmatch(leaf_name(path))}
-        if not chosen:
-            names = list(map(leaf_name, table))
-            raise UnmatchedPattern(
-                f'select={options.select!r} matches no leaf. The leaves are {some_of(names, 10) or "none"}.'
-                f'{meant_pattern(options.select, names)}'
-            )
+        select = LeafPatterns(options.select, 'select')
+        select.check(map(leaf_name, table))
+        chosen = {path: leaf for path, leaf in table.items() if select.covers(leaf_name(path))}
     if options.optimizer:
         return chosen
     of_optimizer = leaf_pattern(OPTIMIZER)

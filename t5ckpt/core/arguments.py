@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.protocols import leaf_pattern, of_glob
 from t5ckpt.core.text import did_you_mean, shown
 
 MODES = ('max', 'min')
@@ -53,24 +51,6 @@ def is_doubtful(mode: str, metric: str) -> bool:
     """Whether a mode is the default, and the metric seems to be one whose low values are good, as those of a loss."""
     words = {word.lower() for word in _KEY_WORD.findall(metric)}
     return mode is MAX and bool(words & _LOW_IS_GOOD) and not words & _TURNS
-
-
-def check_patterns(patterns: Iterable[str | re.Pattern[str]], what: str) -> None:
-    """Raises ValueError for a pattern that is not a regular expression, with the position of the mistake."""
-    for pattern in patterns:
-        try:
-            leaf_pattern(pattern)
-        except TypeError as error:
-            several = isinstance(pattern, (list, tuple, set, frozenset))
-            example = '|'.join(map(str, itertools.islice(pattern, 3))) if several else 'params/.*'
-            cure = f'Join several with |: {shown(example)}' if several else f'Pass text such as {example!r}'
-            raise ValueError(
-                f'{what} must be a regular expression for whole names of leaves, got {shown(pattern)}. {cure}.'
-            ) from error
-        except re.error as error:
-            glob = of_glob(str(pattern))
-            cure = f' A glob is written {glob!r}.' if glob != pattern else ''
-            raise ValueError(f'{what}: {shown(pattern)} is not a regular expression: {error}.{cure}') from error
 
 
 def integer(name: str, value: Any, least: int = 0, otherwise: str = '') -> int:

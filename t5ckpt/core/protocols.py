@@ -4,53 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
-
-from t5ckpt.core.text import corrected
 
 Clock: TypeAlias = Callable[[], float]
 Progress: TypeAlias = Callable[[int, int], None]
-_GLOB = re.compile(r'\*\*/|\*\*|[*?]')
-_OF_GLOB = {'**/': '(.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
-
-
-def leaf_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Compiles a pattern for names of leaves; a compiled one is returned unchanged.
-
-    A key may contain line breaks, and a pattern such as ``params/.*`` has to match these names, too.
-    """
-    return re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else re.compile(pattern)
-
-
-def of_glob(glob: str) -> str:
-    """The regular expression of a glob, in which ``*`` and ``?`` match within a key, and ``**`` any number of keys."""
-    return _GLOB.sub(lambda match: _OF_GLOB[match[0]], glob)
-
-
-def meant_pattern(
-    pattern: str | re.Pattern[str], names: Iterable[str], *, option: str = '', anywhere: bool = False
-) -> str:
-    """' Did you mean ...?' for a pattern that matches no name or, with ``anywhere``, no part of one; or ''.
-
-    A glob is recognized by the names that it would match.
-    """
-    text = pattern if isinstance(pattern, str) else pattern.pattern
-    known = [*names]
-    glob = of_glob(text)
-    if glob != text and any(_match(glob, name, anywhere) for name in known):
-        return f' It is a glob. Patterns are regular expressions: {option}{glob!r}.'
-    meant = corrected(text, known, lambda candidate, name: _match(candidate, name, anywhere))
-    return f' Did you mean {option}{meant!r}?' if meant else ''
-
-
-def _match(pattern: str, name: str, anywhere: bool) -> bool:
-    try:
-        compiled = leaf_pattern(pattern)
-    except re.error:
-        return False
-    return (compiled.search(name) if anywhere else compiled.fullmatch(name)) is not None
 
 
 @runtime_checkable

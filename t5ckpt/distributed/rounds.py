@@ -42,6 +42,7 @@ class Phase(enum.StrEnum):
     LOOK = 'look'  # local directories: each process has listed its own
     NEED = 'need'  # a restore from local directories: each process has listed the arrays that its directory lacks
     SEND = 'send'  # a restore from local directories: all processes plan the same collectives, and begin them
+    INIT = 'init'  # a restore: all processes know the leaves that are new, before init_fn is called
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern, meant_pattern
 from t5ckpt.inspection.leaf_tree import LeafInfo
 
 _NUMBERED = re.compile(r'(.*?)(\d+)')
@@ -76,8 +75,7 @@ def _told(arrays: Sequence[LeafInfo], told: str) -> dict[Path, Stack]:
     match = _TOLD.fullmatch(told)
     if match is None:
         raise ValueError(f"layers: {told!r} is not 'axis N of PATTERN', such as 'axis 0 of params/layers/.*'.")
-    check_patterns([match[2]], 'layers')
-    axis, group = int(match[1]), leaf_pattern(match[2])
+    axis, group = int(match[1]), leaf_pattern(match[2], 'layers')
     stacks = {
         info.path: Stack(axis, depth)
         for info in arrays

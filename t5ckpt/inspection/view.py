@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import Progress, leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern, meant_pattern
+from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import counted, did_you_mean, human_bytes, printable, shown, some_of
 from t5ckpt.datasets import by_shard, positions_in
 from t5ckpt.errors import CheckpointNotFoundError, near_names
@@ -199,7 +199,7 @@ class CheckpointView(Mapping[str, LazyArray]):
         if below:
             return self._part(below, path)
         matching: LeafTable = {}
-        with contextlib.suppress(re.error):
+        with contextlib.suppress(ValueError):
             matches = leaf_pattern(name).fullmatch
             matching = {path: self._leaves[path] for text, path in self._by_name.items() if matches(text)}
         if matching:

@@ -10,18 +10,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_patterns
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, root_names
-from t5ckpt.core.protocols import leaf_pattern, meant_pattern
+from t5ckpt.core.leaf_patterns import Patterns, meant_pattern
 from t5ckpt.core.text import did_you_mean, shown, some_of
 from t5ckpt.errors import UnmatchedPattern
 from t5ckpt.format.dtypes import is_storable, kind
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.tree.leaves import LeafToSave
 
 # The dtypes that a misspelt cast may mean.
@@ -60,31 +61,37 @@ class Cast:
 
     Attributes:
       dtype: the dtype after the cast; None for the template's dtype.
-      leaves: a pattern, matched with the whole names of leaves; None for the leaves under ``target`` and ``params``, or for all
+      leaves: patterns, matched with the whole names of leaves; None for the leaves under ``target`` and ``params``, or for all
         leaves if the dtype is the template's.
       option: the option that requests the cast, for messages.
     """
 
     dtype: np.dtype | None
-    leaves: str | re.Pattern[str] | None = None
+    leaves: Patterns | None = None
     option: str = 'save_dtype'
 
+    def __post_init__(self) -> None:
+        _ = self.patterns
+
+    @functools.cached_property
+    def patterns(self) -> LeafPatterns:
+        """Those of ``leaves``."""
+        return LeafPatterns(self.leaves, 'cast_leaves')
+
     @classmethod
-    def of(cls, dtype: Any, leaves: str | re.Pattern[str] | None, option: str) -> Cast | None:
+    def of(cls, dtype: Any, leaves: Patterns | None, option: str) -> Cast | None:
         """Parses the two options of a cast; None if neither is given.
 
         Raises:
           ValueError: the dtype is not floating, the pattern is not a regular expression, or it comes without a dtype.
         """
         wanted = _floating_dtype(dtype, option)
-        if leaves is not None:
-            check_patterns([leaves], 'cast_leaves')
         if wanted is None and leaves is not None:
             raise ValueError(f'cast_leaves={leaves!r} has no effect without {option}. Pass the dtype, too, or neither.')
         return None if wanted is None else cls(wanted, leaves, option)
 
     @classmethod
-    def of_restore(cls, dtype: Any, leaves: str | re.Pattern[str] | None) -> Cast | None:
+    def of_restore(cls, dtype: Any, leaves: Patterns | None) -> Cast | None:
         """Parses the cast of a restore, whose dtype may be 'template'; None if there is no dtype.
 
         Raises:
@@ -94,7 +101,6 @@ class Cast:
             return None
         if not isinstance(dtype, str) or dtype != 'template':
             return cls.of(dtype, leaves, 'restore_dtype')
-        check_patterns([] if leaves is None else [leaves], 'cast_leaves')
         return cls(None, leaves, 'restore_dtype')
 
     @property
@@ -106,12 +112,10 @@ class Cast:
         """Whether the cast applies to a leaf with this path, provided that the leaf is floating."""
         if self.leaves is None:
             return self.dtype is None or path[0] in PARAMETER_ROOTS
-        return leaf_pattern(self.leaves).fullmatch(leaf_name(path)) is not None
+        return self.patterns.covers(leaf_name(path))
 
 
-def casts_of(
-    save_dtype: Any, restore_dtype: Any, leaves: str | re.Pattern[str] | None
-) -> tuple[Cast | None, Cast | None]:
+def casts_of(save_dtype: Any, restore_dtype: Any, leaves: Patterns | None) -> tuple[Cast | None, Cast | None]:
     """Parses the options of a checkpointer; returns the casts of its saves and of its restores.
 
     Raises:
@@ -146,7 +150,8 @@ def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
     example = '[^/]*/params/.*' if any('params' in path[1:2] for path in floating) else example
     cure = f' Pass a pattern for the whole names of the leaves to cast: cast_leaves={example!r}.'
     if cast.leaves is not None:
-        cure = meant_pattern(cast.leaves, map(leaf_name, floating), option='cast_leaves=') or cure
+        names = [leaf_name(path) for path in floating]
+        cure = meant_pattern(cast.patterns.patterns[0], names, 'cast_leaves=') or cure
     raise UnmatchedPattern(
         f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {some_of(roots, 8)}.{cure}'
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from t5ckpt.core.leaf_path import Path
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.planning.device_boxes import boxes_by_process, boxes_wanted, uses_host_buffer
-from t5ckpt.planning.resizing import source_boxes
 from t5ckpt.tree.leaves import LeafTemplate
 
 
@@ -35,12 +34,12 @@ class StoredRead:
     @functools.cached_property
     def source_boxes(self) -> list[Box]:
         """The boxes of the stored array from which ``boxes`` are filled; they differ for a leaf that is resized."""
-        return source_boxes(self.boxes, self.leaf.shape)
+        return _source_boxes(self.boxes, self.leaf.shape)
 
     def source_boxes_by_process(self, count: int) -> list[list[Box]]:
         """For each of ``count`` processes, its ``source_boxes``."""
         boxes = boxes_by_process(self.template, self.template.shape, count)
-        return [source_boxes(of_process, self.leaf.shape) for of_process in boxes]
+        return [_source_boxes(of_process, self.leaf.shape) for of_process in boxes]
 
     def chunk_files(self, *, whole: bool) -> Iterator[str]:
         """Yields the chunk files of ``source_boxes`` or of the whole array, by the manifest; some of them more than once."""
@@ -77,3 +76,25 @@ class InlineRead:
     def boxes(self) -> list[Box]:
         """The distinct boxes of the restored leaf that this process's devices hold."""
         return boxes_wanted(self.template, self.template.shape)
+
+
+# --- other shapes: the values keep their indices, as in JAX and Orbax; the rest of a larger template is zero ---------
+
+
+def clipped(box: Box, shape: Sequence[int]) -> Box | None:
+    """The part of a box that lies inside an array of this shape; None if that is empty."""
+    part = box.intersect(Box.whole(shape))
+    return None if part.is_empty and part != box else part
+
+
+def _source_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> list[Box]:
+    """The boxes of a stored array of this shape from which boxes of the restored leaf are filled."""
+    return [part for box in boxes if (part := clipped(box, shape)) is not None]
+
+
+def resized(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array of another shape with the same values at the indices that both have, and zeros elsewhere."""
+    out = np.zeros(shape, values.dtype)
+    common = Box.whole(values.shape).intersect(Box.whole(shape)).slices
+    out[common] = values[common]
+    return out

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern
 from t5ckpt.errors import near_names
 
 Rule: TypeAlias = tuple[str, str | None]

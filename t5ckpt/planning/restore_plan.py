@@ -16,30 +16,34 @@ Rules that T5X leaves open, or that differ from T5X:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import some_of
-from t5ckpt.errors import LeafProblem, TreeMismatchError, mismatch_error, near_names
+from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedLeafError, mismatch_error, near_names
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
 from t5ckpt.planning.device_boxes import ShardingCheck
-from t5ckpt.planning.leaf_match import as_leaf, both_python_ints, is_empty, leaf_text, template_text, topmost_in
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.renaming import Rule, renaming_rules
-from t5ckpt.planning.resizing import Resize
-from t5ckpt.translate import assigned
-from t5ckpt.tree.leaf_table import Empty, LeafTable, flatten_nested, unflatten
-from t5ckpt.tree.leaves import KeyData, LeafTemplate, as_instance, canonical_dtype, is_on_devices
+from t5ckpt.translate import sources_of
+from t5ckpt.tree.leaf_table import Empty, LeafTable
+from t5ckpt.tree.leaves import (
+    KeyData,
+    LeafTemplate,
+    as_instance,
+    as_key_data,
+    base_number,
+    canonical_dtype,
+    check_has_values,
+    is_on_devices,
+)
 
-# The required match of the two: 'exact' includes every dtype, 'up_to_dtype' allows float32 for bfloat16 and the like,
-# 'contains' also allows a checkpoint with more leaves than the template.
-_STRICTNESS = ('exact', 'up_to_dtype', 'contains')
 # The kinds of template leaves that leave out the checkpoint's leaf.
 _LEFT_OUT = ('skip', 'unread')
 _NO_ARRAY = ('none', 'empty', *_LEFT_OUT)
@@ -49,10 +53,7 @@ _HINTED = 20
 
 def strictness(strict: str | None, *, is_t5x: bool) -> str:
     """The strictness of a call; None takes T5X's default for a state or a partitioner of T5X."""
-    if strict is None:
-        return 'contains' if is_t5x else 'up_to_dtype'
-    check_word('strict', strict, _STRICTNESS)
-    return strict
+    return strict or ('contains' if is_t5x else 'up_to_dtype')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,10 @@ class RestoreOptions:
     knows_keys: bool = False
     strict: str = 'up_to_dtype'
     on_devices: bool = True
-    resize: Resize = dataclasses.field(default_factory=lambda: Resize(None))
+    resize: LeafPatterns | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RestorePlan:
     """The leaves to restore, and the source of each.
 
@@ -86,23 +87,25 @@ class RestorePlan:
       stored: arrays to read from storage.
       inline: leaves whose values are in the manifest.
       kept: leaves that are taken from the template: None, ``...``, empty containers, text.
-      fallback: leaves that are taken from ``fallback_state``.
+      fallback: leaves that the caller gave.
       ignored: leaves of the checkpoint that the template lacks.
       skipped: leaves of the checkpoint where the template has ``...``, or below.
       absent: text and ``...`` of the template that the checkpoint lacks.
       notes: differences of dtype within a dtype class, for the log.
       resized: leaves that are padded or truncated, with both shapes, for the log.
+      problems: differences that make it an error.
     """
 
-    stored: tuple[StoredRead, ...]
-    inline: tuple[InlineRead, ...]
-    kept: LeafTable
-    fallback: tuple[InlineRead, ...]
-    ignored: tuple[Path, ...]
-    skipped: tuple[Path, ...]
-    absent: tuple[Path, ...]
-    notes: tuple[str, ...]
-    resized: tuple[str, ...]
+    stored: list[StoredRead] = dataclasses.field(default_factory=list[StoredRead])
+    inline: list[InlineRead] = dataclasses.field(default_factory=list[InlineRead])
+    kept: LeafTable = dataclasses.field(default_factory=dict[Path, Any])
+    fallback: list[InlineRead] = dataclasses.field(default_factory=list[InlineRead])
+    ignored: list[Path] = dataclasses.field(default_factory=list[Path])
+    skipped: list[Path] = dataclasses.field(default_factory=list[Path])
+    absent: list[Path] = dataclasses.field(default_factory=list[Path])
+    notes: list[str] = dataclasses.field(default_factory=list[str])
+    resized: list[str] = dataclasses.field(default_factory=list[str])
+    problems: list[LeafProblem] = dataclasses.field(default_factory=list[LeafProblem])
 
 
 def plan_restore(
@@ -125,70 +128,56 @@ def plan_restore(
       UnmatchedPattern: the cast selects no leaf of the template.
     """
     check_cast(options.cast, templates)
-    options.resize.check(templates)
+    plan = _matched(leaves, templates, options)
+    if plan.problems:
+        rename, renamed = _renaming(plan, leaves, templates, options)
+        unmapped = _unmapped(renamed, templates, leaves)
+        remaining = len(renamed.problems) if rename else 0
+        raise mismatch_error(plan.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
+    return plan
+
+
+def _matched(leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions) -> RestorePlan:
     matcher = _Matcher(leaves, templates, options)
     matcher.match_all()
-    if matcher.problems:
-        rename, matched = _renaming(matcher, leaves, templates, options)
-        remaining = len(matched.problems) if rename else 0
-        unmapped = _unmapped(matched, templates, leaves)
-        raise mismatch_error(matcher.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
-    return RestorePlan(
-        tuple(matcher.stored),
-        tuple(matcher.inline),
-        matcher.kept,
-        tuple(matcher.from_fallback),
-        tuple(matcher.ignored),
-        tuple(matcher.skipped),
-        tuple(matcher.absent),
-        tuple(matcher.notes),
-        tuple(matcher.resized),
-    )
+    return matcher.plan
 
 
 def _renaming(
-    matcher: _Matcher, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions
-) -> tuple[list[Rule], _Matcher]:
-    """The rules of an assignment map that fit leaves of other names, and the match with these rules."""
+    plan: RestorePlan, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions
+) -> tuple[list[Rule], RestorePlan]:
+    """The rules of ``rename=`` that fit leaves of other names, and the plan with these rules."""
     arrays = {path: template for path, template in templates.items() if template.kind not in _NO_ARRAY}
-    missing = [problem.leaf for problem in matcher.problems if problem.kind == 'missing']
+    missing = [problem.leaf for problem in plan.problems if problem.kind == 'missing']
     rules = renaming_rules(missing, _values_by_name(arrays), _values_by_name(leaves))
-    if not rules:
-        return [], matcher
     # With their empty containers, into which a rule must not move leaves.
-    held, wanted = (
-        unflatten(
-            {
-                path: Empty('tuple') if leaf is None or is_empty(leaf) else leaf_name(path)
-                for path, leaf in table.items()
-            }
-        )
-        for table in (leaves, {**templates, **dict.fromkeys(templates.keys() - arrays.keys())})
-    )
+    held = {leaf_name(path): () if leaf is None or _is_empty(leaf) else path for path, leaf in leaves.items()}
+    wanted = {leaf_name(path): path if path in arrays else None for path in templates}
     try:
-        renamed = flatten_nested(assigned(held, wanted, rules, wanted=lambda _: True))
+        old_names = sources_of(held, wanted, rules, wanted=lambda _: True) if rules else {}
     except TreeMismatchError:
-        return [], matcher
+        return [], plan
+    if not rules:
+        return [], plan
     # The rules are printed only if a restore with them finds no other problem.
-    paths = {path: path_of(old) for path, old in renamed.items() if isinstance(old, str)}
-    moved = {path: leaves.get(old) for path, old in paths.items()}
-    keys = {path: options.keys[old] for path, old in paths.items() if old in options.keys}
-    matched = _Matcher(moved, templates, dataclasses.replace(options, keys=keys))
-    matched.match_all()
-    before, after = ({(each.leaf, each.kind) for each in found.problems} for found in (matcher, matched))
+    renamed = {path_of(new): held[old] for new, old in old_names.items() if held[old]}
+    keys = {path: options.keys[old] for path, old in renamed.items() if old in options.keys}
+    moved = {path: leaves[old] for path, old in renamed.items()}
+    matched = _matched(moved, templates, dataclasses.replace(options, keys=keys))
+    before, after = ({(each.leaf, each.kind) for each in found.problems} for found in (plan, matched))
     dropped = [(leaf_name(path), 'missing') for path in arrays if path in leaves and path not in renamed]
-    return (rules, matched) if after.difference(dropped) < before else ([], matcher)
+    return (rules, matched) if after.difference(dropped) < before else ([], plan)
 
 
 def _unmapped(
-    matcher: _Matcher, templates: Mapping[Path, LeafTemplate], leaves: LeafTable
+    plan: RestorePlan, templates: Mapping[Path, LeafTemplate], leaves: LeafTable
 ) -> tuple[list[str], list[str]]:
     """Leaves without a counterpart for which a leaf of the other side has the same shape and kind of dtype."""
     new, unread = (
-        [problem.leaf for problem in matcher.problems if problem.kind == kind] for kind in ('missing', 'unexpected')
+        [problem.leaf for problem in plan.problems if problem.kind == kind] for kind in ('missing', 'unexpected')
     )
-    new += [read.name for read in matcher.from_fallback]
-    unread += map(leaf_name, matcher.ignored)
+    new += [read.name for read in plan.fallback]
+    unread += map(leaf_name, plan.ignored)
     ours, theirs = _values_by_name(templates), _values_by_name(leaves)
     values = {ours[name] for name in new} & {theirs.get(name) for name in unread}
     return [name for name in new if ours[name] in values], [name for name in unread if theirs.get(name) in values]
@@ -219,16 +208,7 @@ class _Matcher:
         # Possibly misspelt.
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
         self._shardings = ShardingCheck() if options.on_devices else None
-        self.stored: list[StoredRead] = []
-        self.inline: list[InlineRead] = []
-        self.kept: LeafTable = {}
-        self.from_fallback: list[InlineRead] = []
-        self.ignored: list[Path] = []
-        self.skipped: list[Path] = []
-        self.absent: list[Path] = []
-        self.notes: list[str] = []
-        self.resized: list[str] = []
-        self.problems: list[LeafProblem] = []
+        self.plan = RestorePlan()
 
     def match_all(self) -> None:
         for path, template in self._templates.items():
@@ -236,34 +216,34 @@ class _Matcher:
         self._match_rest()
 
     def _match(self, path: Path, template: LeafTemplate) -> None:
-        pair = _Pair(path, self._names[path], template, as_leaf(path, self._leaves.get(path)))
+        pair = _Pair(path, self._names[path], template, _as_leaf(path, self._leaves.get(path)))
         if template.sharding is not None and self._shardings is not None:
             cause, wrong = self._shardings.problem(template)
             if wrong:
-                self.problems.append(LeafProblem(pair.name, cause, '', wrong))
+                self.plan.problems.append(LeafProblem(pair.name, cause, '', wrong))
         leaf = pair.leaf
         if template.kind in ('none', *_LEFT_OUT):
-            self.kept[path] = None if template.kind == 'none' else ...
+            self.plan.kept[path] = None if template.kind == 'none' else ...
         elif template.kind in ('empty', 'text'):
             self._keep(pair)
         elif leaf is None or isinstance(leaf, (Empty, str)):
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
             if isinstance(leaf, StoredArray):
-                self.stored.append(StoredRead(path, pair.name, leaf, template, dtype))
+                self.plan.stored.append(StoredRead(path, pair.name, leaf, template, dtype))
             else:
                 resizes = tuple(leaf.shape) != template.shape
-                self.inline.append(InlineRead(path, pair.name, leaf, template, dtype, resizes))
+                self.plan.inline.append(InlineRead(path, pair.name, leaf, template, dtype, resizes))
 
     def _keep(self, pair: _Pair) -> None:
         """Adds an empty container or a text of the template."""
         template, leaf = pair.template, pair.leaf
         if hasattr(leaf, 'dtype') and template.kind == 'text':
-            self.problems.append(LeafProblem(pair.name, 'unexpected', leaf_text(leaf), 'text'))
+            self.plan.problems.append(LeafProblem(pair.name, 'unexpected', _leaf_text(leaf), 'text'))
         elif template.kind == 'text' and not isinstance(leaf, str):
-            self.absent.append(pair.path)
+            self.plan.absent.append(pair.path)
         is_text = isinstance(leaf, str) and template.kind == 'text'
-        self.kept[pair.path] = as_instance(type(template.example), leaf) if is_text else template.example
+        self.plan.kept[pair.path] = as_instance(type(template.example), leaf) if is_text else template.example
 
     def _absent(self, pair: _Pair) -> None:
         """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
@@ -271,23 +251,23 @@ class _Matcher:
         if value is not None and not isinstance(value, (Empty, str)):
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
-            hint = f'The checkpoint holds {leaf_text(pair.leaf)} there.'
-            self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint))
+            hint = f'The checkpoint holds {_leaf_text(pair.leaf)} there.'
+            self.plan.problems.append(LeafProblem(pair.name, 'missing', '', _template_text(pair.template), hint))
         else:
             near = self._near_names(pair.path, pair.template, self._leaves, self._templates)
             unmatched = some_of(self._unmatched_fallback, 3)
             hint = f'fallback_state has {unmatched}, which the template lacks.' if unmatched else ''
             if pair.path in self._options.fallback:
-                hint = f'fallback_state holds {leaf_text(value)} there.'
-            self.problems.append(LeafProblem(pair.name, 'missing', '', template_text(pair.template), hint, near))
+                hint = f'fallback_state holds {_leaf_text(value)} there.'
+            self.plan.problems.append(LeafProblem(pair.name, 'missing', '', _template_text(pair.template), hint, near))
 
     def _fall_back(self, pair: _Pair, value: Any) -> None:
         """Takes a leaf from ``fallback_state``, with the same checks as for a leaf of the checkpoint."""
-        leaf = as_leaf(pair.path, value, 'fallback_state')
+        leaf = _as_leaf(pair.path, value, 'fallback_state')
         dtype = self._dtype_if_it_fits(pair._replace(leaf=leaf, label='fallback_state '))
         if dtype is not None:
             array = leaf.data if isinstance(leaf, KeyData) else leaf
-            self.from_fallback.append(InlineRead(pair.path, pair.name, array, pair.template, dtype))
+            self.plan.fallback.append(InlineRead(pair.path, pair.name, array, pair.template, dtype))
 
     def _near_names(
         self, path: Path, leaf: Any, other_side: Mapping[Path, Any], this_side: Mapping[Path, Any]
@@ -296,7 +276,7 @@ class _Matcher:
 
         One of them may be the renamed leaf.
         """
-        if len(self.problems) >= _HINTED:
+        if len(self.plan.problems) >= _HINTED:
             return ()
         name = self._names[path]
         # Only leaves can have been renamed, and not to the name of a leaf above or below this one.
@@ -304,7 +284,7 @@ class _Matcher:
             self._names[other_path]
             for other_path, other_leaf in other_side.items()
             if other_path not in this_side
-            and not is_empty(other_leaf)
+            and not _is_empty(other_leaf)
             and getattr(other_leaf, 'kind', '') not in _NO_ARRAY
             and _values_of(other_leaf) == _values_of(leaf)
         )
@@ -323,14 +303,14 @@ class _Matcher:
         cast = cast_dtype(pair.path, dtype, self._options.cast, template_dtype) if casts else dtype
         problem = self._problem_of(pair, template_dtype, cast)
         if problem is not None:
-            self.problems.append(problem)
+            self.plan.problems.append(problem)
             return None
         if shape != template.shape:
-            self.resized.append(f'{pair.name}: {shape} to {template.shape}')
+            self.plan.resized.append(f'{pair.name}: {shape} to {template.shape}')
         differs = cast != template_dtype and template.kind == 'array'
         # A cast that the caller requested needs no note.
         if differs and cast == dtype and not (template.device and canonical_dtype(cast) == template_dtype):
-            self.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {template_dtype.name}')
+            self.plan.notes.append(f'{pair.name}: checkpoint {dtype.name}, template {template_dtype.name}')
         return cast
 
     def _problem_of(self, pair: _Pair, template_dtype: np.dtype, cast: np.dtype) -> LeafProblem | None:
@@ -342,7 +322,7 @@ class _Matcher:
         if shape != template.shape and not self._may_resize(pair):
             cause = 'key shape' if template.kind == 'key' else 'shape'
             return LeafProblem(pair.name, cause, f'{pair.label}{shape}', str(template.shape))
-        if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not both_python_ints(dtype, template):
+        if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not _both_python_ints(dtype, template):
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
         if template.device and self._shardings is not None and not is_on_devices(cast):
             hint = f'JAX has no {cast.name} on devices: give the template a NumPy array there.'
@@ -357,7 +337,12 @@ class _Matcher:
     def _may_resize(self, pair: _Pair) -> bool:
         """Whether the caller allows a leaf of the checkpoint to be padded or truncated."""
         has_axes = pair.template.kind == 'array' and len(pair.leaf.shape) == len(pair.template.shape)
-        return pair.label == '' and has_axes and self._options.resize.covers(pair.name)
+        return (
+            pair.label == ''
+            and has_axes
+            and self._options.resize is not None
+            and self._options.resize.covers(pair.name)
+        )
 
     def _wrong_keys(self, pair: _Pair) -> LeafProblem | None:
         """The problem of PRNG keys of another implementation, or of keys where the template has an array, or the reverse."""
@@ -382,18 +367,18 @@ class _Matcher:
         for path, leaf in self._leaves.items():
             if (path in self._templates and path not in without_array) or leaf is None or isinstance(leaf, Empty):
                 continue
-            above = topmost_in(path, skips) if skips else None
+            above = _topmost_in(path, skips) if skips else None
             if above is not None:
                 used.add(above)
-                self.skipped.append(path)
+                self.plan.skipped.append(path)
             elif isinstance(leaf, str) or self._options.strict == 'contains':
-                self.ignored.append(path)
+                self.plan.ignored.append(path)
             else:
                 self._add_unexpected(path, leaf, without_array)
-        self.absent += [path for path in skips - used if without_array[path] == 'skip']
+        self.plan.absent += [path for path in skips - used if without_array[path] == 'skip']
 
     def _add_unexpected(self, path: Path, leaf: Any, without_array: Mapping[Path, str]) -> None:
-        above = topmost_in(path, without_array)
+        above = _topmost_in(path, without_array)
         near = self._near_names(path, leaf, self._templates, self._leaves)
         in_template = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
         where = 'there' if above == path or above is None else f'at {self._names[above]}'
@@ -402,7 +387,9 @@ class _Matcher:
             if in_template
             else ''
         )
-        self.problems.append(LeafProblem(self._names[path], 'unexpected', leaf_text(leaf), in_template, hint, near))
+        self.plan.problems.append(
+            LeafProblem(self._names[path], 'unexpected', _leaf_text(leaf), in_template, hint, near)
+        )
 
 
 def _values_of(leaf: Any) -> tuple[tuple[int, ...], str]:
@@ -414,3 +401,59 @@ def _values_of(leaf: Any) -> tuple[tuple[int, ...], str]:
 def _is_above(name: str, other: str) -> bool:
     # Flax NNX has one more level, 'value', in one of the forms of its state.
     return other.startswith(f'{name}/') and other != f'{name}/value'
+
+
+def _as_leaf(path: Path, value: Any, giver: str = 'a state transformation') -> Any:
+    """A leaf of the checkpoint, or one that the caller gave: numbers as numpy, typed keys as ``KeyData``.
+
+    Raises:
+      UnsupportedLeafError: the caller gave something that cannot be a leaf, or that has no values.
+    """
+    if value is None or isinstance(value, (StoredArray, np.ndarray, np.generic, Empty, str)):
+        return value
+    if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+        check_has_values(path, value)
+        return as_key_data(value)
+    if isinstance(value, (bool, int, float, complex)):
+        return np.asarray(value)
+    if isinstance(value, (list, tuple)) and not value:
+        return Empty(type(value).__name__)
+    raise UnsupportedLeafError(
+        f'{leaf_name(path)}: {giver} put a {type(value).__name__} there. Give an array or a number.'
+    )
+
+
+def _both_python_ints(dtype: np.dtype, template: LeafTemplate) -> bool:
+    """Whether both are Python ints: one of 2^63 or more is stored as uint64 and restored as a Python int."""
+    is_int = template.kind == 'scalar' and template.python is not None and base_number(template.python) is int
+    return is_int and kind(dtype) in ('int', 'uint')
+
+
+def _leaf_text(leaf: Any) -> str:
+    """Describes a leaf of the checkpoint, for a message."""
+    if leaf is None or isinstance(leaf, Empty):
+        return 'None' if leaf is None else 'an empty container'
+    return (
+        f'{np.dtype(leaf.dtype).name} {tuple(leaf.shape)}'
+        if hasattr(leaf, 'dtype')
+        else 'text'
+        if isinstance(leaf, str)
+        else type(leaf).__name__
+    )
+
+
+def _template_text(template: LeafTemplate) -> str:
+    """Describes a leaf of the template, for a message."""
+    if template.kind == 'scalar' and template.python is not None:
+        return f'Python {template.python.__name__}'
+    return f'{"" if template.dtype is None else template.dtype.name} {template.shape}'.strip()
+
+
+def _is_empty(leaf: Any) -> bool:
+    """Whether a leaf of a checkpoint or of a template is an empty container."""
+    return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
+
+
+def _topmost_in(path: Path, paths: Collection[Path]) -> Path | None:
+    """The path, or its ancestor nearest to the root, that is one of these; None if there is none."""
+    return next((path[:length] for length in range(1, len(path) + 1) if path[:length] in paths), None)

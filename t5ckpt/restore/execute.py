@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.telemetry import READ_EVENT, record_duration
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.datasets import warn_of_unused
@@ -25,8 +26,8 @@ from t5ckpt.restore.read_arrays import lazy_leaves, read_leaves
 from t5ckpt.restore.report import report_plan
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.restore.resolve import contents_to_restore
-from t5ckpt.tree.leaf_table import LeafTable, unflatten
-from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
+from t5ckpt.tree.leaves import LeafTemplate, is_jax_array
 from t5ckpt.tree.template import leaf_templates
 from t5ckpt.tree.train_state import StateView, flatten_state
 from t5ckpt.tree.transfers import explicit_transfers
@@ -47,25 +48,28 @@ def run_restore(request: RestoreRequest) -> Any:
     started = time.monotonic()
     last = Phase.READ if request.reading.share_replicated else Phase.RESTORE
     part = request.local_part
-    with request.round.failing_together(last if part is None else Phase.NEED):
-        planned = _planned(request)
+    first, is_new = last if part is None else Phase.NEED, request.init is not None
+    with request.round.together(Phase.INIT) if is_new else request.round.failing_together(first):
+        found = _find(request)
+    with request.round.failing_together(first):
+        plan = _plan(request, found)
         if part is not None:
-            _agree(request, part, planned)
+            _agree(request, part, plan)
     in_collectives = contextlib.nullcontext() if part is None else request.round.failing_together(Phase.SEND)
     with request.round.failing_together(last), in_collectives:
-        finish, summary = _read(request, planned)
+        finish, summary = _read(request, found, plan)
     if request.reading.share_replicated:
         # A collective follows, which must not begin before all processes are known to have succeeded.
         request.round.barrier(Phase.READ)
     with request.round.together(Phase.RESTORE):
         restored = finish()
-    request.note_step(planned.contents.located.step if request.path is None else None)
+    request.note_step(found.contents.located.step if request.path is None else None)
     seconds = time.monotonic() - started
     record_duration(READ_EVENT, seconds)
     leaves, data = summary
     data += request.sources()
     # The disk of this process may have nothing of a local step.
-    located = planned.contents.located
+    located = found.contents.located
     source = _source(located) if part is None else f'step {located.step} from local directories'
     _log.info('t5ckpt: restored %s: %s, in %.2f s%s', source, leaves, seconds, data)
     return restored
@@ -76,49 +80,77 @@ def _source(located: Located) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
-    """A planned restore; nothing of the arrays is read yet."""
+class _Found:
+    """A checkpoint, with its leaves and keys under the template's paths, and the leaves of the template that are not from it."""
 
     view: StateView
     contents: Contents
-    plan: RestorePlan
+    leaves: LeafTable
+    keys: Mapping[Path, str]
+    templates: dict[Path, LeafTemplate]
+    new: list[Path]
 
 
-def _planned(request: RestoreRequest) -> _Planned:
+def _find(request: RestoreRequest) -> _Found:
     if request.lazy and getattr(request.partitioner, 'params_on_devices', False):
         raise ValueError(
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    contents, view = contents_to_restore(request), flatten_state(request.template)
-    leaves, tree_facts = leaves_of(contents, request.transforms, unflatten(view.table))
-    fallback = flatten_state(request.fallback).table if request.fallback else {}
+    contents, view, choice = contents_to_restore(request), flatten_state(request.template), request.choice
+    held, facts = leaves_of(contents, request.transforms, unflatten(view.table) if request.transforms else {})
+    paths = choice.sources(held, view.table, of_own_run=request.path is None)
+    paths = {path: old for path, old in paths.items() if path not in request.given}
+    leaves = {path: held[old] for path, old in paths.items()}
+    keys = {path: facts.keys[old] for path, old in paths.items() if old in facts.keys}
+    templates = leaf_templates(view, request.template, request.partitioner)
+    arrays = [path for path, each in templates.items() if each.dtype is not None]
+    absent = [path for path in arrays if isinstance(leaves.get(path), Empty | str | None)]
+    new = [
+        path
+        for path in absent
+        if path in request.given or choice.missing == 'init' or not choice.takes(leaf_name(path))
+    ]
+    if absent and absent == arrays and (request.given or new == absent):
+        which, cure = ' that the sources before it lack', 'Narrow take= of those'
+        which, cure = (which, cure) if request.given else ('', 'Correct take=, leave= and rename=')
+        raise ValueError(f'{contents.located.url} provides no leaf of the template{which}. {cure}, or leave it out.')
+    return _Found(view, contents, leaves, keys, templates, new)
+
+
+def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
+    contents, table, templates = found.contents, found.view.table, found.templates
+    asked = flatten_state(request.fallback).table if request.fallback else {}
+    given = {**request.given, **asked}
+    if request.is_partial:
+        templates = templates | {path: templates[path].left_out() for path in found.new}
+    elif new := [path for path in found.new if path not in given]:
+        given |= {path: table[path] for path in new} if request.init is None else request.init(new)
     options = RestoreOptions(
         request.cast,
-        fallback,
-        tree_facts.keys,
+        given,
+        found.keys,
         knows_keys=contents.facts.knows_tree,
         strict=request.strict,
         on_devices=not request.lazy,
-        resize=request.resize,
+        resize=request.choice.patterns['resize'],
     )
-    templates = leaf_templates(view, request.template, request.partitioner, request.only)
     with contents.naming_unread():
-        plan = plan_restore(leaves, templates, options, contents.located.url)
-    report_plan(plan, request, contents, view.table, fallback)
-    return _Planned(view, contents, plan)
+        plan = plan_restore(found.leaves, templates, options, contents.located.url)
+    report_plan(plan, request, contents, table, asked)
+    return plan
 
 
-def _agree(request: RestoreRequest, part: LocalPart, planned: _Planned) -> None:
+def _agree(request: RestoreRequest, part: LocalPart, plan: RestorePlan) -> None:
     """Agrees with the other processes on what each of them reads from its own storage."""
     dataset = None if request.leaves_iterator else request.dataset
     prefix = None if dataset is None else dataset.prefix(request.round.processes)
-    part.agree(request.round, planned.plan.stored, prefix)
+    part.agree(request.round, plan.stored, prefix)
 
 
-def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any], tuple[str, str]]:
+def _read(request: RestoreRequest, found: _Found, plan: RestorePlan) -> tuple[Callable[[], Any], tuple[str, str]]:
     """Reads all values; returns a function that builds the state from them, and for the log what was read, and the data."""
-    view, contents, plan = planned.view, planned.contents, planned.plan
+    view, contents = found.view, found.contents
     reader = reader_of(contents, request.reading)
     if request.donate:
         _free(view.table, [read.value for read in (*plan.inline, *plan.fallback)])
@@ -129,10 +161,9 @@ def _read(request: RestoreRequest, planned: _Planned) -> tuple[Callable[[], Any]
         values |= {read.path: make_inline_leaf(read) for read in plan.fallback}
     data = '' if request.leaves_iterator else _move_iterator(request, reader, contents)
     summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
-    only = request.only
     gathered = functools.partial(gather, values, final_shardings)
-    if only is not None:
-        return lambda: {path: leaf for path, leaf in (values | gathered()).items() if path in only}, summary
+    if request.is_partial:
+        return lambda: values | gathered(), summary
     return lambda: view.rebuild(plan.kept | values | gathered()), summary
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast
-from t5ckpt.planning.leaf_reads import InlineRead
-from t5ckpt.planning.resizing import resized
+from t5ckpt.planning.leaf_reads import InlineRead, resized
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype, is_jax_array
 

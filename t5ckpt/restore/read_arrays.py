@@ -24,8 +24,7 @@ from t5ckpt.core.thread_pool import Future, Pool
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
-from t5ckpt.planning.resizing import clipped, resized
+from t5ckpt.planning.leaf_reads import InlineRead, StoredRead, clipped, resized
 from t5ckpt.planning.restore_plan import RestorePlan
 from t5ckpt.progress import Meter
 from t5ckpt.reading.aligned_memory import aligned_empty

@@ -57,8 +57,8 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         _log.warning('t5ckpt: restored as in the checkpoint%s: %s', how, some_of(plan.notes, 5, '; '))
     if plan.resized:
         _log.warning('t5ckpt: padded with zeros or truncated: %s', some_of(plan.resized, 20, '; '))
-    elif request.resize.patterns:
-        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.resize.patterns)
+    elif request.choice.resize is not None:
+        _log.info('t5ckpt: resize=%r: every leaf has the shape of the template', request.choice.resize)
     if plan.ignored:
         # A template for inference omits the optimizer state, or takes an average in place of all parameters, on purpose.
         # Some omitted parameters are worth a warning.
@@ -74,7 +74,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         filled = _listed([read.path for read in plan.fallback])
         count = counted(len(plan.fallback), 'leaf', 'leaves')
         _log.info('t5ckpt: %s as given (fallback_state, init_fn), not from the checkpoint: %s', count, filled)
-    if plan.skipped and request.only is None:
+    if plan.skipped and not request.is_partial:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 
 

@@ -21,10 +21,11 @@ from t5ckpt.errors import T5CkptError
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast
+from t5ckpt.planning.leaf_choice import LeafChoice
 from t5ckpt.planning.leaf_reads import StoredRead
-from t5ckpt.planning.resizing import Resize
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.storage import Storage
+from t5ckpt.tree.leaf_table import LeafTable
 
 
 class LocalPart(ABC):
@@ -72,7 +73,12 @@ class RestoreRequest:
       cast: of the leaves, from ``restore_dtype`` and ``cast_leaves``.
       reading: the options of reads, such as memory maps.
       continues: whether the caller may train on, so that data without its position is worth a warning.
-      only: the result is a table of these leaves instead of a state.
+      choice: which leaves come from the checkpoint.
+      strict: see ``strictness``.
+      fallback: ``fallback_state``.
+      given: leaves that other sources gave; they do not come from this checkpoint.
+      init: returns the values of new leaves; None takes them from the template. All processes call it together.
+      is_partial: the result is a table of the leaves that the checkpoint has, instead of a state.
       note_read: called with the bytes of arrays that this process has read.
       sources: returns what the log line of the restore says of the tiers that the arrays came from.
       note_step: called after the restore, with the step of the run; None for one from a ``path``.
@@ -91,7 +97,7 @@ class RestoreRequest:
     reading: CheckpointerOptions
     notices: Notices
     continues: bool
-    resize: Resize
+    choice: LeafChoice
     strict: str
     transforms: Sequence[Any] = ()
     step: int | None = None
@@ -100,7 +106,9 @@ class RestoreRequest:
     lazy: bool = False
     donate: bool = False
     leaves_iterator: bool = False
-    only: frozenset[Path] | None = None
+    given: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
+    init: Callable[[Sequence[Path]], LeafTable] | None = None
+    is_partial: bool = False
     note_read: Callable[[int], None] = lambda _: None
     sources: Callable[[], str] = lambda: ''
     note_step: Callable[[int | None], None] = lambda _: None

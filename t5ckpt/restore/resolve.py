@@ -22,7 +22,9 @@ _UNICODE_ERRORS = 'surrogateescape'
 
 def _locate(request: RestoreRequest) -> Located:
     path = request.path
-    located = _locate_step(request, request.step) if path is None else _locate_path(request, os.fspath(path))
+    located = (
+        _locate_step(request, request.step) if path is None else _locate_path(request, os.fspath(path), request.step)
+    )
     return dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
 
 
@@ -35,14 +37,14 @@ def _locate_step(request: RestoreRequest, step: int | None) -> Located:
         raise request.no_step(step) from error
 
 
-def _locate_path(request: RestoreRequest, url: str) -> Located:
+def _locate_path(request: RestoreRequest, url: str, step: int | None = None) -> Located:
     options = request.storage_options if is_same_kind(url, request.storage) else None
-    return locate(url, None, options, tensors=True)
+    return locate(url, step, options, tensors=True)
 
 
 def _requested(request: RestoreRequest) -> str:
     if request.path is not None:
-        return os.fspath(request.path)
+        return os.fspath(request.path) + ('' if request.step is None else f'@{request.step}')
     return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
 
 

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from typing import Any
 
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Partitioner
-from t5ckpt.core.text import some_of
-from t5ckpt.errors import UnmatchedPattern, UnshardedTemplateWarning
+from t5ckpt.errors import UnshardedTemplateWarning
 from t5ckpt.tree.leaf_table import lookup
 from t5ckpt.tree.leaves import LeafTemplate, leaf_template
 from t5ckpt.tree.train_state import BARE_ARRAY, StateView
 
 
-def leaf_templates(
-    view: StateView, state: Any, partitioner: Partitioner | None, only: AbstractSet[Path] | None = None
-) -> dict[Path, LeafTemplate]:
-    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own.
-
-    With ``only``, all other leaves are left out.
-
-    Raises:
-      UnmatchedPattern: the template lacks one of ``only``.
-    """
-    templates = _all_templates(view, state, partitioner)
-    if only is None:
-        return templates
-    unknown = sorted(leaf_name(path) for path in only - templates.keys())
-    if unknown:
-        raise UnmatchedPattern(
-            f'leaves: the template has no {some_of(unknown, 5, ", ")}. A leaf is named by its path, such as '
-            f'{next(iter(templates), ())!r}.'
-        )
-    return {path: template if path in only else template.left_out() for path, template in templates.items()}
-
-
-def _all_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
+def leaf_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
+    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
     if partitioner is None:
         return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
     if not getattr(partitioner, 'params_on_devices', True):

@@ -306,7 +306,7 @@ def test_show_sums_up_groups(run_dir):
 def test_show_sorts_and_greps(run_dir):
     by_size = t5ckpt_cli('show', run_dir, '--sort', 'size').splitlines()[1:]
     assert [line.split()[0] for line in by_size] == ['name', 'target/mlp/kernel', 'target/scale', 'total']
-    found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', 'scale$', '--json'))
+    found = json.loads(t5ckpt_cli('show', run_dir, '--step', 100, '--grep', '.*scale', '--json'))
     assert found['step'] == 100
     assert [leaf['name'] for leaf in found['leaves']] == ['target/scale']
     assert 'not a regular expression' in t5ckpt_cli('show', run_dir, '--grep', '(', code=2)

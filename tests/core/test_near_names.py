@@ -1,5 +1,6 @@
 """A name, a pattern or a word that matches nothing is answered with what is near it."""
 
+import ast
 import dataclasses
 import re
 
@@ -42,8 +43,8 @@ def restored(run, **options):
 @pytest.mark.parametrize(
     ('call', 'meant'),
     [
-        (lambda run: t5ckpt.open_checkpoint(run).select('parms/**'), "'params/**'"),
-        (lambda run: t5ckpt.open_checkpoint(run)['parms/hiden/*'], "'params/hidden/*'"),
+        (lambda run: t5ckpt.open_checkpoint(run).select('parms/**'), "'params/.*'"),
+        (lambda run: t5ckpt.open_checkpoint(run)['parms/hiden/*'], "'params/hidden/[^/]*'"),
         (lambda run: started(run, leave='params/hiden'), "'params/hidden/.*'"),
         (lambda run: started(run, take='parms/.*'), "'params/.*'"),
         (lambda run: started(run, rename=[('parms/(.*)', r'params/\1')]), "'params/(.*)'"),
@@ -67,7 +68,6 @@ def restored(run, **options):
             "'params/hidden/.*'",
         ),
         (lambda run: t5ckpt.open_run(run).best_step('eval/los', 'min'), "'eval/loss'"),
-        (lambda run: t5ckpt.KeepBest(1, 'a', mod='min'), 'mode='),
         (lambda run: t5ckpt.open_checkpoint(run).parms, "'params'"),
         (lambda run: t5ckpt.open_chekpoint, 'open_checkpoint'),
     ],
@@ -88,13 +88,13 @@ def test_a_pattern_for_keys_with_slashes_is_corrected(tmp_path, keys):
         checkpointer.save(state, step=1)
         with pytest.raises(KeyError, match='Did you mean') as caught:
             t5ckpt.open_checkpoint(tmp_path)[f'{below}/**']
-        glob = re.search("Did you mean '(.*)'", caught.value.args[0])[1]
+        glob = ast.literal_eval(re.search("Did you mean ('.*')", caught.value.args[0])[1])
         assert len(t5ckpt.open_checkpoint(tmp_path)[glob]) == 1
         warm = t5ckpt.WarmStart(tmp_path, take=f'{below}/.*')
         with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'new') as new:
             with pytest.raises(ValueError, match='Did you mean') as caught:
                 t5ckpt.restore_or_init(new, lambda: state, initial_checkpoint=warm)
-            pattern = re.search("Did you mean '(.*)'", caught.value.args[0])[1]
+            pattern = ast.literal_eval(re.search("Did you mean ('.*')", caught.value.args[0])[1])
             t5ckpt.restore_or_init(new, None, initial_checkpoint=dataclasses.replace(warm, take=pattern))
     assert CliRunner().invoke(app, ['stats', str(tmp_path), glob]).exit_code == 0
 
@@ -102,10 +102,10 @@ def test_a_pattern_for_keys_with_slashes_is_corrected(tmp_path, keys):
 @pytest.mark.parametrize(
     ('words', 'code', 'meant'),
     [
-        ('stats {} parms/**', 1, "'params/**'"),
-        ('diff {} {} parms/**', 1, "'params/**'"),
-        ('stats {} opt_stat', 1, "'opt_state'"),
-        ('show {} --grep kernl$', 1, "'kernel$'"),
+        ('stats {} parms/**', 1, "'params/.*'"),
+        ('diff {} {} parms/**', 1, "'params/.*'"),
+        ('stats {} opt_stat', 1, "'opt_state/.*'"),
+        ('show {} --grep .*kernl', 1, "'.*kernel'"),
         ('cp {} {}.new --drop parms/.*', 1, "'params/.*'"),
         ('cp {} {}.new --save-dtype bfloat16 --cast-leaves parms/.*', 1, "--cast-leaves 'params/.*'"),
         ('export safetensors {} {}.safetensors --select parms/embed', 1, "'params/embed'"),

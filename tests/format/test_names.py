@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 import t5ckpt
 from t5ckpt.cli.app import app
 from t5ckpt.core.leaf_path import leaf_name, path_of
-from t5ckpt.core.protocols import leaf_pattern
+from t5ckpt.core.leaf_patterns import leaf_pattern
 from t5ckpt.tree.leaf_table import unflatten
 
 KEYS = st.text(st.sampled_from('ab/\\*?[]{}.:\n '), min_size=0, max_size=5)

@@ -19,7 +19,7 @@ from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast
-from t5ckpt.planning.resizing import Resize
+from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, open_contents
 from t5ckpt.reading.contents import leaves_of
@@ -119,7 +119,7 @@ def _reads(directory):
     options = RestoreOptions(
         Cast.of('bfloat16', 'target/cast', 'restore_dtype'),
         keys=tree_facts.keys,
-        resize=Resize(['target/longer', 'target/shorter']),
+        resize=LeafPatterns(['target/longer', 'target/shorter'], 'resize'),
     )
     return contents, plan_restore(leaves, leaf_templates(view, template, None), options, 'here').stored
 

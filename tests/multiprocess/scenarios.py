@@ -653,6 +653,23 @@ def come_back(directory, initial=None):
         return [ck.restored_step, expected_seed]
 
 
+def come_back_wider(directory, fails):
+    """restore_or_init with a leaf that the run lacks; ``init_fn`` fails in one process."""
+    leaves = ['target/rows', 'target/small']
+
+    def init():
+        if jax.process_index() == fails:
+            raise ValueError('no state here')
+        return state(77, leaves=leaves)
+
+    with checkpointer(directory, state(leaves=leaves)) as ck:
+        back = t5ckpt.restore_or_init(ck, init, missing='init')
+        for name, values in (('target/rows', expected(5)), ('target/small', expected(77))):
+            for shard in back['target'][name.partition('/')[2]].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == values[name][shard.index].tobytes(), name
+        return ck.restored_step
+
+
 def save_small(directory, steps):
     with checkpointer(directory, state(leaves=['target/rows'])) as ck:
         for step in steps:

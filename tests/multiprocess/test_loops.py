@@ -73,3 +73,10 @@ def test_all_export_the_weights_together(four, tmp_path):
     for name, values in scenarios.expected().items():
         if name in found:
             assert_same(found[name], values.astype(jnp.bfloat16), name)
+
+
+def test_a_leaf_that_the_run_lacks_is_made_by_all_processes_together(four, tmp_path):
+    four.run('save_small', tmp_path / 'run', [5])
+    assert four.run('come_back_wider', tmp_path / 'run', -1) == [5] * 4
+    for index, (_, text) in enumerate(four.errors('come_back_wider', tmp_path / 'run', 2)):
+        assert 'no state here' in text, index

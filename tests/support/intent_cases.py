@@ -563,35 +563,31 @@ CHECKPOINTER: list[Case] = [
         ),
     ),
     ('Checkpointer.restore', 'donate', NoEffectWarning, '^donate has no effect', lambda s, _: s.restored(donate=True)),
-    ('Checkpointer.restore', 'resize', ValueError, "resize='emb' names no leaf", lambda s, _: s.restored(resize='emb')),
     (
-        'Checkpointer.restore_leaves',
-        'leaves',
-        errors.UnmatchedPattern,
-        'the template has no nowhere',
-        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('nowhere',)]),
-    ),
-    (
-        'Checkpointer.restore_leaves',
-        'state_transformation_fns',
-        errors.TreeMismatchError,
-        'model/ids',
-        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], [wrong]),
-    ),
-    (
-        'Checkpointer.restore_leaves',
-        'strict',
-        ValueError,
-        'strict',
-        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], strict='vey'),
-    ),
-    (
-        'Checkpointer.restore_leaves',
+        'Checkpointer.restore',
         'resize',
         ValueError,
-        "resize='emb' names no leaf",
-        lambda s, _: s.reader().restore_leaves(s.run / 'checkpoint_1', [('model', 'ids')], resize='emb'),
+        "resize='emb' matches no leaf",
+        lambda s, _: s.restored(resize='emb'),
     ),
+    *(
+        (
+            'Checkpointer.restore',
+            option,
+            ValueError,
+            "='emb' matches no leaf",
+            lambda s, name: s.restored(**{name: 'emb'}),
+        )
+        for option in ('take', 'leave')
+    ),
+    (
+        'Checkpointer.restore',
+        'rename',
+        errors.TreeMismatchError,
+        'of rename= match no leaf',
+        lambda s, _: s.restored(rename=[('emb', 'a')]),
+    ),
+    ('Checkpointer.restore', 'missing', ValueError, "'error', 'init'", lambda s, _: s.restored(missing='keep')),
     *(
         (f'Checkpointer.{method}', *case)
         for method, save in (
@@ -906,35 +902,35 @@ FUNCTIONS: list[Case] = [
         'WarmStart',
         'take leave',
         ValueError,
-        'names no leaf',
+        'matches no leaf',
         lambda s, n: started(s, WarmStart(s.run, **{n: 'modell'})),
     ),
     (
         'WarmStart',
         'take leave',
         ValueError,
-        'WarmStart: (take|leave): .* is not a regular expression',
+        '(take|leave): .* is not a regular expression',
         lambda s, n: WarmStart(s.run, **{n: '('}),
     ),
     (
         'WarmStart',
         'rename',
         ValueError,
-        'WarmStart: rename: .* is not a regular expression',
+        'rename: .* is not a regular expression',
         lambda s, _: WarmStart(s.run, rename=[('(', 'a')]),
     ),
     (
         'WarmStart',
         'rename',
         errors.TreeMismatchError,
-        r"\['modell'\] of WarmStart\(rename=...\)",
+        r"\['modell'\] of rename= match no leaf",
         lambda s, _: started(s, WarmStart(s.run, rename=[('modell', 'a')])),
     ),
     (
         'WarmStart',
         'resize',
         ValueError,
-        "resize='modell' names no leaf",
+        "resize='modell' matches no leaf",
         lambda s, _: started(s, WarmStart(s.run, resize='modell')),
     ),
     (
@@ -1030,7 +1026,7 @@ FUNCTIONS: list[Case] = [
         'export_weights',
         'take',
         ValueError,
-        "no leaf matches 'modell",
+        "take='modell/.*' matches no leaf",
         lambda s, _: t5ckpt.export_weights(STATE, s.out, take='modell/.*'),
     ),
     (

@@ -105,19 +105,15 @@ strict | error | unknown word
 strict | report | leaves that it leaves out are logged
 donate | warning | the template holds no jax.Array
 restore_iterator | hint | False without an iterator
-resize | error | a pattern matches nothing
+take leave rename resize | error | a pattern matches nothing
+missing | error | unknown word
 resize | report | each leaf that is resized is logged
 """,
     'Checkpointer.restore_from_tf_checkpoint': """
 strict | error | what it lacks
 translator | error | a name without a rule
 """,
-    'Checkpointer.restore_leaves': """
-leaves | error | not in the checkpoint
-state_transformation_fns strict | error | as in restore
-resize | error | a pattern matches nothing
-restore_iterator | hint | False without an iterator
-""",
+    'Checkpointer.restore_chosen': 'choice call | hint | for restore_or_init',
     'Checkpointer.save': """
 state_transformation_fns | error | what they return does not fit
 concurrent_gb | hint | a limit
@@ -214,8 +210,8 @@ missing strict | error | unknown word
 restore_iterator | report | where the data starts: logged
 restore_iterator | error | True for several sources, or without dataset_iterator
 """,
-    'WarmStart.is_taken': 'name | hint | asks',
-    'WarmStart.transform': 'target_state_dict | hint | for the rules of rename',
+    'WarmStart.takes': 'name | hint | asks',
+    'WarmStart.sources': 'held template of_own_run | hint | for a restore',
     'YoungDaly': 'mtbf_seconds first_cost_seconds min_step | error | out of range',
     'YoungDaly.interval': 'cost_seconds write_seconds | hint | asks',
     'apply_assignment_map': """
@@ -267,7 +263,7 @@ checkpointer init_fn | hint | called where something is new
 fallback | error | unknown word
 initial_checkpoint | error | it gives no leaf
 initial_checkpoint | hint | the run has a step of its own (documented)
-strict | hint | the run has no step of its own
+rename missing strict resize | hint | the run has no step of its own, or one that fits the template
 donate | warning | the template holds no jax.Array
 """,
     'verify': """

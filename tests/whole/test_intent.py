@@ -295,14 +295,13 @@ def test_the_command_line_casts_the_leaves_of_its_options(run, tmp_path):
     assert 'has no effect without' in error
 
 
-@pytest.mark.parametrize('pattern', ['(', 7])
-def test_cast_leaves_is_a_regular_expression(pattern):
+def test_cast_leaves_is_a_regular_expression():
     with pytest.raises(ValueError, match=r'cast_leaves.* a regular expression'):
         t5ckpt.Checkpointer(
             nnx_state(),
             checkpoints_dir='run',
             restore_dtype='bfloat16',
-            options=t5ckpt.CheckpointerOptions(cast_leaves=pattern),
+            options=t5ckpt.CheckpointerOptions(cast_leaves='('),
         )
 
 
@@ -443,7 +442,7 @@ def files(tmp_path_factory):
     ('words', 'shown'),
     [
         (['show', '{}'], r'w +float32 +\(6, 8\)'),
-        (['show', '{}', '--grep', 'kernel|w$', '--json'], '"name": "params/w"'),
+        (['show', '{}', '--grep', '.*kernel|.*w', '--json'], '"name": "params/w"'),
         (['cat', '{}', 'params/w[0, :2]'], r'\[0\. 1\.\]'),
         (['stats', '{}'], r'params/w +48'),
         (['diff', '{}', '{}'], '0 leaves differ, 3 the same'),
@@ -587,7 +586,7 @@ def test_steps_that_were_not_done_are_reported(run, tmp_path):
     assert done.return_value == 1
     assert json.loads(done.stdout)['unmatched'] == ['kernl']
     assert json.loads(verb('show', run, '--json').stdout)['unmatched'] == []
-    assert "--grep 'kernl' matches no name" in done.stderr
+    assert "--grep 'kernl' matches no leaf" in done.stderr
     t5ckpt.pin_checkpoint(run / 'checkpoint_2')
     assert 'left out: PINNED' in verb('cp', run, tmp_path / 'a').output
     assert json.loads(verb('cp', run, tmp_path / 'b', '--json').output)['left_out'] == ['PINNED']

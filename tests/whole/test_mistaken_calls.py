@@ -134,18 +134,6 @@ def test_gin_configures_the_real_parameters(tmp_path):
         ),
         (lambda run: t5ckpt.open_checkpoint(3, str(run)), 'The path comes before the step'),
         (lambda run: t5ckpt.pin_checkpoint(3, run), 'A path is text .* got 3. The path comes before the step'),
-        (
-            lambda run: Checkpointer(
-                STATE, None, run, save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=['a', 'b'])
-            ),
-            r"cast_leaves must be a regular expression .* got \['a', 'b'\]. Join several with |: 'a|b'",
-        ),
-        (
-            lambda run: Checkpointer(
-                STATE, None, run, save_dtype='bfloat16', options=t5ckpt.CheckpointerOptions(cast_leaves=7)
-            ),
-            "cast_leaves must be a regular expression .* got 7. Pass text such as 'params",
-        ),
         (lambda run: Checkpointer(None, checkpoints_dir=run).restore(), r'load_t5x_checkpoint\(path\)'),
         (
             lambda run: Checkpointer(STATE, checkpoints_dir=run, storage_options='x'),

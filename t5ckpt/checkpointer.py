@@ -760,13 +760,16 @@ class Checkpointer:
             return None
 
         deletion = self._round(f'the deletion of step {step_to_delete}')
-        with deletion.failing_together(Phase.DELETE):
-            vote = (step_to_delete, *(('', False) if tier is None else tier.deletion_vote(step_to_delete)))
-        latest = deletion.reduce_on_leader(Phase.DELETE, vote, decide)
-        if tier is not None and not deletion.is_single_process:
-            with deletion.together(Phase.COMMIT):
-                if not deletion.is_leader:
-                    tier.delete_local(step_to_delete)
+        with contextlib.ExitStack() as stack:
+            with deletion.failing_together(Phase.DELETE):
+                vote = (step_to_delete, *(('', False) if tier is None else tier.deletion_vote(step_to_delete)))
+                if tier is not None:
+                    stack.enter_context(tier.without_upload(step_to_delete))
+            latest = deletion.reduce_on_leader(Phase.DELETE, vote, decide)
+            if tier is not None and not deletion.is_single_process:
+                with deletion.together(Phase.COMMIT):
+                    if not deletion.is_leader:
+                        tier.delete_local(step_to_delete)
         self._schedule.forget(step_to_delete, latest)
 
     def _refuse_if_read_only(self, action: str) -> None:

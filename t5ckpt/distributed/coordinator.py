@@ -43,10 +43,10 @@ class Coordinator:
         """Returns the processes that take part."""
         return jax_processes() if self._processes is None else self._processes
 
-    def new_channel(self) -> Channel:
+    def new_channel(self, timeout_seconds: float | None = None) -> Channel:
         """Returns a channel of its own, whose messages are independent of the rounds of saves."""
         processes = self.processes_of_job()
-        return Channel(processes, processes.next_channel(), self._timeout)
+        return Channel(processes, processes.next_channel(), timeout_seconds or self._timeout)
 
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round of all processes.

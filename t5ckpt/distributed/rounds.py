@@ -39,10 +39,16 @@ class Phase(enum.StrEnum):
     PLAN = 'plan'  # a save: all plans are equal, and process 0 has made the directory
     WRITE = 'write'  # a save: all chunks are written, and process 0 commits
     COMMIT = 'commit'  # a save to local directories: each process has committed its own
-    LOOK = 'look'  # local directories: each process has listed its own
+    LOOK = 'look'  # local directories: each process has listed its own, or read its part of a step that is uploaded
     NEED = 'need'  # a restore from local directories: each process has listed the arrays that its directory lacks
+<<<<<<< HEAD
     SEND = 'send'  # a restore from local directories: all processes plan the same collectives, and begin them
     INIT = 'init'  # a restore: all processes know the leaves that are new, before init_fn is called
+=======
+    SEND = (
+        'send'  # an upload: each process has sent its files; a restore: all plan the same collectives, and begin them
+    )
+>>>>>>> f97fe288 (An upload is a round of all processes, as a save is: a call that times out stops none, no file is sent before all disks have their parts, a step that is put aside waits in all processes or in none; a fork during retention blocks no reader; a restart asks a bucket that is away once (234,221 tokens))
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree
@@ -149,6 +155,7 @@ class CoordinationRound:
       processes: of the job.
       is_single_process: whether the job has one process.
       is_leader: whether this is process 0.
+      prefix: of the keys.
     """
 
     def __init__(
@@ -163,7 +170,7 @@ class CoordinationRound:
         self.processes = processes
         self.is_single_process = processes.count == 1
         self.is_leader = processes.index == 0
-        self._prefix = prefix
+        self.prefix = prefix
         self._action = action
         self._timeout = timeout_seconds
         self._old = old
@@ -189,7 +196,7 @@ class CoordinationRound:
         """
         if self.is_single_process:
             return decide([vote])
-        prefix, opening = f'{self._prefix}/{phase}', self._opening
+        prefix, opening = f'{self.prefix}/{phase}', self._opening
         if opening is not None and opening.is_over:
             opening = None
         if opening is not None:
@@ -309,7 +316,7 @@ class CoordinationRound:
         """Sends bytes of the leader to all processes, without a barrier; the others pass None."""
         if data is None:
             return self.receive(name)
-        prefix = f'{self._prefix}/{name}'
+        prefix = f'{self.prefix}/{name}'
         with self._mapped(name, (0,)):
             if not self.is_single_process:
                 self._compare_options()
@@ -321,7 +328,7 @@ class CoordinationRound:
 
     def receive(self, name: str) -> bytes:
         """Returns the bytes that a process shares under a name, also in that process."""
-        prefix = f'{self._prefix}/{name}'
+        prefix = f'{self.prefix}/{name}'
         if not self.is_leader:
             self._compare_options()
         with self._mapped(name, (0,)):
@@ -354,7 +361,7 @@ class CoordinationRound:
     def put_for_peer(self, name: str, data: bytes) -> None:
         """Puts a message under the index of this process, for another process to get."""
         with self._mapped(name, (0,)):
-            self.processes.put(f'{self._prefix}/{name}/{self.processes.index}', data, self._timeout)
+            self.processes.put(f'{self.prefix}/{name}/{self.processes.index}', data, self._timeout)
 
     def get_from_peer(self, name: str, process: int) -> bytes:
         """Returns the message that a process has put.
@@ -364,4 +371,4 @@ class CoordinationRound:
           CoordinationError: a process died, or the service failed.
         """
         with self._mapped(name, (process,)):
-            return self.processes.get(f'{self._prefix}/{name}/{process}', self._timeout)
+            return self.processes.get(f'{self.prefix}/{name}/{process}', self._timeout)

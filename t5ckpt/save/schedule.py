@@ -39,8 +39,11 @@ Best = dict[str, tuple[float, float]]
 
 
 @dataclasses.dataclass
-class _SharedState:
-    """The state that process 0 broadcasts. Mutable, since making a new one at every step would be slow."""
+class PolicyState:
+    """The state from which a policy decides at each call; that of saves is broadcast by process 0.
+
+    Mutable, since making a new one at every step would be slow.
+    """
 
     now: float
     last_step: int | None
@@ -56,8 +59,6 @@ class _SharedState:
 
     def reason(self, policy: SavePolicy, step: int, previous: int | None) -> str | None:
         """The reason to save a step, or None; ``previous`` is the step of the previous call."""
-        if step == self.last_step:
-            return None
         return policy.reason(
             Moment(
                 step=step,
@@ -72,6 +73,14 @@ class _SharedState:
                 saving=self.saving,
             )
         )
+
+    def set_now(self, now: float) -> None:
+        """Takes the time. If the clock was set back, saves continue without waiting until it has caught up."""
+        self.now, self.last_unix = now, min(self.last_unix, now)
+
+    def note(self, step: int, metrics: Mapping[str, float], unix: float) -> None:
+        """Takes a step that was saved, and when."""
+        self.last_step, self.last_unix, self.best = step, unix, with_best(self.best, metrics)
 
 
 @dataclasses.dataclass
@@ -158,7 +167,7 @@ class SaveSchedule:
         self._watched = WatchedMetrics(policy, 'save_policy', 1000)
         self._channel: Channel | None = None
         self._is_leader = True
-        self._view: _SharedState | None = None
+        self._view: PolicyState | None = None
         self._previous: int | None = None
         self._updated_at = 0
         self._last: PendingSave | None = None
@@ -180,7 +189,7 @@ class SaveSchedule:
         if self._is_leader:
             self._watched.warn_if_missing(step, metrics, self._notices)
         self._previous = step
-        reason = view.reason(policy, step, previous)
+        reason = None if step == view.last_step else view.reason(policy, step, previous)
         if reason is None:
             return None
         _log.info('t5ckpt: saving step %d: %s', step, reason)
@@ -205,7 +214,7 @@ class SaveSchedule:
             # Before the first check-in each process knows only its own flag.
             view = dataclasses.replace(self._observe(step, {}), preempted=False)
         view = dataclasses.replace(view, metrics=self._watched.of(numbers))
-        return view.reason(policy, step, self._previous) is not None
+        return step != view.last_step and view.reason(policy, step, self._previous) is not None
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""
@@ -257,7 +266,7 @@ class SaveSchedule:
         view.last_step, view.last_unix, view.handled = pending.step, now, view.preempted
         view.saving = True
 
-    def _updated(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
+    def _updated(self, step: int, watched: Mapping[str, Any]) -> PolicyState:
         """Updates the state; the first call finds the processes of the job and opens the channel to them."""
         if self._view is None:
             processes = self._coordinator.processes_of_job()
@@ -271,14 +280,13 @@ class SaveSchedule:
 
     # --- process 0's view --------------------------------------------------------------------------------------------
 
-    def _observe(self, step: int, watched: Mapping[str, Any]) -> _SharedState:
+    def _observe(self, step: int, watched: Mapping[str, Any]) -> PolicyState:
         """The state that process 0 observes now."""
         metrics, now = metric_numbers(watched), self._clock()
         view = self._first_view(now) if self._view is None else self._view
         if self._begun is not None and self._begun.pending.done():
             self._record_result(view)
-        # If the clock was set back, saves continue without waiting until it has caught up.
-        view.now, view.last_unix = now, min(view.last_unix, now)
+        view.set_now(now)
         view.preempted = view.preempted or (self._preempted is not None and self._preempted())
         view.metrics = metrics
         view.saving = self._last is not None and not self._last.done()
@@ -287,7 +295,7 @@ class SaveSchedule:
         view.next_check = step + self._gap
         return view
 
-    def _first_view(self, now: float) -> _SharedState:
+    def _first_view(self, now: float) -> PolicyState:
         steps: list[int] = []
         try:
             steps = self._facts.steps()
@@ -300,9 +308,9 @@ class SaveSchedule:
             if self._notices.is_new('first view'):
                 _log.warning('t5ckpt: the save policy starts without the steps of the run: %s', error)
             self._notices.add('first view')
-        return _SharedState(now, steps[-1] if steps else None, now)
+        return PolicyState(now, steps[-1] if steps else None, now)
 
-    def _record_result(self, view: _SharedState) -> None:
+    def _record_result(self, view: PolicyState) -> None:
         """Records the outcome of the save that has ended, if there is one. After a failed one, the reason for it is due again."""
         begun, self._begun = self._begun, None
         if begun is None:
@@ -319,7 +327,7 @@ class SaveSchedule:
 
     # --- several processes -------------------------------------------------------------------------------------------
 
-    def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any]) -> _SharedState:
+    def _receive(self, channel: Channel, step: int, watched: Mapping[str, Any]) -> PolicyState:
         """The shared state, updated by process 0 at a check-in. A loop that goes back to an earlier step checks in, too."""
         if not (self._has_signalled or self._is_leader or self._preempted is None) and self._preempted():
             self._has_signalled = True
@@ -349,7 +357,7 @@ class SaveSchedule:
                 'process has to call it for the same steps, and with metrics in the same calls.'
             )
         best = {key: (low, high) for key, (low, high) in fields.pop('best').items()}
-        return _SharedState(**fields, best=best)
+        return PolicyState(**fields, best=best)
 
     def _adapt_interval(self, step: int) -> None:
         """Adapts the number of steps to the next check-in to the time since the last one."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.core.text import counted, some_of
+from t5ckpt.core.text import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +63,3 @@ def _saved_step(step: int, save: str, disks: Sequence[tuple[int, Sequence[Any]]]
     _, count, created, *_ = disks[0][1]
     lost = num_positions - len(shards & {*range(num_positions)})
     return SavedStep(step, save, count, created, dict(sorted(roles.items())), lost)
-
-
-def waiting_to_upload(
-    recorded: Mapping[int, bool], votes: Sequence[Sequence[Sequence[Any]]]
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Decides which steps that wait when a job begins are uploaded: those of which all disks are there.
-
-    Args:
-      recorded: whether the upload may replace a step of the run, by step.
-      votes: of each process, [step, save, role, count] of each local step.
-
-    Returns:
-      In JSON's types, [step, whether it may replace one] of those to upload, and [step, why] of the others, without those that
-      are on no disk.
-    """
-    waiting: list[list[Any]] = []
-    dropped: list[list[Any]] = []
-    saved = saved_steps([[[*vote, 0.0, (), 0] for vote in disk] for disk in votes])
-    for step, replaces in sorted(recorded.items()):
-        found = next((each for each in saved if each.step == step), None)
-        lost = [] if found is None else sorted({*range(found.count)} - found.roles.keys())
-        if lost:
-            dropped.append([step, f'the disks of the processes {some_of([*map(str, lost)], 8)} of the save are lost'])
-        elif found is not None:
-            waiting.append([step, replaces])
-    return waiting, dropped

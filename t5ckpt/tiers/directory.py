@@ -10,7 +10,6 @@ steps of a run with another id, or at another URL, is refused. ``flock`` on the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -18,9 +17,10 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
@@ -29,6 +29,8 @@ from t5ckpt.storage import Storage, open_storage
 from t5ckpt.storage.base import Lock
 
 _RUN_ID = f'{INDEX}/run_id'
+_OUTAGE_SECONDS = 60.0
+_T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
 
 
@@ -77,32 +79,25 @@ def read_run_id(run: Storage) -> str:
         return ''
 
 
-def open_local(path: str | os.PathLike[str] | Storage, run: Storage) -> Storage:
-    """Opens a local directory, which need not exist.
-
-    Raises:
-      ValueError: it is not on a file system, or it is the run's directory, lies in it, or contains it.
-    """
-    local = open_storage(path)
-    where, other = local.local_path(''), run.local_path('')
-    if where is None:
-        raise ValueError(f'LocalTier: directory must be a directory of this machine, got {local.url()}.')
-    if other is not None:
-        paths = [os.path.join(os.path.realpath(each), '') for each in (where, other)]
-        if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
-            raise ValueError(f'LocalTier: directory={where} and checkpoints_dir={other} must not contain each other.')
-    return local
-
-
 class LocalDirectory:
     """The local directory of one checkpointer.
 
     A process that was forked from the one that took the lock reads, and writes nothing.
     """
 
-    def __init__(self, local: Storage, run: Storage, keep: int, *, read_only: bool):
-        """Reads and creates nothing."""
-        self.storage, self.run = local, run
+    def __init__(self, path: str | os.PathLike[str] | Storage, run: Storage, keep: int, *, read_only: bool):
+        """Reads and creates nothing; the directory need not exist.
+
+        Raises:
+          ValueError: it is not on a file system, or it is the run's directory, lies in it, or contains it.
+        """
+        self.storage, self.run = open_storage(path), run
+        where, other = self.storage.local_path(''), run.local_path('')
+        if where is None:
+            raise ValueError(f'LocalTier: directory must be a directory of this machine, got {self.storage.url()}.')
+        paths = [os.path.realpath(each) for each in (where, other) if each is not None]
+        if other is not None and os.path.commonpath(paths) in paths:
+            raise ValueError(f'LocalTier: directory={where} and checkpoints_dir={other} must not contain each other.')
         self.read_only = read_only
         self._keep = keep
         self._guard = threading.RLock()
@@ -111,6 +106,9 @@ class LocalDirectory:
         self._process = os.getpid()
         # Whether the run's storage has answered that its id is that of the record.
         self._is_checked = False
+        # Why it has not answered; and when it is asked again.
+        self._outage: StorageError | None = None
+        self._next_query = 0.0
 
     @property
     def id(self) -> str:
@@ -136,10 +134,11 @@ class LocalDirectory:
         if create:
             self.check_not_forked()
             local.make_dir('')
-        elif kind is None:
-            return False
+        elif kind is None or self.is_forked:
+            # Another thread may have had the lock when the process was forked.
+            return kind is not None
         with self._guard:
-            if not self.read_only and not self.is_forked:
+            if not self.read_only:
                 self._take_lock()
             try:
                 self._record = self._record or self._checked_record()
@@ -203,6 +202,34 @@ class LocalDirectory:
             )
         return record
 
+    def query_run(self, query: Callable[[], _T], local: _T | None) -> _T:
+        """Asks the run's storage, after its id was compared. If it does not answer, it is not asked again for a minute.
+
+        Args:
+          query: returns the answer.
+          local: that of the local steps, which are all there are during an outage. The log says so once.
+
+        Raises:
+          LocalDirError: the local directory is of another run.
+          StorageError: it does not answer, and ``local`` is None.
+        """
+        outage = self._outage
+        if outage is None or time.monotonic() >= self._next_query:
+            try:
+                self.check_run()
+                answer = query()
+            except StorageError as error:
+                if outage is None:
+                    _log.warning('t5ckpt: only the steps of %s are used: %s', self.storage.url(), error)
+                outage, self._next_query = error, time.monotonic() + _OUTAGE_SECONDS
+                self._outage = outage
+            else:
+                self._outage = None
+                return answer
+        if local is None:
+            raise outage
+        return local
+
     def check_run(self) -> None:
         """Compares the id of the directory with that of the run, which one request reads until they are known to be the same.
 
@@ -210,9 +237,7 @@ class LocalDirectory:
           LocalDirError: they differ, and the directory has steps.
           StorageError: the run's storage does not answer.
         """
-        if self._is_checked or not self.id:
-            return
-        if found := read_run_id(self.run):
+        if self.id and not self._is_checked and (found := read_run_id(self.run)):
             self.adopt(found)
             self._is_checked = True
 
@@ -225,9 +250,7 @@ class LocalDirectory:
 
     def agreed_id(self, known: Sequence[str]) -> str:
         """The id of a job, from those in the records of its processes ('' without a record): that of the run, if it has one."""
-        found = ''
-        with contextlib.suppress(StorageError):
-            found = read_run_id(self.run)
+        found = self.query_run(lambda: self.id if self._is_checked else read_run_id(self.run), '')
         return found or next((each for each in known if each), '') or secrets.token_hex(8)
 
     def adopt(self, found: str) -> None:
@@ -249,13 +272,13 @@ class LocalDirectory:
           LocalDirError: it has another one.
           StorageError: the run's storage does not answer.
         """
-        found = read_run_id(self.run)
-        if not found:
+        self._is_checked = False
+        self.check_run()
+        if not self._is_checked:
             self.run.make_dir(INDEX)
-            is_written = self.run.replace(_RUN_ID, self.id.encode(), None) is not None
-            found = self.id if is_written else read_run_id(self.run)
-        if found != self.id:
-            raise self._other_run(found)
+            if self.run.replace(_RUN_ID, self.id.encode(), None) is None:
+                self.check_run()
+        self._outage = None
 
     def _write(self, identity: str) -> None:
         record = TierRecord(self.run.url(), identity, self._keep)

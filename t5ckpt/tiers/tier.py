@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from t5ckpt.catalog.listing import has_step, listing, steps_in, waiting_steps
+from t5ckpt.catalog.listing import has_step, listing
 from t5ckpt.commit.deletion import check_deletable, delete_step, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention
@@ -24,14 +24,12 @@ from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.storage import Storage
-from t5ckpt.tiers.channel import UploadChannel
-from t5ckpt.tiers.choice import waiting_to_upload
-from t5ckpt.tiers.directory import LocalDirectory, open_local
+from t5ckpt.tiers.directory import LocalDirectory
 from t5ckpt.tiers.disk_step import identify
 from t5ckpt.tiers.local_tier import LocalTier
 from t5ckpt.tiers.restore import LocalRestore
-from t5ckpt.tiers.uploads import Uploads
-from t5ckpt.tiers.waiting import remove_partial_records, replacing_steps
+from t5ckpt.tiers.uploads import UPLOAD_SECONDS, Uploads
+from t5ckpt.tiers.waiting import lost_disks, remove_partial_records, replacing_steps
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -67,19 +65,18 @@ class Tier:
           coordinator: of the job.
           read_only: whether nothing may be written.
         """
-        self.storage = self._local = open_local(options.directory, run)
+        self._directory = LocalDirectory(options.directory, run, options.keep, read_only=read_only)
+        self.storage = self._local = self._directory.storage
         self._run, self._run_retention, self._clock = run, run_retention, clock
         self._coordinator = coordinator
-        self._directory = LocalDirectory(self._local, run, options.keep, read_only=read_only)
         self.retention = Retention(self._local, KeepLatest(options.keep), clock)
-        # A Retention belongs to one thread at a time.
+        # A metric source belongs to one thread at a time.
         self._guard = threading.Lock()
-        self._after_uploads = Retention(self._local, KeepLatest(options.keep), clock)
         self._last_saved: int | None = None
         # Local steps with other shardings than those of this job, which a restore has found.
         self._for_others = set[int]()
         self._uploads = Uploads(options, self._directory, clock, self._uploaded, self._retain)
-        self._is_away = self._is_closed = False
+        self._is_closed = False
 
     @property
     def _count(self) -> int:
@@ -93,8 +90,8 @@ class Tier:
         Raises:
           LocalDirError: a directory is in use, or of another run.
         """
-        directory = self._directory
-        if self._uploads.has_started or directory.read_only or directory.is_forked:
+        directory, uploads = self._directory, self._uploads
+        if uploads.has_started or directory.read_only or directory.is_forked:
             return
         is_alone = self._count == 1
         if is_alone and not create and self._local.kind('') is None:
@@ -102,28 +99,26 @@ class Tier:
         at = self._coordinator.round('opening the local directories')
         with at.failing_together(Phase.LOOK):
             directory.open(create=create or not is_alone)
-            readable = [each.step for each in listing(self._local) if each.error is None]
-            found = {step: identify(self._local, step) for step in readable}
-            saves = [[step, each.save, each.role, each.count] for step, each in found.items() if each is not None]
             remove_partial_records(self._local)
-            vote = {'id': directory.id, 'waiting': [*replacing_steps(self._local).items()], 'saves': saves}
+            known = {each.step: identify(self._local, each.step) for each in listing(self._local) if each.error is None}
+            saves = [[step, each.save, each.role, each.count] for step, each in known.items() if each is not None]
+            vote = directory.id, [*replacing_steps(self._local).items()], saves
 
-        def decide(votes: Sequence[Any]) -> dict[str, Any]:
-            recorded: dict[int, bool] = {}
-            for step, replaces in (each for other in votes for each in other['waiting']):
-                recorded[step] = replaces or recorded.get(step, False)
-            waiting, dropped = waiting_to_upload(recorded, [each['saves'] for each in votes])
-            for step, why in dropped:
-                text = 't5ckpt: step %d was to be uploaded, and is not: %s. The next save is uploaded in its place.'
-                _log.warning(text, step, why)
-            agreed = directory.agreed_id([each['id'] for each in votes])
-            return {'id': agreed, 'waiting': waiting, 'dropped': dropped}
+        def decide(votes: Sequence[Any]) -> tuple[str, list[Any]]:
+            ids, records, disks = zip(*votes, strict=True)
+            waiting: list[Any] = []
+            for step in sorted({step for step, _ in itertools.chain(*records)}):
+                replaces = [step, True] in itertools.chain(*records)
+                if found := [save for other, *save in itertools.chain(*disks) if other == step]:
+                    waiting.append((step, replaces, lost_disks(found)))
+            return directory.agreed_id(ids), waiting
 
-        decided = at.reduce_on_leader(Phase.LOOK, vote, decide)
+        agreed, waiting = at.reduce_on_leader(Phase.LOOK, vote, decide)
+        channel = self._coordinator.new_channel(UPLOAD_SECONDS)
         with at.together(Phase.COMMIT):
-            directory.adopt(decided['id'])
-            self._uploads.take(decided['waiting'], decided['dropped'])
-        self._uploads.start(None if at.is_single_process else UploadChannel(self._coordinator.new_channel()))
+            directory.adopt(agreed)
+            uploads.take(channel, waiting)
+        uploads.start()
 
     def _is_there(self) -> bool:
         """Whether the directory exists; a job of one process begins the uploads that were cut off."""
@@ -159,15 +154,10 @@ class Tier:
 
     def with_upload(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
         """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
-        self._uploads.note_request(request)
         self._last_saved = request.step
-        return dataclasses.replace(
-            request,
-            in_parts=self._count > 1,
-            frees_step=functools.partial(self._put_aside, request.step),
-            upload_reason=functools.partial(self._uploads.reason, request, preempted=preempted),
-            around_commit=functools.partial(self._uploads.around_commit, request),
-        )
+        request = self._uploads.of_save(request, preempted=preempted)
+        frees_step = functools.partial(self._put_aside, request.step)
+        return dataclasses.replace(request, in_parts=self._count > 1, frees_step=frees_step)
 
     def _put_aside(self, step: int) -> bool:
         """Renames a step of a job with other processes or shardings, which is saved again; returns whether it did."""
@@ -175,15 +165,14 @@ class Tier:
         if known is None or (known.count == self._count and step not in self._for_others):
             return False
         aside = rename_damaged(self._local, step, self._clock)
-        self._uploads.forget(step)
         text = 't5ckpt: local step %d of a job with other processes or shardings was renamed to %s: it is saved again'
         _log.warning(text, step, self._local.url(aside))
         return True
 
     def _uploaded(self) -> list[StepInfo]:
+        # The save that asks does not wait for a storage that is away.
         with self._guard:
-            # The save that asks does not wait for a storage that is away.
-            run = [] if self._is_away else self._run_retention.infos()
+            run = self._directory.query_run(self._run_retention.infos, [])
         return [*run, *(info for info in self.retention.infos() if info.waits)]
 
     def _retain(self, step: int, *, is_uploaded: bool) -> None:
@@ -192,8 +181,7 @@ class Tier:
             with self._guard:
                 self._run_retention.listed = collect(self._run, self._clock)
                 self._run_retention.carry_out(step)
-        ended = {*steps_in(self._local)} - waiting_steps(self._local)
-        self._after_uploads.carry_out(self._last_saved, confirmed=ended)
+        self.retention.carry_out(self._last_saved)
 
     def wait_until_persisted(self, step: int | None) -> None:
         """See ``Checkpointer.wait_until_persisted``."""
@@ -209,7 +197,7 @@ class Tier:
             return run_restore(request)
         if not self._is_closed:
             self._begin()
-        restore = LocalRestore(self._directory, self._coordinator, self._clock, self._query_run)
+        restore = LocalRestore(self._directory, self._coordinator, self._clock, self._directory.query_run)
         try:
             return restore.restore(dataclasses.replace(request, no_step=self._no_step))
         finally:
@@ -224,62 +212,42 @@ class Tier:
 
     # --- listing ------------------------------------------------------------------------------------------------------
 
-    def local_steps(self) -> tuple[list[int], list[int]]:
-        """The local steps that as many processes saved as this job has; and those of others, or that cannot be read."""
-        own: list[int] = []
-        others: list[int] = []
+    def local_steps(self) -> list[tuple[int, bool]]:
+        """The local steps, and whether this job may restore each: it can be read, and as many processes saved it."""
+        found: list[tuple[int, bool]] = []
         for each in listing(self._local) if self._is_there() else ():
             known = None if each.error else identify(self._local, each.step)
-            is_own = not each.error and (known is None or known.count == self._count)
-            (own if is_own else others).append(each.step)
-        return own, others
+            found.append((each.step, not each.error and (known is None or known.count == self._count)))
+        return found
 
-    def _query_run(self, query: Callable[[], _T], local: _T | None) -> _T:
-        """Asks the run's storage. While it does not answer, the local steps are all there are, with one warning per outage.
-
-        Raises:
-          LocalDirError: the local directory is of another run.
-          StorageError: it does not answer, and ``local`` is None.
-        """
-        try:
-            self._directory.check_run()
-            answer = query()
-        except StorageError as error:
-            if local is None:
-                raise
-            if not self._is_away:
-                _log.warning('t5ckpt: only the steps of %s are used: %s', self._local.url(), error)
-            self._is_away = True
-            return local
-        self._is_away = False
-        return answer
-
-    def steps(self, on_disks: Sequence[Sequence[Sequence[int]]] = ()) -> list[int]:
+    def steps(self, on_disks: Sequence[Sequence[tuple[int, bool]]] = ()) -> list[int]:
         """The steps of both tiers, ascending; ``on_disks`` has the ``local_steps`` of all processes.
 
         Local steps that this job cannot restore count if there is nothing else: never a new run.
         """
-        local, others = (
-            sorted({*itertools.chain(*each)}) for each in zip(*on_disks or [self.local_steps()], strict=True)
-        )
-        run = self._query_run(self._run_retention.steps, local or others or None)
-        found = sorted({*local, *run})
-        newer = [step for step in others if found and step > found[-1]]
+        known = [*itertools.chain(*on_disks or [self.local_steps()])]
+        local, every = {step for step, is_own in known if is_own}, sorted({step for step, _ in known})
+        found = sorted(local.union(self._directory.query_run(self._run_retention.steps, [*local] or every or None)))
+        newer = [step for step in every if found and step > found[-1]]
         if on_disks and newer:
             text = 't5ckpt: local steps %s are not restored: another number of processes saved them, or they cannot be read'
             _log.warning(text, newer)
-        return found or others
+        return found or every
+
+    def _both(self, query: Callable[[Retention], list[_T]]) -> list[_T]:
+        """Asks the run and the local directory."""
+        local = query(self.retention) if self._is_there() else []
+        return [*self._directory.query_run(lambda: query(self._run_retention), local or None), *local]
 
     def dataset_steps(self) -> list[int]:
         """The steps with states of data iterators, ascending."""
-        local = self.retention.dataset_steps() if self._is_there() else []
-        return sorted({*local, *self._query_run(self._run_retention.dataset_steps, local or None)})
+        return sorted({*self._both(Retention.dataset_steps)})
 
     def latest(self) -> int | None:
         """The largest step, or None."""
-        local = max(self.local_steps()[0], default=None)
-        run = self._query_run(self._run_retention.latest, local)
-        return max((step for step in (local, run) if step is not None), default=None)
+        local = [step for step, is_own in self.local_steps() if is_own]
+        run = self._directory.query_run(lambda: [self._run_retention.latest()], local or None)
+        return max((step for step in (*local, *run) if step is not None), default=None)
 
     @property
     def policy(self) -> KeepPolicy:
@@ -288,10 +256,9 @@ class Tier:
 
     def infos(self, names: Collection[str] | None = None) -> list[StepInfo]:
         """The facts of the steps of both tiers, ascending."""
-        local = self.retention.infos(names) if self._is_there() else []
-        with self._guard:
-            run = self._query_run(lambda: self._run_retention.infos(names), local or None)
-        return [info for _, info in sorted({info.step: info for info in [*run, *local]}.items())]
+        with contextlib.nullcontext() if self._directory.is_forked else self._guard:
+            infos = {info.step: info for info in self._both(lambda each: each.infos(names))}
+        return [infos[step] for step in sorted(infos)]
 
     def metrics_at(self, step: int | None) -> Mapping[str, float]:
         """The metrics of a step of either tier; None takes the latest.
@@ -335,17 +302,20 @@ class Tier:
             return str(error), True
         return '', True
 
+    def without_upload(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Ends the upload of a step, which is deleted in the context; all processes call it."""
+        return self._uploads.without(step)
+
     def delete(self, step: int, *, is_local: bool) -> None:
         """Deletes a step from the run's storage, which need not have it if a disk has it, and from this disk; in process 0."""
-        with self._uploads.without(step):
-            try:
-                delete_step(self._run, step, self._clock)
-            except CheckpointNotFoundError as error:
-                if not is_local:
-                    raise self._no_step(step) from error
-            self.delete_local(step)
+        try:
+            delete_step(self._run, step, self._clock)
+        except CheckpointNotFoundError as error:
+            if not is_local:
+                raise self._no_step(step) from error
+        self.delete_local(step)
 
     def delete_local(self, step: int) -> None:
         """Deletes the local step, if there is one."""
-        with self._uploads.without(step), contextlib.suppress(CheckpointNotFoundError):
+        with contextlib.suppress(CheckpointNotFoundError):
             delete_step(self._local, step, self._clock, even_waiting=True)

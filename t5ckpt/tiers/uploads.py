@@ -1,19 +1,21 @@
 """Uploads the steps that wait, the newest first, in a thread of its own.
 
-When the thread is free it takes the newest step, the one that was saved last, and drops older ones: they would be of no use to a
-restart. A step that replaces one of the run is not dropped, since the run would keep the old values. A failed upload is repeated
-from its beginning, in a directory of its own, after a pause that grows to a minute. The log has one warning per outage.
+When the thread is free it takes the newest step, the one that was saved last; older ones are dropped: they would be of no use to
+a restart. A step that replaces one of the run is not dropped, since the run would keep the old values. A failed upload is
+repeated from its beginning, in a directory of its own, after a pause that grows to a minute. The log has one warning per outage.
 
-In a job of several processes, process 0 orders each upload, each process sends the files that were assigned to it in the save,
-and process 0 commits when all have answered (``tiers/channel.py``).
+All processes upload a step together, in a round (``distributed/rounds.py``): they look of which save their disks have parts; each
+sends the files that were assigned to it in the save; process 0 commits; and all agree on how it has ended.
 
-Notes: the thread is not a daemon and ends when no step waits. An interpreter that exits without ``close`` waits for an upload,
-but not for a storage that fails.
+Notes: the thread is not a daemon, and that of process 0 ends when no step waits. An interpreter that exits without ``close``
+waits for an upload, but not for a storage that fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import math
 import sys
@@ -22,7 +24,8 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
-from t5ckpt.catalog.listing import has_step, newest, waiting_steps
+from t5ckpt.catalog.layouts import number_of
+from t5ckpt.catalog.listing import has_step, step_names, waiting_steps
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.markers import SLOWEST_RATE, seconds_for
 from t5ckpt.commit.occupancy import occupant_of
@@ -30,16 +33,18 @@ from t5ckpt.commit.transaction import Transaction
 from t5ckpt.commit.transfer import copy_files
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.protocols import Clock
-from t5ckpt.core.text import numbered, numbered_are, some_of
+from t5ckpt.core.text import numbered_are
 from t5ckpt.core.thread_pool import start_thread
-from t5ckpt.distributed.processes import ServiceError
+from t5ckpt.distributed.processes import ServiceError, lone_process
+from t5ckpt.distributed.rounds import Channel, CoordinationRound, Decide, Phase
 from t5ckpt.errors import (
     CheckpointNotFoundError,
+    CoordinationError,
     FormatError,
     LocalDirError,
     NotDurableError,
     NotPersistedError,
-    RemoteError,
+    ProcessMissingError,
     StepKeptError,
     StorageError,
     T5CkptError,
@@ -51,46 +56,28 @@ from t5ckpt.policies import StepInfo
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.schedule import WatchedMetrics
 from t5ckpt.storage import is_disk_error
-from t5ckpt.tiers.channel import UploadChannel
 from t5ckpt.tiers.directory import LocalDirectory
 from t5ckpt.tiers.disk_step import DiskStep, save_in, save_on_disk
 from t5ckpt.tiers.local_tier import LocalTier
-from t5ckpt.tiers.waiting import PersistSchedule, note_ended, note_waiting
+from t5ckpt.tiers.waiting import PersistSchedule, lost_disks, note_ended, note_waiting
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _LOOK_SECONDS = 0.5
+_POLL_SECONDS, _CALL_SECONDS = 5.0, 60.0
 # An upload must not take all connections or the processor from the training.
 _WORKERS = 4
 _OVERWRITES = 'it overwrites a step that the run may have'
+UPLOAD_SECONDS = 7 * 86400.0
+"""The longest upload of several processes; one that dies ends the wait of the others before."""
 _log = logging.getLogger('t5ckpt')
 
 
-class NotUploadableError(Exception):
+class _NotUploadableError(Exception):
     """A step that no later attempt can upload."""
 
 
 class _StoppedError(Exception):
     """The running upload is to end."""
-
-
-class RateLimit:
-    """Spaces files so that their bytes keep a rate, on average over a few files. Safe from any thread."""
-
-    def __init__(self, gigabits: float | None):
-        """Takes the rate in gigabits (10^9 bits) per second; None sets no limit."""
-        self.bytes_per_second = math.inf if gigabits is None else gigabits * 1e9 / 8
-        self._guard = threading.Lock()
-        self._free = 0.0
-
-    def wait(self, nbytes: int, check: Callable[[], None]) -> None:
-        """Waits until a file of this size may be sent; ``check`` is called meanwhile, and may raise."""
-        check()
-        with self._guard:
-            begin = max(time.monotonic(), self._free)
-            self._free = begin + nbytes / self.bytes_per_second
-        while (left := begin - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK_SECONDS))
-            check()
 
 
 class Uploads:
@@ -102,7 +89,7 @@ class Uploads:
 
     def __init__(
         self,
-        tier: LocalTier,
+        options: LocalTier,
         directory: LocalDirectory,
         clock: Clock,
         uploaded: Callable[[], Collection[StepInfo]],
@@ -111,7 +98,7 @@ class Uploads:
         """Reads and starts nothing.
 
         Args:
-          tier: the options.
+          options: of the constructor.
           directory: the local directory.
           clock: unix seconds.
           uploaded: the facts of the steps that the run has, or that wait.
@@ -119,68 +106,69 @@ class Uploads:
         """
         self._directory, self._local, self._run = directory, directory.storage, directory.run
         self._clock, self._retain = clock, retain
-        self._schedule = PersistSchedule(tier.persist, uploaded, clock)
+        self._schedule = PersistSchedule(options.persist, uploaded, clock)
         # Many steps lie between two saves.
-        self._watched = WatchedMetrics(tier.persist, 'persist', 10)
-        self._limit = RateLimit(tier.upload_gbps)
+        self._watched = WatchedMetrics(options.persist, 'persist', 10)
+        self._bytes_per_second = math.inf if options.upload_gbps is None else options.upload_gbps * 1e9 / 8
         # Held in the commit of a step that is to wait, too: the end of an earlier upload of the step removes no file meanwhile.
         # In C, since an exception from a signal handler may leave the lock of ``with condition`` taken.
         self._guard = threading.RLock()
         self._condition = threading.Condition(self._guard)
         # As the files of ``to_persist``, in the order of the saves, with whether each replaces a step of the run.
         self._waiting: dict[int, bool] = {}
-        # From its choice until retention after its end.
-        self._current: int | None = None
+        # The step of the upload that runs, until retention after its end, or -1; and its files on this disk.
+        self._current = -1
+        self._disk: DiskStep | None = None
         # Why steps were not uploaded; '' for those that were.
         self._outcomes: dict[int, str] = {}
-        # The last step that could not be uploaded, until a wait raises it or a newer step is uploaded.
-        self._failed: int | None = None
-        # Of the latest attempt, until one succeeds. After a LocalDirError there are no more.
+        # The last step that could not be uploaded, until a wait raises it or a newer step is uploaded; or -1.
+        self._failed = -1
+        # Of the latest attempt, until one succeeds.
         self._error: Exception | None = None
-        # The step that the disk could not read in the latest attempt.
-        self._unreadable: int | None = None
-        # As the run's storage has last answered; None before.
-        self._newest_of_run: int | None = None
+        # The step that the disk could not read in the latest attempt, or -1.
+        self._unreadable = -1
+        # The steps of the run, as its storage has last answered; None before.
+        self._of_run: Collection[int] | None = None
         self.has_started = self._is_running = self._is_stopped = False
-        self._pause_end = 0.0
-        self._channel: UploadChannel | None = None
+        # The pause before the next attempt in seconds, its time, and that from which the next file may be sent.
+        self._pause = self._next_attempt = self._next_file = 0.0
+        self._channel = Channel(lone_process(), '', UPLOAD_SECONDS)
         self._discard_chunks: Callable[[], None] = lambda: None
 
     # --- the steps that wait ---------------------------------------------------------------------------------------------------
 
     @property
     def _follows(self) -> bool:
-        return self._channel is not None and self._channel.index != 0
+        return self._channel.processes.index != 0
 
-    @property
-    def _is_refused(self) -> bool:
-        return isinstance(self._error, LocalDirError)
+    def take(self, channel: Channel, waiting: Sequence[tuple[int, bool, str]]) -> None:
+        """Takes the channel of the uploads, and those that an earlier program did not end.
 
-    def take(self, waiting: Sequence[tuple[int, bool]], dropped: Sequence[tuple[int, str]]) -> None:
-        """Takes the uploads that an earlier program did not end; the next save is uploaded in place of those ``dropped``."""
-        self._waiting = dict(waiting)
-        for step in waiting_steps(self._local) - self._waiting.keys():
+        ``waiting`` has the steps that a disk has, ascending, whether each replaces one, and why it cannot be uploaded, or ''.
+        """
+        self._channel = channel
+        for step in waiting_steps(self._local).difference(step for step, *_ in waiting):
             note_ended(self._local, step)
-        for step, replaces in waiting:
-            # The disk of this process may be new.
-            note_waiting(self._local, step, replaces=replaces)
-        for step, why in dropped:
-            self._schedule.owe(step)
-            self._outcomes[step], self._failed = why, step
+        for step, replaces, why in waiting:
+            if why:
+                self._note_end(step, why)
+            else:
+                # The disk of this process may be new.
+                note_waiting(self._local, step, replaces=replaces)
+                self._waiting[step] = replaces
 
-    def start(self, channel: UploadChannel | None) -> None:
-        """Begins the uploads; ``channel`` is that to other processes, if there are any."""
-        self._channel, self.has_started = channel, True
-        if channel is not None and self._follows:
-            self._is_running = start_thread(lambda: self._follow(channel), 't5ckpt-upload', daemon=False) is not None
-        else:
-            self._start_thread()
+    def start(self) -> None:
+        """Begins the uploads."""
+        self.has_started = True
+        self._start_thread()
 
-    def note_request(self, request: SaveRequest) -> None:
-        """Takes a save that begins, and warns once if it lacks a metric of the policy; in the caller's thread.
+    def of_save(self, request: SaveRequest, *, preempted: bool) -> SaveRequest:
+        """The request of a save that is followed by the upload if the persist policy takes the step; in the caller's thread.
+
+        Warns once if the save lacks a metric of the policy.
 
         Raises:
-          LocalDirError: the local directory is of another run, so nothing is uploaded.
+          LocalDirError: the local directory is of another run, as an upload has found.
         """
         if isinstance(self._error, LocalDirError):
             raise self._error
@@ -188,46 +176,49 @@ class Uploads:
         self._discard_chunks = request.context.discard_previous
         if request.round.is_leader:
             self._watched.warn_if_missing(request.step, request.facts.metrics, request.context.notices)
-
-    def reason(self, request: SaveRequest, *, preempted: bool) -> str | None:
-        """The reason to upload a step that is being saved, or None; in process 0."""
-        is_uploading = self._current is not None
-        reason = self._schedule.reason(
-            request.step, request.facts.metrics, preempted=preempted, is_uploading=is_uploading
+        return dataclasses.replace(
+            request,
+            upload_reason=functools.partial(self._reason, request, preempted=preempted),
+            around_commit=functools.partial(self._around_commit, request),
         )
-        return _OVERWRITES if request.overwrite and self._may_replace(request.step) else reason
+
+    def _reason(self, request: SaveRequest, *, preempted: bool) -> str | None:
+        """The reason to upload a step that is being saved, or None; in process 0."""
+        reason = self._schedule.reason(
+            request.step, request.facts.metrics, preempted=preempted, is_uploading=self._current >= 0
+        )
+        if request.overwrite and self._may_replace(request.step):
+            return _OVERWRITES
+        # In all processes the new save replaces the one that waits, which not each of them had.
+        return reason or ('an earlier save of it waits' if request.step in self._waiting else None)
 
     def _may_replace(self, step: int) -> bool:
-        """Whether the run has a step, or gets it; also if its storage does not answer."""
-        if step in self._waiting:
-            return True
+        """Whether the run has a step, or gets it; also if its storage has never answered."""
         if self._error is None:
             with contextlib.suppress(T5CkptError):
-                found = newest(self._run)
-                self._newest_of_run = -1 if found is None else found.step
-                return has_step(self._run, step)
-        return self._newest_of_run is None or step <= self._newest_of_run
+                self._of_run = self._directory.query_run(lambda: {*map(number_of, step_names(self._run))}, self._of_run)
+        return step in self._waiting or self._of_run is None or step in self._of_run
 
     @contextlib.contextmanager
-    def around_commit(self, request: SaveRequest, reason: str | None) -> Generator[None]:
+    def _around_commit(self, request: SaveRequest, reason: str | None) -> Generator[None]:
         """Surrounds the local commit of a step: records before it that the step is to be uploaded, and begins that after it."""
         step = request.step
         if reason is None:
             yield
             return
         failure: NotDurableError | None = None
-        replaces = reason == _OVERWRITES
         with self._guard:
-            with contextlib.ExitStack() as undo:
-                if step not in self._waiting:
-                    undo.callback(note_ended, self._local, step)
+            replaces = reason == _OVERWRITES or self._waiting.get(step, False)
+            try:
                 note_waiting(self._local, step, replaces=replaces)
-                try:
-                    yield
-                except NotDurableError as error:
-                    # The step is listed, so it is uploaded as any other.
-                    failure = error
-                undo.pop_all()
+                yield
+            except NotDurableError as error:
+                # The step is listed, so it is uploaded as any other.
+                failure = error
+            except BaseException:
+                if step not in self._waiting:
+                    note_ended(self._local, step)
+                raise
             self._schedule.note_taken(step, request.facts.metrics)
             _log.info('t5ckpt: will upload step %d to %s: %s', step, self._run.url(), reason)
             self._add(step, replaces)
@@ -236,43 +227,27 @@ class Uploads:
 
     def _add(self, step: int, replaces: bool) -> None:
         with self._guard:
-            others = {each: value for each, value in self._waiting.items() if each != step}
-            self._waiting = others | {step: replaces}
-            self._forget_outcome(step)
+            # As the last one.
+            self._waiting.pop(step, None)
+            self._waiting[step] = replaces
+            self._outcomes.pop(step, None)
             self._drop_older()
-        if not self._follows:
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        with self._guard:
-            begins = bool(self._waiting) and not (self._is_running or self._is_stopped)
-            self._is_running |= begins
-        if begins and start_thread(self._upload_all, 't5ckpt-upload', daemon=False) is None:
-            self._upload_all()
-
-    def _forget_outcome(self, step: int) -> None:
-        self._outcomes.pop(step, None)
-        self._failed = None if self._failed == step else self._failed
+            self._condition.notify_all()
+        self._start_thread()
 
     def _drop_older(self) -> None:
         """Drops the steps that are older than the newest one, and that are not being uploaded and replace nothing."""
-        newest = next(reversed(self._waiting), None)
+        newest = [*self._waiting][-1]
         kept = (newest, self._current)
         for step in [step for step, replaces in self._waiting.items() if step not in kept and not replaces]:
             why = f'step {newest} was saved later'
             _log.info('t5ckpt: skipping the upload of step %d to %s: %s', step, self._run.url(), why)
-            note_ended(self._local, step)
-            del self._waiting[step]
-            self._outcomes[step] = why
-        self._condition.notify_all()
+            self._remove(step, why)
 
-    def forget(self, step: int) -> None:
-        """Forgets that a local step waits, which no longer exists."""
-        with self._guard:
-            self._waiting.pop(step, None)
-            self._forget_outcome(step)
-            self._condition.notify_all()
-            note_ended(self._local, step)
+    def _remove(self, step: int, why: str) -> None:
+        self._waiting.pop(step, None)
+        note_ended(self._local, step)
+        self._outcomes[step] = why
 
     @contextlib.contextmanager
     def without(self, step: int) -> Generator[None]:
@@ -287,156 +262,194 @@ class Uploads:
             if replaces is not None:
                 self._add(step, replaces)
             raise
-        self.forget(step)
+        with self._guard:
+            self._remove(step, '')
+            del self._outcomes[step]
+            self._condition.notify_all()
 
     # --- uploading ----------------------------------------------------------------------------------------------------
 
-    def _upload_all(self) -> None:
-        """The thread of process 0, or of a job of one process."""
-        seconds, is_exiting = _FIRST_PAUSE_SECONDS, False
-        while True:
-            with self._guard:
-                step = next(reversed(self._waiting), None)
-                if step is None or self._is_stopped or self._is_refused or is_exiting:
-                    self._is_running = False
-                    self._condition.notify_all()
-                    return
-                self._begin(step)
-            has_failed = self._attempt(step)
-            with self._guard:
-                self._end()
-                is_exiting = has_failed and not self._pause(seconds)
-            seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS) if has_failed else _FIRST_PAUSE_SECONDS
+    def _start_thread(self) -> None:
+        with self._guard:
+            begins = bool(self._waiting or self._follows) and not (self._is_running or self._is_stopped)
+            self._is_running |= begins
+        if begins and start_thread(self._work, 't5ckpt-upload', daemon=False) is None:
+            self._work()
 
-    def _begin(self, step: int) -> None:
+    def _work(self) -> None:
+        """The thread."""
+        try:
+            while (at := self._begin()) is not None:
+                self._end(self._current, self._attempt(at, self._current))
+        except (CoordinationError, ProcessMissingError, ServiceError) as error:
+            # A process has ended, or died; the save that runs says so.
+            _log.info('t5ckpt: this process uploads nothing more: %s', error)
+            self._error = error
+            self._free(is_running=False)
+
+    def _begin(self) -> CoordinationRound | None:
+        """Begins the upload that process 0 chooses, after the pause that a failed one begins; None ends the thread."""
+        with self._guard:
+            while not self._follows:
+                left = self._next_attempt - time.monotonic()
+                is_exiting = left > 0 and not threading.main_thread().is_alive()
+                if is_exiting or not self._waiting or self._is_stopped:
+                    self._free(is_running=False)
+                    return None
+                if left <= 0:
+                    self._current = [*self._waiting][-1]
+                    break
+                self._condition.wait(min(left, _LOOK_SECONDS))
+        at = self._told(self._current)
+        if at is None:
+            self._free(is_running=False)
+        return at
+
+    def _told(self, step: int) -> CoordinationRound | None:
+        """Begins a round for the step of process 0, of which the others learn here; None for -1, after which there is no more."""
+        at = self._channel.round('an upload')
+        key = f'{at.prefix}/step'
+        while not at.is_single_process:
+            try:
+                if self._follows:
+                    step = int(at.processes.get(key, _POLL_SECONDS))
+                else:
+                    at.processes.put(key, str(step).encode(), _CALL_SECONDS)
+                break
+            except TimeoutError:
+                if not threading.main_thread().is_alive():
+                    return None
+            except ServiceError as error:
+                # A call that has timed out may have set it.
+                if error.status.code != 'ALREADY_EXISTS':
+                    raise
+                break
         # In the other processes, the commit of the step ends before.
         with self._guard:
             self._current = step
-            self._drop_older()
+        return at if step >= 0 else None
 
-    def _end(self) -> None:
+    def _free(self, *, is_running: bool) -> None:
         with self._guard:
-            self._current = None
+            self._current, self._disk, self._is_running = -1, None, is_running
             self._condition.notify_all()
 
-    def _pause(self, seconds: float) -> bool:
-        """Waits, with the lock; returns False if the interpreter exits. Ends when a caller waits for an upload."""
-        self._pause_end = time.monotonic() + seconds
-        while (left := self._pause_end - time.monotonic()) > 0 and not self._is_stopped:
-            if not threading.main_thread().is_alive():
-                return False
-            self._condition.wait(min(left, _LOOK_SECONDS))
-        return True
-
-    def _attempt(self, step: int) -> bool:
-        """Uploads a step; returns whether that is to be repeated after a pause."""
-        started, save = time.monotonic(), save_on_disk(self._local, step)
-        error: Exception | None = None
+    def _attempt(self, at: CoordinationRound, step: int) -> Exception | None:
+        """Uploads a step; returns why it has not."""
+        started = time.monotonic()
         try:
-            self._tell('order', step)
-            nbytes = self._copy(step)
-            seconds = self._schedule.upload_seconds = time.monotonic() - started
-            _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self._run.url(), nbytes, seconds)
-        except (NotUploadableError, _StoppedError) as caught:
-            error = caught
-        except LocalDirError as caught:
-            error = caught
-            _log.error('t5ckpt: nothing is uploaded: %s', caught)
-        except Exception as caught:  # noqa: BLE001 - repeated, and raised by wait
-            error = caught
-            self._unreadable = step if is_disk_error(caught) else None
-            if self._error is None:
+            nbytes = self._upload(at, step)
+        except (CoordinationError, ProcessMissingError):
+            raise
+        except (_NotUploadableError, _StoppedError) as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - repeated, and raised by wait
+            self._unreadable = step if is_disk_error(error) else -1
+            if self._error is None and not self._follows:
                 text = 't5ckpt: the upload of step %d to %s failed, and is repeated until it succeeds; saves go on: %s'
-                trace = None if isinstance(caught, T5CkptError) else caught
-                _log.warning(text, step, self._run.url(), caught, exc_info=trace)
-        self._take_end(step, save, error)
-        try:
-            self._tell('end', save, _encoded(error))
-        except (ServiceError, TimeoutError) as caught:
-            # The job is ending. The next start finds the steps that wait.
-            _log.info('t5ckpt: the other processes were not told of an upload: %s', caught)
-        return error is not None and step in self._waiting
+                trace = None if isinstance(error, T5CkptError) else error
+                _log.warning(text, step, self._run.url(), error, exc_info=trace)
+            return error
+        self._schedule.note_uploaded(seconds := time.monotonic() - started)
+        if not self._follows:
+            _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self._run.url(), nbytes, seconds)
+        return None
 
-    def _tell(self, *message: Any) -> None:
-        if self._channel is not None:
-            self._channel.put(message)
-
-    def _take_end(self, step: int, save: str, error: Exception | None) -> None:
-        """Records how the upload of a save of a step has ended, in all processes."""
-        if error is None or isinstance(error, NotUploadableError):
-            self._record_end(step, save, '' if error is None else str(error).removesuffix('.'))
-        elif step in self._waiting:
-            self._error = error
-
-    def _record_end(self, step: int, save: str, why: str) -> None:
-        """Records that a save of a step is uploaded or, with ``why``, cannot be."""
-        with self._guard:
-            # Without a save, process 0 could not read the step.
-            is_overwritten = bool(save) and save_on_disk(self._local, step) not in ('', save)
-            if is_overwritten or step not in self._waiting:
-                return
-            note_ended(self._local, step)
-            del self._waiting[step]
-            self._outcomes[step] = why
-            self._failed = step if why else None
-            if not why:
-                self._newest_of_run = max(step, self._newest_of_run or step)
-                if self._error is not None:
-                    _log.warning('t5ckpt: uploads to %s work again', self._run.url())
-                self._error = None
-        if why:
-            _log.error('t5ckpt: step %d is not uploaded to %s: %s', step, self._run.url(), why)
-            self._schedule.owe(step)
-            self._discard_chunks()
-        try:
-            self._retain(step, is_uploaded=not why)
-        except Exception:  # noqa: BLE001 - a policy is the user's code, and the step is uploaded
-            _log.exception('t5ckpt: retention after the upload of step %d failed', step)
-
-    def _check(self) -> None:
-        if self._is_stopped or self._current not in self._waiting:
-            raise _StoppedError('it was stopped')
-
-    def _copy(self, step: int) -> int:
-        """Copies a step and commits it; returns the bytes, 0 if the run has this save already.
+    def _upload(self, at: CoordinationRound, step: int) -> int:
+        """Copies a step, and commits it; returns the bytes, 0 if the run has this save already.
 
         Raises:
-          NotUploadableError: the local step is damaged or gone, or the run has this step of another save.
+          _NotUploadableError: the local step is damaged or gone, or the run has this step of another save; in all processes.
           LocalDirError: the local directory is of another run.
-          StorageError: the run's storage failed, or that of another process.
+          StorageError: the run's storage failed.
+          RemoteError: another process has failed.
         """
-        run, replaces = self._run, self._waiting.get(step, False)
-        self._directory.share_id()
-        disk, occupant = self._read(step), occupant_of(run, step)
-        if occupant is not None and occupant.is_t5x and save_in(run, step) == disk.identity.save:
-            return 0
-        if occupant is not None and not (replaces and occupant.is_t5x):
-            kind = 'of another save' if occupant.is_t5x else f'in the layout of {occupant.layout}'
-            cure = (
-                'To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt rm --tier persistent)'
-                if occupant.is_t5x
-                else 'Remove it with the program that wrote it'
-            )
-            raise NotUploadableError(f'{run.url(occupant.name)} exists, {kind}. {cure}')
-        seconds = seconds_for(disk.identity.facts.bytes or 0, min(SLOWEST_RATE, self._limit.bytes_per_second))
-        try:
-            with Transaction(
-                run, step, self._clock, overwrite=replaces, seconds=seconds, listed=collect(run, self._clock),
-                is_shared=self._channel is not None,
-            ) as work:  # fmt: skip
-                nbytes, work.positions = self._sent_by_all(disk, join(work.directory, work.generation))
-                where = run.url(join(work.directory, work.generation))
-                leaves = decode_manifest(disk.manifest, where).leaves.values()
-                arrays = {leaf.location for leaf in leaves if isinstance(leaf, StoredArray)}
-                manifest, facts = work.relocated(disk.manifest, disk.facts, where)
-                work.commit(manifest, facts, sorted({*arrays, *parents_of(work.positions)}))
-        except StepKeptError as error:
-            raise NotUploadableError(str(error)) from error
-        return nbytes
+        with contextlib.ExitStack() as stack:
+            work: Transaction | None = None
 
-    def _read(self, step: int) -> DiskStep:
-        with self._reading(step):
-            return DiskStep.read(self._local, step)
+            def begin(votes: Sequence[Any]) -> list[str] | None:
+                nonlocal work
+                work = self._transaction(step, votes)
+                return work and [votes[0][0], join(stack.enter_context(work).directory, work.generation)]
+
+            def commit(votes: Sequence[Any]) -> int:
+                if work is not None and self._disk is not None:
+                    self._commit(work, self._disk, [name for _, names in votes for name in names])
+                return sum(nbytes for nbytes, _ in votes)
+
+            where = self._agree(at, Phase.LOOK, lambda: self._look(step), begin)
+            return 0 if where is None else self._agree(at, Phase.SEND, lambda: self._send(*where), commit)
+
+    def _agree(self, at: CoordinationRound, phase: Phase, vote: Callable[[], Any], decide: Decide) -> Any:
+        """As ``reduce_on_leader``; a _NotUploadableError of any process is raised in all."""
+        with at.failing_together(phase):
+            own = _caught(vote)
+        answer, why = at.reduce_on_leader(
+            phase,
+            own,
+            lambda votes: (
+                next((vote for vote in votes if vote[1]), None) or _caught(decide, [vote for vote, _ in votes])
+            ),
+        )
+        if why:
+            raise _NotUploadableError(why)
+        return answer
+
+    def _look(self, step: int) -> list[Any] | None:
+        """Reads of which save the disk has a part: the save, the role and the number of roles."""
+        self._check()
+        with self._reading(step), contextlib.suppress(CheckpointNotFoundError):
+            self._disk = DiskStep.read(self._local, step)
+            return [self._disk.identity.save, self._disk.identity.role, self._disk.identity.count]
+        return None
+
+    def _transaction(self, step: int, votes: Sequence[Any]) -> Transaction | None:
+        """In process 0: that of the upload; None if the run has this save."""
+        run, replaces, disk = self._run, self._waiting.get(step, False), self._disk
+        if disk is None:
+            raise _NotUploadableError(f'{self._local.url(step_dir(step))} is gone')
+        if why := lost_disks([*filter(None, votes)]):
+            raise _NotUploadableError(why)
+        self._directory.share_id()
+        occupant = occupant_of(run, step)
+        if occupant is not None and occupant.is_t5x and save_in(run, step) == disk.identity.save:
+            return None
+        if occupant is not None and not (replaces and occupant.is_t5x):
+            why = f'in the layout of {occupant.layout}. Remove it with the program that wrote it'
+            if occupant.is_t5x:
+                why = 'of another save. To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt '
+                why += 'rm --tier persistent)'
+            raise _NotUploadableError(f'{run.url(occupant.name)} exists, {why}')
+        seconds = seconds_for(disk.identity.facts.bytes or 0, min(SLOWEST_RATE, self._bytes_per_second))
+        return Transaction(
+            run, step, self._clock, overwrite=replaces, seconds=seconds, listed=collect(run, self._clock),
+            is_shared=self._channel.processes.count > 1,
+        )  # fmt: skip
+
+    def _send(self, save: str, directory: str) -> tuple[int, list[str]]:
+        """Sends the files that were assigned to this process in the save, and their list; returns bytes, and positions."""
+        disk = self._disk
+        # A disk of a larger job may have a part of another save.
+        if disk is None or disk.identity.save != save:
+            return 0, []
+
+        def read(name: str) -> bytes:
+            with self._reading(disk.step):
+                return disk.read_file(name)
+
+        sizes = {name: size for name, (size, _) in disk.assigned.items()}
+        sizes[file_checksums_name(disk.identity.role)] = 0
+        nbytes = sum(copy_files(read, sizes, self._run, directory, _WORKERS, self._pace))
+        return nbytes, [name for name in disk.assigned if is_position(name)]
+
+    def _commit(self, work: Transaction, disk: DiskStep, positions: Sequence[str]) -> None:
+        work.positions, where = positions, self._run.url(join(work.directory, work.generation))
+        leaves = decode_manifest(disk.manifest, where).leaves.values()
+        arrays = {leaf.location for leaf in leaves if isinstance(leaf, StoredArray)}
+        try:
+            work.commit(*work.relocated(disk.manifest, disk.facts, where), sorted({*arrays, *parents_of(positions)}))
+        except StepKeptError as error:
+            raise _NotUploadableError(str(error)) from error
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Generator[None]:
@@ -446,79 +459,60 @@ class Uploads:
         except (FormatError, CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not (is_disk_error(error) and self._unreadable == step):
                 raise
-            raise NotUploadableError(f'{self._local.url(step_dir(step))} cannot be read: {error}') from error
+            raise _NotUploadableError(f'{self._local.url(step_dir(step))} cannot be read: {error}') from error
 
-    def _send(self, disk: DiskStep, directory: str) -> tuple[int, list[str]]:
-        """Sends the files that were assigned to this process in the save, and their list; returns bytes, and positions."""
+    def _check(self) -> None:
+        if self._is_stopped or self._current not in self._waiting:
+            raise _StoppedError('it was stopped')
 
-        def read(name: str) -> bytes:
-            with self._reading(disk.step):
-                return disk.read_file(name)
-
-        def pace(nbytes: int) -> None:
-            self._limit.wait(nbytes, self._check)
-
-        sizes = {name: size for name, (size, _) in disk.assigned.items()}
-        sizes[file_checksums_name(disk.identity.role)] = 0
-        nbytes = sum(copy_files(read, sizes, self._run, directory, _WORKERS, pace))
-        return nbytes, [name for name in disk.assigned if is_position(name)]
-
-    def _sent_by_all(self, disk: DiskStep, directory: str) -> tuple[int, list[str]]:
-        """As :meth:`_send`, and has the other processes send theirs."""
-        identity, channel = disk.identity, self._channel
-        answers: list[Any] = []
-        self._tell('send', identity.save, directory)
-        try:
-            nbytes, positions = self._send(disk, directory)
-        finally:
-            if channel is not None:
-                answers = channel.get_answers(self._check)
-        errors = [error for *_, encoded in answers if (error := _decoded(encoded)) is not None]
-        if errors:
-            raise max(errors, key=lambda error: isinstance(error, NotUploadableError))
-        roles = {identity.role, *(role for role, *_ in answers)}
-        missing = [str(role) for role in range(identity.count) if role not in roles]
-        if missing:
-            raise NotUploadableError(f'the disks of the processes {some_of(missing, 8)} of the save are lost')
-        for _, sent, names, _ in answers:
-            nbytes += sent
-            positions += names
-        return nbytes, positions
-
-    # --- the other processes ------------------------------------------------------------------------------------------
-
-    def _follow(self, channel: UploadChannel) -> None:
-        """The thread of the other processes."""
-        step = -1
-        try:
-            while message := channel.get():
-                match message:
-                    case ['order', step]:
-                        self._begin(step)
-                    case ['send', save, directory]:
-                        channel.put_answer(self._answer(step, save, directory))
-                    case _:
-                        self._take_end(step, message[1], _decoded(message[2]))
-                        self._end()
-        except (ServiceError, TimeoutError) as error:
-            # Process 0 has ended, or died; the save that runs says so.
-            _log.info('t5ckpt: this process uploads nothing more: %s', error)
-        finally:
-            self._is_running = False
-            self._end()
-
-    def _answer(self, step: int, save: str, directory: str) -> list[Any]:
-        """Sends the files of this process; returns its role, the bytes, the positions, and the error."""
-        try:
+    def _pace(self, nbytes: int) -> None:
+        """Waits until a file of this size may be sent."""
+        self._check()
+        with self._guard:
+            begin = max(time.monotonic(), self._next_file)
+            self._next_file = begin + nbytes / self._bytes_per_second
+        while (left := begin - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_SECONDS))
             self._check()
-            if save_on_disk(self._local, step) != save:
-                # A new disk.
-                return [-1, 0, [], None]
-            disk = self._read(step)
-            return [disk.identity.role, *self._send(disk, directory), None]
-        except Exception as error:  # noqa: BLE001 - process 0 repeats the upload
-            self._unreadable = step if is_disk_error(error) else None
-            return [-1, 0, [], _encoded(error)]
+
+    def _end(self, step: int, error: Exception | None) -> None:
+        """Records how an upload has ended, and carries out retention."""
+        is_over = error is None or isinstance(error, _NotUploadableError)
+        with self._guard:
+            save = '' if self._disk is None else self._disk.identity.save
+            # It may have been overwritten meanwhile.
+            if step not in self._waiting or (save and save_on_disk(self._local, step) not in ('', save)):
+                is_over = False
+            elif is_over:
+                self._note_end(step, '' if error is None else str(error).removesuffix('.'))
+            else:
+                self._error = error
+                self._pause = min(2 * self._pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+                self._next_attempt = time.monotonic() + self._pause
+        try:
+            if is_over:
+                self._retain(step, is_uploaded=error is None)
+        except Exception:  # noqa: BLE001 - a policy is the user's code, and the step is uploaded
+            _log.exception('t5ckpt: retention after the upload of step %d failed', step)
+        self._free(is_running=True)
+
+    def _note_end(self, step: int, why: str) -> None:
+        """Records that a step is uploaded or, with ``why``, cannot be; the next save is uploaded in its place."""
+        if why:
+            self._failed = step
+            self._schedule.owe(step)
+            self._discard_chunks()
+            if not self._follows:
+                text = 't5ckpt: step %d is not uploaded to %s: %s. The next save is uploaded in its place.'
+                _log.error(text, step, self._run.url(), why)
+        else:
+            self._failed = -1
+            if self._error is not None:
+                _log.warning('t5ckpt: uploads to %s work again', self._run.url())
+            self._error, self._pause = None, 0.0
+            self._of_run = None if self._of_run is None else {*self._of_run, step}
+            self._drop_older()
+        self._remove(step, why)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -536,43 +530,27 @@ class Uploads:
                 self._wait(step)
         else:
             waiting = sorted(waiting_steps(self._local))
-        if step is not None:
-            self._check_in_run(step, is_waiting=step in waiting)
-        elif waiting:
-            verb = 'waits for its' if len(waiting) == 1 else 'wait for their'
-            text = f'{numbered("step", waiting)} {verb} upload to {self._run.url()}: {self._why_not_begun()}'
-            raise NotPersistedError(text)
+        for each in waiting if step is None else [step]:
+            self._check_in_run(each, is_waiting=each in waiting)
 
     def _wait(self, step: int | None) -> None:
-        self._pause_end = 0.0
+        error, self._next_attempt = self._error, 0.0
         self._condition.notify_all()
-        error = self._error
-        while not self._is_refused:
-            unended = sorted({*self._waiting, *([] if self._current is None else [self._current])})
-            if step not in unended and (step is not None or not unended):
-                break
-            text = f'{numbered_are("step", unended)} not in {self._run.url()}'
+        while left := [each for each in sorted({*self._waiting, self._current} - {-1}) if step in (None, each)]:
+            text = f'{numbered_are("step", left)} not in {self._run.url()}'
+            if isinstance(self._error, LocalDirError):
+                raise self._error
+            if self._error not in (None, error):
+                raise NotPersistedError(f'{text} yet: {self._error} The upload is repeated.') from self._error
             if not self._is_running or self._is_stopped:
                 raise NotPersistedError(
                     f'{text}, since the checkpointer is closed. The next start with this local directory uploads it.'
                 )
-            if self._error not in (None, error):
-                raise NotPersistedError(f'{text} yet: {self._error} The upload is repeated.') from self._error
             self._condition.wait(_LOOK_SECONDS)
-        if isinstance(self._error, LocalDirError):
-            raise self._error
         ended = self._failed if step is None else step
-        why = '' if ended is None else self._outcomes.get(ended)
-        if why:
-            self._failed = None
+        if why := self._outcomes.get(ended):
+            self._failed = -1
             raise NotPersistedError(f'step {ended} was not uploaded to {self._run.url()}: {why}.')
-
-    def _why_not_begun(self) -> str:
-        if self._directory.is_forked:
-            return 'the process from which this one was forked uploads it.'
-        if self._directory.read_only:
-            return 'a checkpointer with read_only=True uploads nothing.'
-        return 'the upload begins with the first restore or save.'
 
     def _check_in_run(self, step: int, *, is_waiting: bool) -> None:
         """Raises NotPersistedError if the run does not have a step, or has another save of it."""
@@ -586,7 +564,7 @@ class Uploads:
         if not is_there:
             why = 'persist did not take it.'
             if is_waiting:
-                why = f'it waits for its upload: {self._why_not_begun()}'
+                why = f'it waits for its upload: {self._obstacle()}.'
             elif step in self._outcomes:
                 why = 'it was uploaded, and the keep policy has deleted it since.'
             elif not has_step(self._local, step):
@@ -598,6 +576,12 @@ class Uploads:
                 f'step {step} in {run.url()} is of another save than in {self._local.url()}. Save it with overwrite=True.'
             )
 
+    def _obstacle(self) -> str:
+        if self._directory.is_forked:
+            return 'the process from which this one was forked uploads it'
+        readers = 'a checkpointer with read_only=True uploads nothing'
+        return readers if self._directory.read_only else 'the upload begins with the first restore or save'
+
     def close(self) -> None:
         """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps.
 
@@ -607,23 +591,23 @@ class Uploads:
         if self._directory.is_forked or not self.has_started:
             return
         # The thread of another process ends when process 0 has closed.
-        leaves = self._follows and sys.exception() is not None
-        self._is_stopped = leaves
+        self._is_stopped = leaves = self._follows and sys.exception() is not None
         try:
-            if self._waiting and not self._is_refused and not leaves:
+            if self._waiting and not leaves:
                 _log.info('t5ckpt: waiting for the upload of step %d to %s', [*self._waiting][-1], self._run.url())
-                with contextlib.suppress(NotPersistedError):
+                with contextlib.suppress(NotPersistedError, LocalDirError):
                     self.wait(None)
         finally:
             with self._guard:
-                self._is_stopped = leaves or not self._follows
+                # After Ctrl-C in all processes, process 0 does not wait for the files that the others send.
+                self._is_stopped = sys.exception() is not None or not self._follows
                 self._condition.notify_all()
                 while self._is_running and not leaves:
                     self._condition.wait(_LOOK_SECONDS)
             if not self._follows:
-                with contextlib.suppress(ServiceError, TimeoutError):
-                    self._tell()
-            if self._waiting and not self._is_refused:
+                with contextlib.suppress(ServiceError):
+                    self._told(-1)
+            if self._waiting:
                 _log.warning(
                     't5ckpt: %s in %s, and not in %s yet. The next start with this local directory uploads it.',
                     numbered_are('step', sorted(self._waiting)),
@@ -633,12 +617,9 @@ class Uploads:
             self.has_started = False
 
 
-def _encoded(error: Exception | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def _decoded(encoded: Sequence[str] | None) -> Exception | None:
-    if encoded is None:
-        return None
-    kinds = {'NotUploadableError': NotUploadableError, 'LocalDirError': LocalDirError}
-    return kinds.get(encoded[0], RemoteError)(encoded[1])
+def _caught(call: Callable[..., Any], *given: Any) -> tuple[Any, str]:
+    """The result of a call, and the text of its _NotUploadableError."""
+    try:
+        return call(*given), ''
+    except _NotUploadableError as error:
+        return None, str(error)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from t5ckpt.catalog.listing import waiting_steps
 from t5ckpt.core.protocols import Clock
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import StorageError, T5CkptError
 from t5ckpt.format.names import INDEX, PARTIAL_SUFFIX, TO_PERSIST, to_persist_file
 from t5ckpt.policies import StepInfo
-from t5ckpt.save.schedule import Best, with_best
-from t5ckpt.save_policies import Moment, SavePolicy
+from t5ckpt.save.schedule import PolicyState
+from t5ckpt.save_policies import SavePolicy
 from t5ckpt.storage import Storage
 
 _REPLACES = b'overwrite'
@@ -54,23 +56,25 @@ def remove_partial_records(local: Storage) -> None:
                 local.delete_file(f'{directory}/{entry.name}')
 
 
+def lost_disks(found: Sequence[Sequence[Any]]) -> str:
+    """The reason why a step cannot be uploaded, or ''; ``found`` has the save, the role and the number of roles of each disk."""
+    save, _, count = found[0]
+    roles = {role for each, role, _ in found if each == save}
+    missing = [str(role) for role in range(count) if role not in roles]
+    return f'the disks of the processes {some_of(missing, 8)} of the save are lost' if missing else ''
+
+
 class PersistSchedule:
     """Decides which saved steps are uploaded. Called in the thread of the save, so by one thread at a time."""
 
     def __init__(self, policy: SavePolicy | None, uploaded: Callable[[], Collection[StepInfo]], clock: Clock):
         """``policy`` None takes every step; ``uploaded`` returns the facts of the steps that the run has, or that wait."""
-        self._policy = policy
-        self._uploaded = uploaded
-        self._clock = clock
+        self._policy, self._uploaded, self._clock = policy, uploaded, clock
         self._previous: int | None = None
-        # Of the steps that were taken: the last, when it was, and the best metrics.
-        self._last: int | None = None
-        self._last_unix = clock()
-        self._best: Best = {}
+        # With the last step that was taken, when that was, and the best metrics.
+        self._state = PolicyState(0.0, None, clock())
         self._knows_uploaded = False
         self._owed = ''
-        self.upload_seconds: float | None = None
-        """The duration of the latest upload, in seconds."""
 
     def reason(self, step: int, metrics: Mapping[str, float], *, preempted: bool, is_uploading: bool) -> str | None:
         """The reason to upload a step that is being saved, or None."""
@@ -78,35 +82,18 @@ class PersistSchedule:
             return 'every save'
         if self._owed:
             return self._owed
+        state = self._state
         if not self._knows_uploaded:
-            self._find_uploaded()
+            self._knows_uploaded = True
+            # Without an answer of the run's storage, the intervals begin again.
+            with contextlib.suppress(T5CkptError):
+                for info in sorted(self._uploaded(), key=lambda info: info.step):
+                    state.note(info.step, info.metrics, info.created_unix or state.last_unix)
+                    self._previous = info.step
         previous, self._previous = self._previous, step
-        now = self._clock()
-        # If the clock was set back, uploads continue without waiting until it has caught up.
-        self._last_unix = min(self._last_unix, now)
-        return self._policy.reason(
-            Moment(
-                step=step,
-                previous_step=previous,
-                last_saved_step=self._last,
-                seconds_since_save=now - self._last_unix,
-                preempted=preempted,
-                metrics=metrics,
-                best=self._best,
-                blocked_seconds=self.upload_seconds,
-                write_seconds=self.upload_seconds,
-                saving=is_uploading,
-            )
-        )
-
-    def _find_uploaded(self) -> None:
-        self._knows_uploaded = True
-        # Without an answer of the run's storage, the intervals begin again.
-        with contextlib.suppress(T5CkptError):
-            for info in sorted(self._uploaded(), key=lambda info: info.step):
-                self._best = with_best(self._best, info.metrics)
-                self._last = self._previous = info.step
-                self._last_unix = info.created_unix or self._last_unix
+        state.metrics, state.preempted, state.saving = metrics, preempted, is_uploading
+        state.set_now(self._clock())
+        return state.reason(self._policy, step, previous)
 
     def owe(self, step: int) -> None:
         """Requests the upload of the next save, in place of a step that could not be uploaded."""
@@ -115,4 +102,8 @@ class PersistSchedule:
     def note_taken(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records that a step is uploaded."""
         self._owed = ''
-        self._last, self._last_unix, self._best = step, self._clock(), with_best(self._best, metrics)
+        self._state.note(step, metrics, self._clock())
+
+    def note_uploaded(self, seconds: float) -> None:
+        """Records how long an upload took; in its thread."""
+        self._state.blocked = self._state.write = seconds

@@ -59,7 +59,7 @@ def test_an_upload_that_is_dropped_names_the_lost_disks(four, place, tmp_path, n
     assert four.run('tiers_save', 2) == [2] * COUNT
     assert four.run('tiers_wait', 2) == [None] * COUNT
     four.run('tiers_close')
-    text = 'step 1 was to be uploaded, and is not: the disks of the processes 0, 3 of the save are lost. The next save'
+    text = f'step 1 is not uploaded to {place.run}: the disks of the processes 0, 3 of the save are lost. The next save'
     assert [text in log for log in new_logs()] == [True, False, False, False]
 
 

@@ -80,6 +80,8 @@ def test_a_step_without_the_manifest_of_a_process_is_dropped_by_all(job, place, 
     job.run('tiers_wait')
     place.trouble.write_text('away')
     job.run('tiers_save', 2)
+    # An attempt that reads the manifest before uploads the step; the next one follows a pause.
+    job.run('tiers_wait', 2)
     (place.disks[process] / 'checkpoint_2/checkpoint').unlink()
     place.trouble.unlink()
     answers = job.run('tiers_wait', 2, timeout=60)
@@ -161,3 +163,58 @@ def test_a_step_whose_local_file_cannot_be_read_is_dropped(job, place, process):
     assert job.run('tiers_wait', 2) == [None] * 2
     job.run('tiers_close')
     assert t5ckpt.all_steps(place.run) == [2]
+
+
+def test_a_message_that_times_out_and_has_arrived_stops_no_upload(job, place):
+    place.begin(job, loses_reply=True)
+    job.run('tiers_save', 1)
+    answers = job.run('tiers_wait', 1, timeout=60)
+    while any('The upload is repeated' in str(text) for text in answers):
+        answers = job.run('tiers_wait', 1, timeout=60)
+    assert answers == [None] * 2
+    job.run('tiers_save', 2)
+    assert job.run('tiers_wait', 2, timeout=60) == [None] * 2
+    job.run('tiers_close')
+    assert t5ckpt.all_steps(place.run) == [1, 2]
+
+
+def test_no_file_is_sent_if_the_disk_of_a_process_is_lost(job, place):
+    """Process 0 would die in its first write of a chunk."""
+    place.trouble.write_text('away')
+    place.begin(job, hook=[0, 'write', '/target.'])
+    job.run('tiers_save', 1)
+    job.run('tiers_wait', 1)
+    shutil.rmtree(place.disks[1] / 'checkpoint_1')
+    place.trouble.unlink()
+    answers = job.run('tiers_wait', 1, timeout=60)
+    while any('The upload is repeated' in str(text) for text in answers):
+        answers = job.run('tiers_wait', 1, timeout=60)
+    assert all('the disks of the processes 1 of the save are lost' in text for text in answers), answers
+    job.run('tiers_close')
+
+
+def test_a_step_of_fewer_processes_that_waits_and_is_saved_again(place):
+    """Only the disks of the two have a part of it, which is renamed; all of the four forget it."""
+    place.trouble.write_text('away')
+    two = Job(2, 4)
+    try:
+        place.begin(two, iterator=False)
+        two.run('tiers_save', 1)
+        two.run('tiers_close')
+    finally:
+        two.close()
+    place.disks += [place.run.parent / f'disk{index}' for index in (2, 3)]
+    four = Job(4, 2)
+    try:
+        place.begin(four, persist=[], iterator=False)
+        assert four.run('tiers_save', 1, timeout=60) == [1] * 4
+        place.trouble.unlink()
+        answers = four.run('tiers_wait', 1, timeout=60)
+        while any('The upload is repeated' in str(text) for text in answers):
+            answers = four.run('tiers_wait', 1, timeout=60)
+        assert answers == [None] * 4
+        four.run('tiers_close')
+    finally:
+        four.close()
+    assert place.waiting() == [[]] * 4
+    assert t5ckpt.verify(place.run / 'checkpoint_1', full=True).ok

@@ -9,6 +9,7 @@ import logging
 import pathlib
 import pickle
 import re
+import threading
 import time
 
 import jax
@@ -18,6 +19,7 @@ import scenarios
 from support import faultshim
 
 import t5ckpt
+from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import NoSpaceError, NotPersistedError, StorageError, T5CkptError
 from t5ckpt.storage import open_storage
 from t5ckpt.testing import FaultyStorage
@@ -100,6 +102,22 @@ class ReadOnly(scenarios.HookedStorage):
             raise StorageError(30, 'injected: read-only file system')
 
 
+class LostReply:
+    """The coordination service, whose reply to the first message of process 0 about an upload is lost: the call times out."""
+
+    def __init__(self, inner):
+        self._inner, self._has_lost = inner, inner.index != 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def put(self, key, value, timeout_seconds):
+        self._inner.put(key, value, timeout_seconds)
+        if threading.current_thread().name == 't5ckpt-upload' and not self._has_lost:
+            self._has_lost = True
+            raise TimeoutError('injected: no answer')
+
+
 def eio():
     """A bad sector, or a disk that is unplugged."""
     raise StorageError(5, 'injected: input/output error')
@@ -127,13 +145,15 @@ def tiers(directory, leaves, options, local):
     (process, operation, key) of the run's storage at which that process dies; 'local_hook', (process, operation, key, what
     happens) of the local directory; 'fails', (process, 'local' or 'run', number, whether the later ones fail, too) of an
     operation that fails; 'trouble', the file of :class:`Troubled` for the run's storage; 'iterator', whether there is one;
-    'iterator_in', the processes with one.
+    'iterator_in', the processes with one; 'loses_reply', whether the processes are those of :class:`LostReply`.
     """
     options = dict(options)
     storage = open_storage(directory)
     hook, trouble = options.pop('hook', None), options.pop('trouble', None)
     if hook is not None and hook[0] == jax.process_index():
         storage = scenarios.HookedStorage(storage, hook[1], hook[2], scenarios.die)
+    if options.pop('loses_reply', False):
+        options['processes'] = LostReply(jax_processes())
     if trouble is not None:
         storage = Troubled(storage, trouble)
     process, where, number, is_sticky = options.pop('fails', (None, '', 0, False))
@@ -239,7 +259,7 @@ def tiers_restore(step=None, seed=None, iterator=True):
     why = [
         line
         for line in handler.lines
-        if any(words in line for words in ('not restored', 'counts as absent', 'was to be uploaded'))
+        if any(words in line for words in ('not restored', 'counts as absent', 'is not uploaded'))
     ]
     numbers = re.search(r'; (\d+) bytes of arrays from .*, (\d+) from other processes, (\d+) from ', line).groups()
     position = _held['positions'].at

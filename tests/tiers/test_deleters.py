@@ -57,7 +57,7 @@ def test_rm_with_force_deletes_it_and_forgets_the_upload(waiting, tmp_path, capl
     assert os.listdir(waiting / '.t5ckpt/to_persist') == ['3']
     with t5ckpt.Checkpointer(state(0), None, tmp_path / 'run', local=t5ckpt.LocalTier(waiting)) as ck:
         ck.wait_until_persisted()
-    assert not [each for each in caplog.records if 'was to be uploaded' in each.getMessage()]
+    assert not [each for each in caplog.records if 'is not uploaded' in each.getMessage()]
 
 
 def test_force_does_not_unpin(waiting):

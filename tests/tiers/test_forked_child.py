@@ -53,6 +53,42 @@ def test_a_forked_process_lists_the_steps_and_saves_nothing(tmp_path):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2, 3]
 
 
+_DURING_RETENTION = """
+import json, os, sys, threading, warnings
+warnings.simplefilter('ignore')
+import t5ckpt
+
+
+class Slow(t5ckpt.KeepPolicy):
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def choose(self, infos):
+        self.is_asked.set()
+        self.may_answer.wait(60)
+        return t5ckpt.KeepAll().choose(infos)
+
+
+run, local = sys.argv[1:]
+ck = t5ckpt.Checkpointer({'a': 1}, None, run, keep_policy=Slow(), local=t5ckpt.LocalTier(local))
+ck.save({'a': 1}, step=1, metrics={'loss': 2.0})
+Slow.is_asked.wait(60)
+child = os.fork()
+if child == 0:
+    print(json.dumps([ck.all_steps(), ck.metrics(1), ck.best_step('loss', 'min'), ck.wait_until_persisted(1)]), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+Slow.may_answer.set()
+ck.close()
+"""
+
+
+def test_a_process_that_is_forked_at_the_end_of_an_upload_reads(tmp_path):
+    """Locks of the thread that uploads are held in it for ever."""
+    done = forked.run(_DURING_RETENTION, tmp_path / 'run', tmp_path / 'local')
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout) == [[1], {'loss': 2.0}, 1, None]
+
+
 _IN_CHILD = """
 import json, os, sys, time, warnings
 warnings.simplefilter('ignore')

@@ -41,14 +41,8 @@ class Phase(enum.StrEnum):
     COMMIT = 'commit'  # a save to local directories: each process has committed its own
     LOOK = 'look'  # local directories: each process has listed its own, or read its part of a step that is uploaded
     NEED = 'need'  # a restore from local directories: each process has listed the arrays that its directory lacks
-<<<<<<< HEAD
-    SEND = 'send'  # a restore from local directories: all processes plan the same collectives, and begin them
+    SEND = 'send'  # an upload: all files are sent; a restore from local directories: all processes plan the same collectives
     INIT = 'init'  # a restore: all processes know the leaves that are new, before init_fn is called
-=======
-    SEND = (
-        'send'  # an upload: each process has sent its files; a restore: all plan the same collectives, and begin them
-    )
->>>>>>> f97fe288 (An upload is a round of all processes, as a save is: a call that times out stops none, no file is sent before all disks have their parts, a step that is put aside waits in all processes or in none; a fork during retention blocks no reader; a restart asks a bucket that is away once (234,221 tokens))
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
     AGREE = 'agree'  # Checkpointer.agree

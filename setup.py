@@ -12,7 +12,7 @@ VERSION = re.search(
 
 EXTRAS = {
     # Each extra is imported only inside the call that needs it; the error names the extra to install.
-    'tf': ['google-crc32c>=1.5', 'tensorflow>=2.16'],
+    'tf': ['google-crc32c>=1.5'],
     'tensorboard': ['tensorboardX>=2.6.2'],
     'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md

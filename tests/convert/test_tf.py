@@ -17,6 +17,7 @@ import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert.tf import TfCheckpoint, open_tf, tf_leaves
 from t5ckpt.lazy import LazyArray
+from t5ckpt.storage import open_storage
 
 NAMES = ('tf_encdec_shared_relpos', 'tf_t5_1_1_gated', 'tf_decoder_only')
 STEP = 1000700
@@ -79,6 +80,19 @@ def test_what_reads_checkpoints_names_the_verb_that_converts_it(tf_golden, tmp_p
             read(path)
     t5ckpt_cli('convert', 'tf', path, tmp_path / 'run')
     assert t5ckpt.latest_step(tmp_path / 'run') == STEP
+
+
+def test_a_bucket(tf_golden, request):
+    folder, bucket = tf_golden / NAMES[0], f'memory://{request.node.name}/model'
+    storage = open_storage(bucket)
+    for file in folder.iterdir():
+        if file.is_file():
+            storage.write(file.name, file.read_bytes())
+    for path in (bucket, f'{bucket}/model.ckpt-{STEP}', f'{bucket}/model.ckpt-{STEP}.index'):
+        found, wanted = read_all(path), read_all(folder)
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert_same(found[name], array, name)
 
 
 @pytest.mark.parametrize('path', ['nothing', 'nothing/model.ckpt-1', '.'])

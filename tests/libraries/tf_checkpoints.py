@@ -83,7 +83,7 @@ tf.raw_ops.SaveV2(
 )
 assert not same(prefix, {'w': whole})['w'].is_sliceable
 
-# At a URL everything goes through TensorFlow's reader; what becomes of it is the same.
+# At a URL, too.
 case = shutil.copytree(golden, folder / 'golden')
 ours, theirs = tf_leaves(open_tf(case)), tf_leaves(open_tf(f'file://{case}'))
 assert ours.step == theirs.step
@@ -99,9 +99,10 @@ rules.add('(.*)')(lambda _, key, value, name: (f'target/{name}', value))
 with pytest.raises(
     UnsupportedLeafError, match=r'^vocab: .*object.*a rule of translator= that returns \(None, None\)\.$'
 ):
-    t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', translator=rules)
+    t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', t5ckpt.ConvertOptions(translator=rules))
 rules = t5ckpt.CheckpointTranslator()
 rules.add('vocab')(lambda *_: (None, None))
 rules.add('(w)')(lambda _, key, value, name: (f'target/{name}', value))
-assert t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', translator=rules).dropped == ('vocab',)
+done = t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', t5ckpt.ConvertOptions(translator=rules))
+assert done.dropped == ('vocab',)
 assert t5ckpt.load_t5x_checkpoint(folder / 'run')['target']['w'].tobytes() == whole.tobytes()

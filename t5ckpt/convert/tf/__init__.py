@@ -1,17 +1,15 @@
 """Converts TensorFlow checkpoints of Mesh-TensorFlow's T5.
 
-No model is needed, since the structure follows from the checkpoint's names. Local checkpoints are read in slices without
-TensorFlow (``convert/tf/bundle.py``). TensorFlow's own reader reads other checkpoints and those at a URL, in whole tensors.
+No model is needed, since the structure follows from the checkpoint's names. Tensors are read in slices without TensorFlow
+(``convert/tf/bundle.py``); its own reader reads what only TensorFlow can.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -39,9 +37,9 @@ from t5ckpt.errors import (
 from t5ckpt.format.dtypes import is_storable
 from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.reading.checkpoint_files import read_source
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import read_contents
-from t5ckpt.storage import foreign_errors
+from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 
@@ -64,21 +62,9 @@ class TfCheckpoint:
     prefix: str
     tensors: Mapping[str, LazyArray]
 
-    @property
-    def source(self) -> dict[str, Any]:
-        """The identity of the checkpoint: its prefix, and the sizes and times of its files if they are local."""
-        folder, name = os.path.split(self.prefix)
-        files: dict[str, list[int]] = {}
-        if os.path.isdir(folder):
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                match = _DATA_FILE.fullmatch(entry.name)
-                if match is not None and match[1] == name:
-                    files[entry.name] = [entry.stat().st_size, entry.stat().st_mtime_ns]
-        return {'format': 'tf', 'path': self.prefix, 'files': files}
-
 
 def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
-    """Opens a TensorFlow checkpoint: reads its index and no tensor.
+    """Opens a TensorFlow checkpoint on any storage: reads its index and no tensor.
 
     Args:
       path: a directory, for its latest checkpoint; a prefix such as ``dir/model.ckpt-1000000``; or one of its files.
@@ -87,105 +73,80 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
       CheckpointNotFoundError: there is no checkpoint; the message lists the contents of the directory.
       CorruptCheckpointError, UnsupportedFormatError, MissingDependencyError.
     """
-    text = os.fspath(path)
-    if '://' in text:
-        return _open_with_tensorflow(text)
-    prefix = _prefix(os.path.abspath(os.path.expanduser(text)))
-    if not os.path.isfile(f'{prefix}.index'):
-        # The format before 2016 is one file without an index.
-        return _open_with_tensorflow(prefix)
-    try:
-        return TfCheckpoint(prefix, read_bundle(prefix))
-    except UnsupportedFormatError as error:
-        if importlib.util.find_spec('tensorflow') is None:
-            raise UnsupportedFormatError(f'{error} Install it: pip install tensorflow') from error
-        return _open_with_tensorflow(prefix)
-
-
-def _prefix(path: str) -> str:
-    match = _DATA_FILE.fullmatch(path)
-    if match is not None:
-        return match[1]
-    if os.path.isdir(path):
-        return _latest_in(path)
-    if not os.path.isfile(path) and not os.path.isfile(f'{path}.index'):
+    storage, (parent, name) = open_storage(path), split_path(path)
+    match = _DATA_FILE.fullmatch(name)
+    outer, name = open_storage(parent), name if match is None else match[1]
+    if name and (outer.is_file(f'{name}.index') or outer.is_file(name)):
+        prefix = outer.url(name)
+    elif storage.root_kind() == 'dir':
+        prefix = storage.url(_latest_in(storage))
+    else:
         raise CheckpointNotFoundError(
             f'{path} is neither a directory nor the prefix of a TensorFlow checkpoint. Check the path.'
         )
-    return path
+    try:
+        return TfCheckpoint(prefix, read_bundle(prefix))
+    except UnsupportedFormatError as error:
+        return _open_with_tensorflow(prefix, error)
 
 
-def _latest_in(directory: str) -> str:
+def _latest_in(storage: Storage) -> str:
     """The prefix of the checkpoint that the state file names, or of the only one in the directory."""
-    prefixes = sorted(name.removesuffix('.index') for name in os.listdir(directory) if name.endswith('.index'))
-    state = os.path.join(directory, _STATE_FILE)
-    if os.path.exists(state) and not os.path.isdir(state):
-        with foreign_errors(state):
-            text = read_source(state, _STATE_BYTES).decode(errors='replace')
-        match = re.search(r'^model_checkpoint_path: *"(.*)"', text, re.MULTILINE)
+    where = storage.url()
+    prefixes = sorted(name.removesuffix('.index') for name in storage.names('', '') if name.endswith('.index'))
+    if storage.is_file(_STATE_FILE):
+        text = CheckpointFiles.at(storage, '').read(_STATE_FILE, limit=_STATE_BYTES).decode(errors='replace')
+        match = re.search(r'^model_checkpoint_path: *"(?:.*/)?(.*)"', text, re.MULTILINE)
         # Only the base name counts, since the directory may have been copied.
-        if match is not None and os.path.basename(match[1]) in prefixes:
-            return os.path.join(directory, os.path.basename(match[1]))
+        if match is not None and match[1] in prefixes:
+            return match[1]
     if not prefixes:
-        _refuse_readable(directory)
-        below = os.path.join(directory, 'variables', 'variables')
-        if os.path.exists(f'{below}.index'):
-            raise CheckpointNotFoundError(f'{directory} is a SavedModel, whose checkpoint is {below}. Pass that.')
+        _refuse_readable(storage)
+        if storage.is_file('variables/variables.index'):
+            below = storage.url('variables/variables')
+            raise CheckpointNotFoundError(f'{where} is a SavedModel, whose checkpoint is {below}. Pass that.')
     if len(prefixes) != 1:
-        contents = (
-            f'several TensorFlow checkpoints: {", ".join(prefixes[:10])}. Pass one' if prefixes else 'no file *.index'
-        )
-        raise CheckpointNotFoundError(f'{directory} has {contents}.')
-    return os.path.join(directory, prefixes[0])
+        several = f'several TensorFlow checkpoints: {", ".join(prefixes[:10])}. Pass one'
+        raise CheckpointNotFoundError(f'{where} has {several if prefixes else "no file *.index"}.')
+    return prefixes[0]
 
 
-def _refuse_readable(directory: str) -> None:
+def _refuse_readable(storage: Storage) -> None:
     """Raises UnsupportedFormatError if t5ckpt reads the directory, so that TensorFlow's conversion is not what it needs."""
     try:
-        located = locate(directory)
+        located = locate(storage)
         read_contents(located)
     except T5CkptError:
         return
-    description = (
-        "in T5X's format already and needs no conversion"
-        if located.manifest == MANIFEST
-        else 'in the layout of Orbax or Flax. Convert it from that format'
-    )
-    raise UnsupportedFormatError(f'{directory} has no file *.index: it is {description}.')
+    what = "in T5X's format already and needs no conversion"
+    if located.manifest != MANIFEST:
+        what = 'in the layout of Orbax or Flax. Convert it from that format'
+    raise UnsupportedFormatError(f'{storage.url()} has no file *.index: it is {what}.')
 
 
-def _open_with_tensorflow(path: str) -> TfCheckpoint:
+def _open_with_tensorflow(prefix: str, error: UnsupportedFormatError) -> TfCheckpoint:
+    """Opens a checkpoint with a feature that only TensorFlow reads; a slice of a tensor reads all of it."""
     try:
         import tensorflow as tf
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{path}: only TensorFlow reads it: pip install tensorflow, or pip install 't5ckpt[tf]'"
-        ) from error
+    except ImportError as missing:
+        raise MissingDependencyError(f'{error} Install it: pip install tensorflow') from missing
+    failures = (tf.errors.OpError, RuntimeError, ValueError)
     try:
-        if tf.io.gfile.isdir(path):
-            latest = tf.train.latest_checkpoint(path)
-            if latest is None:
-                raise CheckpointNotFoundError(f'{path}: no TensorFlow checkpoint in this directory.')
-            path = latest
-        reader = tf.train.load_checkpoint(path)
+        reader = tf.train.load_checkpoint(prefix)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    except (tf.errors.NotFoundError, ValueError) as error:
-        if isinstance(error, CheckpointNotFoundError):
-            raise
-        raise CheckpointNotFoundError(f'{path} is not a TensorFlow checkpoint ({error!s:.200}).') from error
-    except (tf.errors.OpError, RuntimeError) as error:
-        raise CorruptCheckpointError(f'{path}: TensorFlow cannot read it ({error!s:.200}).') from error
+    except failures as failure:
+        raise CorruptCheckpointError(f'{prefix}: TensorFlow cannot read it ({failure!s:.200}).') from failure
 
     def read(name: str) -> np.ndarray:
         try:
             return np.asarray(reader.get_tensor(name))
-        except (tf.errors.OpError, RuntimeError) as error:
-            raise CorruptCheckpointError(f'{path}: {name} cannot be read ({error!s:.200}).') from error
+        except failures as failure:
+            raise CorruptCheckpointError(f'{prefix}: {name} cannot be read ({failure!s:.200}).') from failure
 
     def lazy(name: str) -> LazyArray:
         return LazyThreadPoolArray(shapes[name], np.dtype(dtypes[name].as_numpy_dtype), lambda: read(name))
 
-    return TfCheckpoint(path, {name: lazy(name) for name in sorted(shapes)})
+    return TfCheckpoint(prefix, {name: lazy(name) for name in sorted(shapes)})
 
 
 def tf_leaves(
@@ -233,4 +194,6 @@ def tf_leaves(
             step = added[STEP] = np.int32(match[1])
     table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
     number = None if step is None else int(np.asarray(step))
-    return Source(table, number, checkpoint.source, mapped, tuple(sorted(added)), tuple(sorted(dropped)))
+    return Source(
+        table, number, {'format': 'tf', 'path': checkpoint.prefix}, mapped, tuple(sorted(added)), tuple(sorted(dropped))
+    )

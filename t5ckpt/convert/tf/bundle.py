@@ -15,11 +15,11 @@ All sizes are checked against the shapes and the files.
 
 from __future__ import annotations
 
+import functools
 import math
-import os
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import DTYPES
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.array_reader import ArrayReader
-from t5ckpt.reading.checkpoint_files import CheckpointFiles, read_source
-from t5ckpt.storage import foreign_errors, open_storage
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.storage import open_storage, split_path
 
 _FOOTER_BYTES, _TRAILER_BYTES = 48, 5
 _MAGIC = 0xDB4775248B80FB57
@@ -48,25 +48,26 @@ _DTYPES = {
 
 
 def read_bundle(prefix: str) -> dict[str, LazyArray]:
-    """Returns the tensors of a checkpoint on a local disk as lazy arrays.
+    """Returns the tensors of a checkpoint on any storage as lazy arrays.
 
     Raises:
-      CheckpointNotFoundError: the index does not exist.
-      UnsupportedFormatError: a feature that only TensorFlow reads.
+      UnsupportedFormatError: a feature that only TensorFlow reads, such as the format without an index, before 2016.
       CorruptCheckpointError: the index is damaged.
     """
     _checksum_function()
-    path = f'{prefix}.index'
-    with foreign_errors(path):
-        data = read_source(path, _INDEX_BYTES)
-    directory = open_storage(os.path.dirname(prefix) or '.')
-    reader = ArrayReader(Located(directory, '', '', None, follow_links=True))
+    parent, name = split_path(prefix)
+    reader = ArrayReader(Located(open_storage(parent), '', '', None, follow_links=True))
+    files, index = reader.files, f'{name}.index'
+    where = files.url(index)
+    if files.storage.kind(index) is None:
+        raise UnsupportedFormatError(f'{where} does not exist. Only TensorFlow reads a checkpoint without it.')
+    data = files.read(index, limit=_INDEX_BYTES)
     try:
-        return {name: _lazy(reader, name, leaf, crc) for name, leaf, crc in _entries(data, prefix)}
+        return {tensor: _lazy(reader, tensor, leaf, crc) for tensor, leaf, crc in _entries(data, files, name)}
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedFormatError)):
             raise
-        raise CorruptCheckpointError(f'{path} does not decode ({error!s:.120}). {_CURE}') from error
+        raise CorruptCheckpointError(f'{where} does not decode ({error!s:.120}). {_CURE}') from error
 
 
 def _lazy(reader: ArrayReader, name: str, leaf: StoredArray, crc: int) -> LazyArray:
@@ -119,43 +120,42 @@ def _checksum_function() -> Any:
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def _entries(data: bytes, prefix: str) -> Iterator[tuple[str, StoredArray, int]]:
+def _entries(data: bytes, files: CheckpointFiles, prefix: str) -> Iterator[tuple[str, StoredArray, int]]:
     """Yields the name of each tensor, its place, and the masked CRC-32C of its bytes."""
-    shards = 1
-    for key, value in _table(data, f'{prefix}.index'):
+    where, shards, size = files.url(f'{prefix}.index'), 1, functools.cache(files.storage.size)
+    for key, value in _table(data, where):
+        fields = _message(value)
         if key == b'':
-            header = _message(value)
-            if _number(header, 2) != 0:
-                raise UnsupportedFormatError(
-                    f'{prefix}.index was written on a big-endian machine, which is not supported.'
-                )
-            shards = _number(header, 1, 1)
-            continue
-        if key[0] == 0:
+            if _number(fields, 2) != 0:
+                raise UnsupportedFormatError(f'{where} was written on a big-endian machine, which is not supported.')
+            shards = _number(fields, 1, 1)
+        elif key[0] == 0:
             # The key of a slice is not text, and precedes all names (core/util/saved_tensor_slice_util.cc).
-            raise UnsupportedFormatError(f'{prefix}.index: variables were saved in parts, which only TensorFlow reads.')
-        name, fields = key.decode(), _message(value)
-        yield name, _array(name, fields, prefix, shards), _number(fields, 6)
+            raise UnsupportedFormatError(f'{where}: variables were saved in parts, which only TensorFlow reads.')
+        else:
+            name, shard = key.decode(), _number(fields, 3)
+            file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
+            if shard >= shards:
+                raise CorruptCheckpointError(f'{where}: {name} is in file {shard} of {shards}. {_CURE}')
+            yield name, _array(name, fields, where, file, size), _number(fields, 6)
 
 
-def _array(name: str, fields: Mapping[int, list[Any]], prefix: str, shards: int) -> StoredArray:
+def _array(
+    name: str, fields: Mapping[int, list[Any]], where: str, file: str, size_of: Callable[[str], int | None]
+) -> StoredArray:
     number = _number(fields, 1)
     if number not in _DTYPES:
         raise UnsupportedFormatError(
-            f'{prefix}.index: {name} has the dtype {number} of types.proto, which only TensorFlow reads.'
+            f'{where}: {name} has the dtype {number} of types.proto, which only TensorFlow reads.'
         )
-    shard, offset, size = (_number(fields, field) for field in (3, 4, 5))
+    offset, size = (_number(fields, field) for field in (4, 5))
     dims = _messages(next(_messages(fields, 2), {}), 2)
-    shape = tuple(_number(dim, 1) for dim in dims)
-    dtype = DTYPES[_DTYPES[number]]
-    if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size or shard >= shards:
+    shape, dtype = tuple(_number(dim, 1) for dim in dims), DTYPES[_DTYPES[number]]
+    if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size:
         raise CorruptCheckpointError(
-            f'{prefix}.index: {name} of shape {shape} and dtype {dtype.name} has {size} bytes in file {shard} of {shards}. '
-            f'{_CURE}'
+            f'{where}: {name} of shape {shape} and dtype {dtype.name} has {size} bytes. {_CURE}'
         )
-    file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
-    place = {'offset': offset, 'file_bytes': os.path.getsize(file) if os.path.isfile(file) else None}
-    return StoredArray(os.path.basename(file), shape, dtype, dtype, place, 'bytes')
+    return StoredArray(file, shape, dtype, dtype, {'offset': offset, 'file_bytes': size_of(file)}, 'bytes')
 
 
 def _table(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:

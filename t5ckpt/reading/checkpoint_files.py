@@ -23,7 +23,7 @@ import re
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -38,7 +38,6 @@ from t5ckpt.errors import (
     StorageError,
     T5CkptError,
     UnsafeSpecError,
-    UnsupportedFormatError,
 )
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry
 from t5ckpt.reading.aligned_memory import SpareMemory
@@ -58,36 +57,6 @@ _CURE = (
     f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --drop" copies the step without these '
     'leaves.'
 )
-
-
-def open_source(path: str) -> BinaryIO:
-    """Opens a file that the user named, or a file of another program's checkpoint; follows links.
-
-    Raises:
-      UnsupportedFormatError: it is not a regular file. A FIFO would block the reader, a device may never end.
-      OSError: it cannot be opened.
-    """
-    # Non-blocking, since opening a FIFO waits for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(fd, 'rb')
-    os.close(fd)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise UnsupportedFormatError(f'{path} is not a regular file (mode {stat.filemode(mode)}). Copy it to one first.')
-
-
-def read_source(path: str, limit: int) -> bytes:
-    """Reads all of a small file, such as an index.
-
-    Raises:
-      CorruptCheckpointError: the file has more than ``limit`` bytes; nothing was read.
-      UnsupportedFormatError, OSError: as for :func:`open_source`.
-    """
-    with open_source(path) as file:
-        check_size(os.fstat(file.fileno()).st_size, limit, path)
-        return file.read(limit)
 
 
 def check_size(size: int, limit: int, where: str) -> None:

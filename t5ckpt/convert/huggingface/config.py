@@ -24,8 +24,9 @@ from typing import Any
 
 from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, T5Model
 from t5ckpt.core.text import lines
-from t5ckpt.errors import FormatError, UnsupportedFormatError
-from t5ckpt.reading.checkpoint_files import read_source
+from t5ckpt.errors import CheckpointNotFoundError, FormatError, UnsupportedFormatError
+from t5ckpt.reading.checkpoint_files import CheckpointFiles
+from t5ckpt.storage import open_storage, split_path
 
 _CLASSES = {
     't5': 'T5',
@@ -48,8 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-# read_config also reads the index of a model with thousands of tensors.
-_MAX_BYTES = 100_000_000
+_MAX_BYTES = 2**20
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -66,9 +66,10 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     where = 'the configuration given'
     if not text.lstrip().startswith('{'):
         where = text
+        parent, name = split_path(text)
         try:
-            text = read_source(text, _MAX_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
+            text = CheckpointFiles.at(open_storage(parent), '', follow_links=True).read(name, limit=_MAX_BYTES).decode()
+        except (CheckpointNotFoundError, UnicodeDecodeError) as error:
             raise FormatError(f'{where}: the configuration cannot be read ({error}).') from error
     try:
         value = json.loads(text)

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model, known_leaf
+from t5ckpt.convert.huggingface.names import LOCAL, SELF, TRANSIENT_GLOBAL, Layout, Pair, T5Model
 from t5ckpt.core.text import counted, lines, listed, some_of
 from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedFormatError, near_names
 
@@ -36,26 +36,13 @@ def model_of_leaves(shapes: Shapes, attention: str = '') -> tuple[T5Model, Layou
     Raises:
       UnsupportedFormatError: Hugging Face has no class for the model; with the names that do not match.
     """
-    prefix = next(
-        (p for p in _PREFIXES if any(name.startswith((f'{p}encoder/', f'{p}decoder/')) for name in shapes)), None
-    )
+    prefix = next((p for p in _PREFIXES if any(name.startswith(f'{p}encoder/') for name in shapes)), None)
     if prefix is None:
         raise UnsupportedFormatError(
-            f'not a T5: no leaf is named target/encoder/... or params/encoder/...; the leaves are {_few(shapes)}. '
-            '`t5ckpt export safetensors` writes any tree under its own names.'
+            'not a T5: no leaf is named target/encoder/... or params/encoder/..., and Hugging Face has no class for a decoder '
+            f'without an encoder; the leaves are {_few(shapes)}. `t5ckpt export safetensors` writes any tree under its own names.'
         )
     inner = {name[len(prefix) :]: shape for name, shape in shapes.items() if name.startswith(prefix)}
-    unknown = [prefix + name for name in inner if not known_leaf(name)]
-    if unknown:
-        raise UnsupportedFormatError(
-            f"Hugging Face's T5 classes lack {len(unknown)} of the arrays: {_few(unknown)}. "
-            '`t5ckpt export safetensors` writes any tree under its own names.'
-        )
-    if not any(name.startswith('encoder/') for name in inner):
-        raise UnsupportedFormatError(
-            'Hugging Face has no T5 class for a decoder without an encoder. `t5ckpt export safetensors` writes any tree under '
-            'its own names.'
-        )
     return _leaf_probe(inner, attention, prefix)
 
 

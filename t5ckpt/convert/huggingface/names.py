@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -263,33 +263,3 @@ def _scanned(row: _Row, tower: str, layout: Layout, sizes: Mapping[str, int]) ->
 def _axes(row: _Row, layout: Layout) -> tuple[str, ...]:
     text = row.axes[0].replace('hk', 'h k') if layout.split_heads else row.axes[0]
     return tuple(text.split())
-
-
-# --- the names of all variants ---------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _vocabulary() -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
-    """The names relative to the root, and (tower, name) relative to a layer, of all variants."""
-    top = {'token_embedder/embedding', 'encoder/token_embedder/embedding', 'decoder/logits_dense/kernel'}
-    below: set[tuple[str, str]] = set()
-    for model in _variants():
-        for tower in ('encoder', 'decoder'):
-            top |= {row.leaf for row in _tower_rows(model, tower)}
-            below |= {(tower, row.leaf) for sparse in (False, True) for row in _layer_rows(model, tower, sparse)}
-    return frozenset(top), frozenset(below)
-
-
-def _variants() -> Iterator[T5Model]:
-    for gated in (False, True):
-        for per_layer in (False, True):
-            yield T5Model({}, {}, gated, True, per_layer, TRANSIENT_GLOBAL)
-
-
-def known_leaf(name: str) -> bool:
-    """Whether any T5 has a leaf of this name, without the prefix."""
-    top, below = _vocabulary()
-    tower, _, rest = name.partition('/')
-    layer, _, inner = rest.partition('/')
-    is_layer = layer == tower or (layer.startswith('layers_') and layer[7:].isdecimal())
-    return name in top or (is_layer and (tower, inner) in below)

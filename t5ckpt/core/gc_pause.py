@@ -2,7 +2,7 @@
 
 The collector traverses all objects whenever a quarter as many were created, and JAX keeps half a million alive. The plan of
 10,000 leaves creates a hundred thousand objects, none of them garbage; collections took a third of that save
-(docs/performance-measurements.md).
+(docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention, RunFacts, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, check_transforms, integer
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.leaf_patterns import Pattern, Patterns
@@ -562,7 +562,6 @@ class Checkpointer:
         """
         check_source(step, path)
         check_flags(lazy_parameters=lazy_parameters, donate=donate, restore_iterator=restore_iterator)
-        check_transforms(state_transformation_fns)
         check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
         return self.restore_chosen(
             LeafChoice(take=take, leave=leave, rename=rename, missing=missing, strict=strict, resize=resize),

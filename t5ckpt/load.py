@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_transforms
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.leaf_path import Path, leaf_name
@@ -70,7 +69,6 @@ def load_t5x_checkpoint(
       StorageError: the checkpoint cannot be read.
     """
     cast = Cast.of(restore_dtype, options.cast_leaves, 'restore_dtype')
-    check_transforms(state_transformation_fns)
     if state_transformation_fns and not remap:
         text = 'state_transformation_fns has no effect with remap=False, as in T5X. Leave one of them out.'
         warn_caller(NoEffectWarning(text))

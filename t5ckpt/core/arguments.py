@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import os
@@ -170,45 +169,3 @@ def check_joined_policies(policies: Any, kind: type[Any], owner: str) -> None:
     for policy in policies:
         if not isinstance(policy, kind):
             raise ValueError(f'{owner} joins policies of type {kind.__name__}, got {shown(policy)}.')  # noqa: TRY004 - as for all options
-
-
-def check_transforms(transforms: Any) -> None:
-    """Raises ValueError unless the option is a list of functions."""
-    if callable(transforms):
-        raise ValueError(  # noqa: TRY004 - as for all options
-            f'state_transformation_fns is a list of functions, got {shown(transforms)}. Put it into a list.'
-        )
-    is_list = isinstance(transforms, Sequence) and not isinstance(transforms, str)
-    wrong = next((fn for fn in transforms if not callable(fn)), None) if is_list else transforms
-    if wrong is not None:
-        raise ValueError(f'state_transformation_fns is a list of functions, got {shown(wrong)}.')
-    for fn in transforms:
-        _check_takes_two(fn)
-
-
-def _check_takes_two(fn: Any) -> None:
-    """Raises ValueError for a function that cannot be called with two positional arguments."""
-    try:
-        # The arguments that a wrapper binds, such as gin's, are not in the signature of the wrapped function.
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        # A function written in C may have no signature.
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        name = getattr(fn, '__name__', type(fn).__name__)
-        needed = [
-            parameter.name
-            for parameter in signature.parameters.values()
-            if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
-        ]
-        cure = (
-            f'Bind its other arguments: functools.partial({name}, {", ".join(f"{option}=..." for option in needed)}).'
-            if needed
-            else 'Give it two parameters, and defaults to all others.'
-        )
-        raise ValueError(
-            f'state_transformation_fns: {name}{signature} cannot be called with two arguments, which is how each function in '
-            f'the list is called ({error}). {cure}'
-        ) from error

@@ -419,7 +419,7 @@ def _as_leaf(path: Path, value: Any, giver: str = 'a state transformation') -> A
     if isinstance(value, (list, tuple)) and not value:
         return Empty(type(value).__name__)
     raise UnsupportedLeafError(
-        f'{leaf_name(path)}: {giver} put a {type(value).__name__} there. Give an array or a number.'
+        f'{leaf_name(path)}: {giver} put a value of type {type(value).__name__} there. Give an array or a number.'
     )
 
 

@@ -133,6 +133,7 @@ def check_source(step: Any, path: Any) -> None:
     if step is not None and path is not None:
         raise ValueError(f'step={shown(step)} and path={os.fspath(path)!r} exclude each other: pass one of them.')
     if step is not None and not hasattr(step, '__index__'):
-        cure = 'Pass it as path=.' if isinstance(step, (str, os.PathLike)) else template
+        is_path = isinstance(step, (str, os.PathLike))
+        cure = f'Pass step={step}.' if str(step).isdecimal() else 'Pass it as path=.' if is_path else template
         raise ValueError(f'step must be an integer, got {shown(step)}. {cure}')
     given_step(step)

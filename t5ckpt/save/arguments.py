@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.arguments import check_kind, check_transforms
+from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
@@ -43,7 +43,6 @@ def ordered(first: Any, second: Any, step: Any) -> tuple[Any, Sequence[Any], Any
         raise ValueError(f'save received the step {first} in place of the state. Write save(state, step={first}).')
     if isinstance(first, str):
         raise ValueError(f'the step must be an integer, got {shown(first)}. Write save(state, step=...).')  # noqa: TRY004 - as for all options
-    check_transforms(second)
     return first, second, step
 
 
@@ -104,8 +103,8 @@ def _plain(value: Any, before: str, path: str) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f'{where}{shown(value)} is a {type(value).__name__} that JSON lacks ({error}). JSON has strings, finite numbers, '
-            'booleans, None, lists and dicts.'
+            f'{where}{shown(value)} is of type {type(value).__name__}, which JSON lacks ({error}). JSON has strings, finite '
+            'numbers, booleans, None, lists and dicts.'
         ) from error
 
 

@@ -325,7 +325,9 @@ def test_what_a_restore_transform_may_put_in_the_place_of_a_leaf(saved):
         with pytest.raises(errors.TreeMismatchError, match='state/step') as error:
             restore(saved, state_of(), state_transformation_fns=put(value))
         assert_says(error, held)
-    with pytest.raises(errors.UnsupportedLeafError, match='state/step: a state transformation put a list'):
+    with pytest.raises(
+        errors.UnsupportedLeafError, match='state/step: a state transformation put a value of type list'
+    ):
         restore(saved, state_of(), state_transformation_fns=put([7]))
 
 

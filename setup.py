@@ -17,7 +17,7 @@ EXTRAS = {
     'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md
     'grain': ['grain>=0.2'],
-    'cli': ['click>=8.1', 'rich>=13'],
+    'cli': ['click>=8.1'],
     'report': ['plotly>=6'],
     'azure': ['azure-storage-blob>=12.20'],
     's3': ['botocore>=1.35.74'],
@@ -41,7 +41,7 @@ EXTRAS = {
         'zarr>=2.18,<3; python_version < "3.12"',
     ],
     'fuzz': ['atheris>=3; sys_platform == "linux"'],  # make fuzz
-    'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30', 'nbformat>=5.9'],  # make docs
+    'site': ['mkdocs-material>=9.5', 'mkdocstrings[python]>=0.30', 'nbformat>=5.9', 'rich>=13'],  # make docs
     'test': [
         'azure-storage-blob>=12.20',
         'botocore>=1.35.74',  # of the extra s3

@@ -728,7 +728,7 @@ class Checkpointer:
         self._schedule.is_used = True
         # A reader, such as an evaluator, does not provide the metric; the source may return it later.
         awaited = [name for name, _ in self._monitored] if self._is_read_only and self._has_source else ()
-        return best_step_of(self._steps, self._monitored, metric, mode, awaited)
+        return best_step_of(self._steps, self._monitored, metric, mode, awaited).step
 
     def delete(self, step: int) -> None:
         """Deletes one step: hides it in one atomic operation, and then removes it. All processes of the job call it.

@@ -141,7 +141,7 @@ def pin_checkpoint(
     if layout is not None:
         cure = (
             'Keep policies do not delete such a step. To pin the values, '
-            f"write them in T5X's format (t5ckpt.convert_checkpoint({layout!r}, path, directory)) and pin that step."
+            f"write them in T5X's format (t5ckpt convert {layout}) and pin that step."
         )
         raise other_layout(storage.url().rstrip('/'), layout, 'to which t5ckpt does not write', cure)
     run = open_storage(parent, storage_options) if name else storage

@@ -97,7 +97,7 @@ class CheckpointTranslator:
             raise TreeMismatchError(
                 lines(
                     lines('the checkpoint cannot be translated:', *problems[:_SHOWN], between='\n  '),
-                    'Add or correct a rule of translator=; one that returns (None, None) drops a key.',
+                    'Add or correct a rule of translator= (--rules FILE.py); one that returns (None, None) drops a key.',
                 )
             )
         mapped = {key: new for key, new in became.items() if new is not None}

@@ -37,7 +37,9 @@ _log = logging.getLogger('t5ckpt')
 
 # The structure that pytree_serialization of JAX writes beside its arrays.
 JAX_TREE = 'pytreedef.json'
-_READ = 'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt import {} makes a checkpoint of it'
+_READ = (
+    'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt convert {} makes a checkpoint of it'
+)
 _AS_INIT = ', as the init_fn of restore_or_init (docs/migration.md)'
 # A listing for each is a request to a bucket.
 _MAX_BELOW = 20
@@ -77,7 +79,7 @@ _FOREIGN = (
     (
         r'.*\.msgpack\.index\.json',
         'an index of Flax weights',
-        "convert it (t5ckpt.convert_checkpoint('flax', path, directory))",
+        'convert it (t5ckpt convert flax)',
     ),
     (
         r'.*\.eqx',
@@ -178,7 +180,7 @@ def _in_checkpoint(storage: Storage, directory: str) -> CheckpointNotFoundError:
     what = 'is a checkpoint' if here == directory else f'is in the checkpoint {directory}'
     return CheckpointNotFoundError(
         f'{here} {what}, not a run. Pass the directory of the run, such as {directory.rpartition("/")[0]}, or another one; '
-        'restore(path=...) reads the checkpoint.'
+        'restore(path=...) and t5ckpt show read the checkpoint.'
     )
 
 
@@ -240,7 +242,7 @@ def _mark(storage: Storage) -> str:
     # A user's files beside an array are no tree of a checkpoint.
     is_bare = all(entry.is_dir or entry.name.startswith('.z') for entry in entries)
     if is_bare and is_zarr_tree(storage, storage.url().rstrip('/').rpartition('/')[2]):
-        return 'It is a directory tree of zarr arrays, not a run, and restore(path=...) reads it.'
+        return 'It is a directory tree of zarr arrays, not a run, and restore(path=...) and t5ckpt show read it.'
     if storage.orbax_commits and any(entry.is_dir and is_orbax(storage, entry.name) for entry in entries):
         return 'Steps of Orbax lack commit_success.txt, the mark of a complete one here. If a copy has lost it, write it again.'
     # In a bucket, interrupted saves leave files under the name of the step.
@@ -312,7 +314,8 @@ def locate(
         index = f'{name}.index'
         if name and outer.is_file(index):
             raise UnsupportedFormatError(f'{path}.index is {foreign_among([index])[0][1]}.')
-        raise no_checkpoint(storage)
+        number = step_of(name)
+        raise no_checkpoint(storage) if number is None else no_step(outer, number, listing(outer))
     if step is None:
         # Beside steps it is a file of TensorFlow, or a run was started here.
         if storage.is_file(MANIFEST) and (step_of(name) is not None or newest(storage) is None):
@@ -356,7 +359,7 @@ def locate_step(storage: Storage, step: int | None) -> Located:
         raise no_checkpoint(storage)
     if storage.is_file(MANIFEST):
         raise _is_one(storage.url(), step)
-    raise no_step(storage, step, listing(storage), 'Pass one of them, or None for the latest.')
+    raise no_step(storage, step, listing(storage))
 
 
 def foreign_among(names: Collection[str]) -> list[tuple[str, str]]:
@@ -465,11 +468,11 @@ def not_of_format(source: str, text: str) -> T5CkptError:
     return CheckpointNotFoundError(f'{text}. It is in the layout of {listed_step.layout}: use t5ckpt {verb}.')
 
 
-def no_step(storage: Storage, step: int, steps: Sequence[ListedStep], cure: str) -> T5CkptError:
-    """The error for a step that a run lacks, with its complete steps and how to name one of them."""
+def no_step(storage: Storage, step: int, steps: Sequence[ListedStep]) -> T5CkptError:
+    """The error for a step that a run lacks, with its complete steps."""
     if not steps and storage.kind('') != 'dir':
         return no_checkpoint(storage)
-    existing = f'{", ".join(str(each.step) for each in steps[-10:])}. {cure}' if steps else 'none.'
+    existing = f'{", ".join(str(each.step) for each in steps[-10:])}. Pass one of them.' if steps else 'none.'
     return CheckpointNotFoundError(
         f'{storage.url(step_dir(step))}: step {step} does not exist, complete steps are: {existing}'
     )

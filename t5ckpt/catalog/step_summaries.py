@@ -106,7 +106,7 @@ def _named(storage: Storage, entry: Entry, found: ListedStep | None) -> StepSumm
 def _with_files(storage: Storage, entry: Entry, row: StepSummary, *, is_latest: bool) -> list[StepSummary]:
     """The summary with the facts of the step and of its files; none if it is gone."""
     files = {each.name: each for each in (storage.entries(entry.name) if entry.is_dir else [entry])}
-    if not files:
+    if not files and storage.kind(entry.name) is None:
         return []
     facts, nbytes, is_part, reason = NO_FACTS, None, False, ''
     try:

@@ -1,9 +1,7 @@
 """The command line, ``t5ckpt VERB ...``.
 
-A verb is a module of this package with a click command named ``command``, see ``VERBS``. A module is imported when its verb is
-called, so that ``t5ckpt ls`` loads neither jax nor tensorstore. Verbs parse arguments, call the library and print the result.
-
-The exit codes are those of :class:`t5ckpt.cli.verb.Exit`, the same for every verb.
+``VERBS`` has the module of each verb. A module is imported when its verb is called, so that ``t5ckpt ls`` loads neither jax nor
+tensorstore. Verbs parse arguments, call the library and print the result; ``cli/verb.py`` has what they share.
 """
 
 from __future__ import annotations
@@ -17,19 +15,17 @@ __all__ = ['VERBS', 'main']
 VERBS = {
     'convert': 'convert',
     'ls': 'ls',
-    'best': 'best',
+    'best': 'ls',
     'show': 'show',
-    'cat': 'cat',
-    'stats': 'stats',
+    'cat': 'show',
+    'stats': 'show',
     'diff': 'diff',
     'report': 'report',
-    'export': 'export',
-    'import': 'import_',
-    'cp': 'cp',
-    'rm': 'rm',
-    'prune': 'prune',
+    'cp': 'convert',
+    'rm': 'delete',
+    'prune': 'delete',
     'pin': 'pin',
-    'unpin': 'unpin',
+    'unpin': 'pin',
     'verify': 'verify',
 }
 _LACKING = 5
@@ -43,19 +39,9 @@ def main() -> None:
         from t5ckpt.cli.interrupts import Interrupts
 
         interrupts = Interrupts()
-        interrupts.install()
-        import importlib.util
-
         from t5ckpt.cli.streams import open_streams
 
         open_streams()
-        missing = [name for name in ('click', 'rich') if importlib.util.find_spec(name) is None]
-        if missing:
-            _end(
-                f'the command line needs {" and ".join(missing)}: pip install {" ".join(missing)}, '
-                "or pip install 't5ckpt[cli]'",
-                _LACKING,
-            )
         from t5ckpt.cli.app import run
 
         run(interrupts=interrupts)
@@ -65,12 +51,10 @@ def main() -> None:
             os._exit(130)
         if interrupts is not None and (interrupts.was_received or isinstance(error, KeyboardInterrupt)):
             interrupts.end()
+        if isinstance(error, ImportError) and error.name == 'click':
+            sys.stderr.write("t5ckpt: the command line needs click: pip install click, or pip install 't5ckpt[cli]'\n")
+            sys.exit(_LACKING)
         raise
     finally:
         # The verb is done. An interrupt of Python's last flush would only change the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _end(text: str, code: int) -> None:
-    sys.stderr.write(f't5ckpt: {text}\n')
-    sys.exit(code)

@@ -1,134 +1,200 @@
-"""``t5ckpt convert``: converts checkpoints from other formats, and to Orbax's."""
+"""``t5ckpt cp`` copies a checkpoint, ``t5ckpt convert`` reads and writes other formats."""
 
 from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from t5ckpt.cli.conversion_output import library_usage_errors, print_names, print_report, report_fields
-from t5ckpt.cli.output import (
-    as_step_option,
-    cast_leaves_option,
-    dtype_option,
-    json_option,
-    print_json,
-    print_line,
+from t5ckpt.cli.paths import CHECKPOINT, LATER, RUN, checkpoint
+from t5ckpt.cli.verb import (
+    DRY_RUN,
+    FOLLOW_LINKS,
+    NUMBER,
+    STEP,
+    STEPS,
+    argument,
+    emit,
+    fields_of,
+    flag,
+    option,
     progress,
-    steps_option,
+    size,
+    verb,
 )
-from t5ckpt.cli.paths import CHECKPOINT, RUN, step_path
-from t5ckpt.cli.verb import Verb
-from t5ckpt.convert import FORMATS, TO_ORBAX, ConvertOptions, ConvertReport, convert_checkpoint
+from t5ckpt.convert import FORMATS, ConvertOptions, ConvertReport, convert_checkpoint
+from t5ckpt.convert.copy import copy_checkpoint
+from t5ckpt.convert.rewrite import rewrite_checkpoint
 from t5ckpt.convert.whole_run import RUN_FORMATS, convert_run
 from t5ckpt.core.text import human_bytes, some_of
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.translate import CheckpointTranslator
 
 _SHOWN = 8
-_CODECS = [codec for codec in CODECS if codec is not None]
-
-
-@click.command('convert', cls=Verb)
-@click.argument('kind', type=click.Choice(FORMATS), metavar='FORMAT')
-@click.argument('source', metavar='SRC', type=CHECKPOINT)
-@click.argument('directory', metavar='DST', type=RUN)
-@steps_option
-@click.option(
-    '--all',
-    'everything',
-    is_flag=True,
-    help='Convert every step of the run SRC; skip steps that an earlier call converted.',
+_NOT_CONVERTED = {'there': 'already there', 'gone': 'deleted from the source during the conversion'}
+# Of a copy and of a conversion, with the names of ConvertOptions.
+_SHARED = (
+    option('--as-step step', 'Step to write. A leaf that counts steps keeps its value.', NUMBER),
+    option('--save-dtype', 'Cast floating parameters to this dtype, such as bfloat16.', metavar='DTYPE'),
+    option('--cast-leaves', 'Leaves that --save-dtype casts; default: target/.* and params/.*', metavar='REGEX'),
+    option('--select', 'Only leaves whose whole names match.', metavar='REGEX'),
+    flag('--no-optimizer', 'Leave out the optimizer state.'),
+    option('--compression', 'Codec of the arrays.', click.Choice([codec for codec in CODECS if codec])),
+    option('--concurrent-gb', 'Limit of the values in memory.', float),
+    flag('--force overwrite', 'Replace what exists, when the new is complete.'),
+    DRY_RUN,
 )
-@as_step_option
-@dtype_option('save_dtype')
-@cast_leaves_option
-@click.option('--no-optimizer', is_flag=True, help='Leave out the optimizer state.')
-@click.option(
-    '--compression',
-    type=click.Choice(_CODECS),
-    help='Codec of the arrays; default: none.',
+
+
+def _options(given: Mapping[str, Any]) -> ConvertOptions:
+    """The options that were given."""
+    options = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
+    return ConvertOptions(optimizer=not options.pop('no_optimizer', False), progress=progress('writing'), **options)
+
+
+def _fields(report: ConvertReport) -> dict[str, Any]:
+    """The fields of a report for JSON; 'files' counts files in every verb."""
+    return {**fields_of(report), 'files': len(report.files), 'file_names': report.files}
+
+
+def _lines(report: ConvertReport, dry_run: bool) -> list[str]:
+    """A line for what was written, and one for each kind of names that changed or were left out."""
+    if report.outcome in _NOT_CONVERTED:
+        return [f'{_NOT_CONVERTED[report.outcome]}: step {report.step}']
+    names: dict[str, Sequence[str]] = {
+        'renamed': [f'{old} -> {new}' for old, new in report.mapped.items() if old != new],
+        'added': report.added,
+        'dropped': report.dropped,
+        'left out': report.left_out,
+    }
+    written = f'written: {human_bytes(report.nbytes)} in {report.seconds:.1f} s'
+    return [
+        f'{report.path} {"would be written" if dry_run else written}',
+        *[f'{what}: {some_of(those, _SHOWN)}' for what, those in names.items() if those],
+    ]
+
+
+def _emit(report: ConvertReport, options: ConvertOptions) -> None:
+    emit({**_fields(report), 'dry_run': options.dry_run}, *_lines(report, options.dry_run))
+
+
+@verb(
+    'cp',
+    argument('source', CHECKPOINT),
+    argument('target', RUN),
+    STEP,
+    option('--workers', 'How many files to copy at once; default: 16.', int),
+    option('--drop', 'Leave out the leaves that match; may be repeated.', metavar='REGEX', multiple=True),
+    flag('--trust-files', 'Copy also where a list of checksums is lost; the copy has new ones.'),
+    option(
+        '--rename',
+        r'Rename leaves; \1 in NEW is a group of REGEX; may be repeated.',
+        metavar='REGEX NEW',
+        multiple=True,
+        nargs=2,
+    ),
+    option('--ema', 'Moving averages that replace the parameters, such as opt_state/ema.', metavar='SCOPE'),
+    option(
+        '--average', 'Average the parameters with those of OTHER; may be repeated.', CHECKPOINT, 'OTHER', multiple=True
+    ),
+    option('--parameters', 'Parameters for --ema and --average; default: target/.* and params/.*', metavar='REGEX'),
+    FOLLOW_LINKS,
+    *_SHARED,
 )
-@click.option('--rules', metavar='FILE.py', help='For tf: a Python file that defines `translator`. It is executed.')
-@click.option(
-    '--concurrent-gb', type=float, default=ConvertOptions.concurrent_gb, help='Limit of the values in memory.'
-)
-@click.option('--force', is_flag=True, help='Replace an existing checkpoint when the new one is complete.')
-@click.option('--dry-run', is_flag=True, help='Print what would be written; read no array, write nothing.')
-@json_option
-def command(kind: str, source: str, directory: str, rules: str | None, as_json: bool, **arguments: Any) -> None:
-    """Converts the checkpoint at SRC to T5X's format, as a step of the run DST.
+def cp(source: str, target: str, workers: int | None, average: Sequence[str], follow_links: bool, **given: Any) -> None:
+    """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
 
-    FORMAT is tf, orbax, flax, jax, seqax or zarr. The structure is taken from the checkpoint, so no model is needed. Arrays are
-    read in chunks, so memory does not depend on the size of the checkpoint.
-
-    With to-orbax, SRC is a checkpoint in T5X's format, and DST the directory of a step in Orbax's.
-
-    If SRC is a run, its latest step is converted. --step selects another. --all, or --step several times, converts
-    several steps, with metrics, times and custom metadata; for to-orbax, DST is then the directory of a run, which
-    CheckpointManager reads.
+    Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
+    checksum, and the copy is listed when it is complete. A copy with changes takes bounded memory; on the same file system,
+    unchanged chunks are hard-linked, so that both checkpoints share them.
 
     \b
-    Example:
+    Examples:
+      t5ckpt cp run gs://bucket/run
+      t5ckpt cp s3://bucket/run/checkpoint_1000 /data/run
+      t5ckpt cp run weights --no-optimizer --save-dtype bfloat16
+      t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
+      for step in 100 200; do t5ckpt cp run@$step gs://bucket/run; done
+    """
+    options = _options(given)
+    unchanged = ConvertOptions(overwrite=options.overwrite, dry_run=options.dry_run, progress=options.progress)
+    if average or options != unchanged:
+        if follow_links or workers is not None:
+            raise click.UsageError('--follow-links and --workers apply only to a copy without changes. Leave them out.')
+        _emit(rewrite_checkpoint([*average, source], target, options), options)
+        return
+    report = copy_checkpoint(
+        source,
+        target,
+        workers=16 if workers is None else workers,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+        follow_links=follow_links,
+        progress=options.progress,
+    )
+    _emit(report, options)
+
+
+@verb(
+    'convert',
+    argument('kind', click.Choice(FORMATS), metavar='FORMAT'),
+    argument('source', LATER, metavar='SRC'),
+    argument('target', RUN, metavar='DST'),
+    STEPS,
+    flag('--all', 'Convert every step of the run SRC; skip steps that an earlier call converted.'),
+    option('--rules', 'For tf: a Python file that defines `translator`. It is executed.', metavar='FILE.py'),
+    option('--config', 'For hf and to-hf: entries of config.json, as JSON text or a file.'),
+    option('--max-shard-size max_shard_bytes', 'For to-hf: limit of the size of a file; default: 5GB.', size, 'SIZE'),
+    option('--scanned/--unscanned', 'For hf: all layers in one array, or one array each.', default=None),
+    option('--split-heads/--joined-heads', 'For hf: with or without an axis for heads.', default=None),
+    *_SHARED,
+)
+def convert(kind: str, source: str, target: str, steps: Sequence[int], rules: str | None, **given: Any) -> None:
+    """Converts a checkpoint of another format to T5X's, or back.
+
+    FORMAT is tf, orbax, flax, jax, seqax, zarr, safetensors or hf (a T5 of Hugging Face): SRC is in this format, and DST is
+    the run that gets the step. The structure is taken from SRC, so no model is needed.
+
+    With to-orbax, to-seqax, to-safetensors or to-hf, SRC is a checkpoint in T5X's format, and DST the output: the directory of
+    a step, a file, or a directory for from_pretrained.
+
+    Arrays are read in pieces, so memory is bounded. Pickles are not read. The output is complete or absent. If SRC is a run,
+    its latest step is converted. --step selects another. --all, or --step several times, converts several steps, with
+    metrics, times and custom metadata; with to-orbax, DST is then the directory of a run.
+
+    \b
+    Examples:
       t5ckpt convert tf t5.1.1.base/model.ckpt-1000000 t5_1_1_base
       t5ckpt convert orbax run@12 new_run --save-dtype bfloat16
       t5ckpt convert orbax run new_run --all
       t5ckpt convert to-orbax new_run orbax_run/12
+      t5ckpt convert hf model run --as-step 1000000
+      t5ckpt convert to-hf run model --config '{"model_type": "longt5"}'
+      t5ckpt convert to-safetensors run x.safetensors --select 'target/.*'
     """
-    steps, everything, as_step = arguments.pop('steps'), arguments.pop('everything'), arguments.pop('as_step')
+    everything = given.pop('all')
     of_run = everything or len(steps) > 1
-    _check_steps(kind, steps, everything=everything, as_step=as_step)
-    arguments['step'] = as_step
-    arguments['optimizer'] = not arguments.pop('no_optimizer')
-    arguments['overwrite'] = arguments.pop('force')
-    if rules is not None:
-        arguments['translator'] = _translator(rules)
-    with progress(f'convert {source}') as shown, library_usage_errors():
-        options = ConvertOptions(**arguments, progress=shown)
-        if of_run:
-            run = convert_run(kind, source, directory, options, steps=None if everything else steps)
-            _print_run(run, directory, as_json=as_json, dry_run=options.dry_run)
-            return
-        source = step_path(source, steps[0]) if steps else source
-        done = convert_checkpoint(kind, source, directory, options)
-    print_report(done, options, as_json)
-
-
-def _check_steps(kind: str, steps: Sequence[int], *, everything: bool, as_step: int | None) -> None:
-    """Raises click.UsageError for options of steps that contradict each other or the format."""
-    if (steps or everything) and kind not in RUN_FORMATS:
+    if steps and (everything or not (kind in RUN_FORMATS or kind.startswith('to-'))):
         raise click.UsageError(
-            '--step names the step to read, and SRC names that here, such as run/12. To write as a step, pass --as-step.'
+            '--step names a step of a run, which --all or SRC does here. Leave it out. To write as a step, pass --as-step.'
         )
-    if as_step is not None and kind == TO_ORBAX:
+    if given['step'] is not None and (of_run or kind.startswith('to-')):
         raise click.UsageError(
-            '--as-step: Orbax takes the step from the name of DST, such as run/12. To read a step of SRC, pass --step.'
+            "--as-step is for one step of a run in T5X's format; Orbax takes it from the name of DST, such as run/12. To read a "
+            'step of SRC, pass --step.'
         )
-    if steps and everything:
-        raise click.UsageError('--all converts every step, and --step names some. Leave one of them out.')
-    if as_step is not None and (everything or len(steps) > 1):
-        raise click.UsageError('--as-step is for one step. The steps of a run keep their numbers.')
-
-
-def _print_run(done: Sequence[ConvertReport], path: str, *, as_json: bool, dry_run: bool) -> None:
-    if as_json:
-        print_json({'path': path, 'steps': [report_fields(report) for report in done], 'dry_run': dry_run})
+    options = _options({**given, 'translator': None if rules is None else _translator(rules)})
+    if not of_run:
+        source = checkpoint(source, next(iter(steps), None))
+        _emit(convert_checkpoint(kind, source, target, options), options)
         return
-    there = [str(report.step) for report in done if report.outcome == 'there']
-    gone = [str(report.step) for report in done if report.outcome == 'gone']
-    if there:
-        print_line(f'already there: step {some_of(there, _SHOWN, ", ")}')
-    for report in done:
-        if report.outcome == 'converted':
-            written = f'written: {human_bytes(report.nbytes)} in {report.seconds:.1f} s'
-            print_line(f'{report.path} {"would be written" if dry_run else written}')
-    if gone:
-        print_line(f'deleted from the source during the conversion: {", ".join(gone)}')
-    print_names({name for report in done for name in report.dropped}, 'dropped: ')
-    print_names({name for report in done for name in report.left_out}, 'left out: ')
+    reports = convert_run(kind, source, target, options, steps=None if everything else steps)
+    fields = {'path': target, 'steps': [_fields(report) for report in reports], 'dry_run': options.dry_run}
+    # The same names, left out of several steps, are printed once.
+    emit(fields, *dict.fromkeys(line for report in reports for line in _lines(report, options.dry_run)))
 
 
 def _translator(path: str) -> CheckpointTranslator:
@@ -138,8 +204,8 @@ def _translator(path: str) -> CheckpointTranslator:
         raise click.UsageError(f'--rules {path}: {error.strerror}.') from error
     except Exception as error:
         # The user's program may raise any error.
-        lines_of_it = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        where = f', line {lines_of_it[-1]}' if lines_of_it else ''
+        numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f', line {numbers[-1]}' if numbers else ''
         raise click.UsageError(f'--rules {path}{where}: {type(error).__name__}: {error}') from error
     if not isinstance(translator, CheckpointTranslator):
         raise click.UsageError(f'--rules {path}: defines no `translator`, a t5ckpt.CheckpointTranslator.')

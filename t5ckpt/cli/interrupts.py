@@ -20,11 +20,10 @@ from t5ckpt.cli.streams import OutputError
 
 INTERRUPTED = 130
 _UNDO_SECONDS = 0.5
-_SHOW_CURSOR = '\r\n\x1b[?25h'
 
 
 class Interrupts:
-    """The handler of Ctrl-C of this process.
+    """Handles Ctrl-C, unless the process was started with interrupts ignored, as a shell does in the background.
 
     Attributes:
       is_running: whether a verb runs.
@@ -35,16 +34,13 @@ class Interrupts:
     def __init__(self) -> None:
         self.is_running = self.was_received = False
         self._is_ending = _thread.allocate_lock()
-
-    def install(self) -> None:
-        """Handles the signal, unless the process was started with interrupts ignored, as a shell does in the background."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, *_: Any) -> NoReturn:
         self.was_received = True
         if not self.is_running:
-            self._end('')
+            self._end()
         # Without a thread for it, the process ends when all is undone. Thread.start takes locks, which this thread may hold.
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._end_soon, ())
@@ -52,18 +48,17 @@ class Interrupts:
 
     def _end_soon(self) -> None:
         time.sleep(_UNDO_SECONDS)
-        # A progress bar that is still shown has hidden the cursor.
-        self._end(_SHOW_CURSOR if os.isatty(2) else '')
+        self._end()
 
     def end(self) -> NoReturn:
         """Ends the process when all is undone, and does not wait for its threads."""
         with contextlib.suppress(OutputError):
             sys.stdout.flush()
-        self._end('')
+        self._end()
 
-    def _end(self, before: str) -> NoReturn:
+    def _end(self) -> NoReturn:
         # The second of both callers waits for the exit.
         self._is_ending.acquire()
         with contextlib.suppress(OSError):
-            os.write(2, f'{before}t5ckpt: interrupted\n'.encode())
+            os.write(2, b't5ckpt: interrupted\n')
         os._exit(INTERRUPTED)

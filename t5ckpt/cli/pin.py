@@ -1,44 +1,59 @@
-"""``t5ckpt pin``: pins steps, which retention then never deletes."""
+"""``t5ckpt pin`` and ``unpin``: pins steps, which retention then never deletes, and removes the pins."""
 
 from __future__ import annotations
 
-import click
+from collections.abc import Sequence
 
 from t5ckpt.catalog.pin_file import NO_REASON, pin_text
-from t5ckpt.cli.output import json_option, print_json, print_line, steps_option
-from t5ckpt.cli.paths import CHECKPOINT, checkpoints_of
-from t5ckpt.cli.verb import Verb
-from t5ckpt.steps import pin_checkpoint
+from t5ckpt.cli.paths import CHECKPOINT, step_path
+from t5ckpt.cli.verb import Exit, argument, emit, option, verb
+from t5ckpt.steps import is_pinned_checkpoint, pin_checkpoint, unpin_checkpoint
 from t5ckpt.storage import open_storage
 
+_PATHS = argument('paths', CHECKPOINT, metavar='PATH...', nargs=-1, required=True)
 
-@click.command('pin', cls=Verb)
-@click.argument('paths', metavar='PATH...', type=CHECKPOINT, nargs=-1, required=True)
-@steps_option
-@click.option(
-    '--why',
-    default=NO_REASON,
-    show_default=False,
-    metavar='TEXT',
-    help='The reason, which ls shows; default: the reason of an earlier pin.',
+
+@verb(
+    'pin',
+    _PATHS,
+    option('--why', 'The reason, which ls shows; default: the reason of an earlier pin.', default=NO_REASON),
 )
-@json_option
-def command(paths: tuple[str, ...], steps: tuple[int, ...], why: str, as_json: bool) -> None:
-    """Pins the checkpoints at PATH..., or steps of the run at PATH; by default its latest.
+def pin(paths: Sequence[str], why: str) -> None:
+    """Pins the checkpoints at PATH...; of a run its latest step.
 
     No keep policy deletes a pinned step. The pin is a file PINNED in the step's directory, as in T5X.
 
     \b
     Examples:
-      t5ckpt pin run --step 1000 --why 'in the paper'
+      t5ckpt pin run@1000 --why 'in the paper'
       t5ckpt pin run@best:eval/loss run@latest
     """
-    checkpoints = checkpoints_of(paths, steps)
+    checkpoints = list(dict.fromkeys(map(step_path, paths)))
     for path in checkpoints:
         pin_checkpoint(path, why)
     reasons = {path: pin_text(open_storage(path), '') for path in checkpoints}
-    if as_json:
-        print_json({'paths': checkpoints, 'why': reasons})
-    else:
-        for path, text in reasons.items():
-            print_line(f'pinned {path}: {text}' if text else f'pinned {path}')
+    texts = [': '.join(filter(None, [f'pinned {path}', reason])) for path, reason in reasons.items()]
+    emit({'paths': checkpoints, 'why': reasons}, *texts)
+
+
+@verb('unpin', _PATHS)
+def unpin(paths: Sequence[str]) -> int:
+    """Unpins the checkpoints at PATH...; of a run its latest step.
+
+    This deletes nothing, but the next save of the run or t5ckpt prune may delete the step.
+
+    \b
+    Exit codes: 0 done; 1 one of them was not pinned.
+
+    \b
+    Example:
+      t5ckpt unpin run@1000
+    """
+    were = {path: is_pinned_checkpoint(path) for path in map(step_path, paths)}
+    unpinned = [path for path, was_pinned in were.items() if was_pinned]
+    not_pinned = [path for path in were if path not in unpinned]
+    for path in unpinned:
+        unpin_checkpoint(path)
+    texts = [f'unpinned {path}' for path in unpinned] + [f'was not pinned: {path}' for path in not_pinned]
+    emit({'unpinned': unpinned, 'not_pinned': not_pinned}, *texts)
+    return Exit.NO if not_pinned else Exit.DONE

@@ -15,11 +15,7 @@ from t5ckpt.core.standard_descriptors import open_standard_descriptors
 
 
 class OutputError(Exception):
-    """Standard output cannot be written: its disk is full, or it is closed."""
-
-
-class ReaderGoneError(OutputError):
-    """The reader of standard output, such as head, has ended. Not an OSError, for which click has another exit code."""
+    """Standard output cannot be written, for the reason that is its cause. Not an OSError, for which click has an exit code."""
 
 
 class _Output(io.FileIO):
@@ -28,8 +24,6 @@ class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
-        except BrokenPipeError as error:
-            raise ReaderGoneError('standard output: nothing reads it.') from error
         except OSError as error:
             raise OutputError(f'standard output: {error.strerror}.') from error
 
@@ -62,5 +56,4 @@ def _text(raw: io.FileIO, before: IO[str] | None) -> io.TextIOWrapper:
 
 def discard_output() -> None:
     """Discards the buffered output, since Python's flush at exit would fail again."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,25 +1,27 @@
-"""The base class of all verbs: the options of storages, errors in terms of the command line, exit codes, Ctrl-C.
+"""The base of all verbs: ``--json``, the options of storages, paths, exit codes, errors, Ctrl-C, and the printer.
 
-A new verb is a module of ``cli/`` with a ``command``, and is listed in ``VERBS`` of ``cli/__init__.py``. It prints its JSON with
-``cli/output.print_json``.
+A new verb is a function with :func:`verb`, in a module that ``VERBS`` of ``cli/__init__.py`` lists. It ends with :func:`emit`.
+docs/json.md has the JSON keys of all verbs; ``tests/cli/test_json.py`` compares them with what is printed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import math
+import inspect
+import json
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import click
 
+from t5ckpt.cli.activity import Activity
 from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
-from t5ckpt.cli.paths import named_paths, paths_of, remote_paths
-from t5ckpt.cli.shell_messages import in_shell_terms
-from t5ckpt.cli.tiers import recorded_run
-from t5ckpt.cli.waiting import Waiting
-from t5ckpt.core.text import did_you_mean, lines
+from t5ckpt.cli.paths import BOTH, LOCAL, PERSISTENT, PathType, record_of
+from t5ckpt.core.protocols import Progress
+from t5ckpt.core.text import Lines, aligned, finite_json, lines, printable
 from t5ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -34,8 +36,6 @@ from t5ckpt.errors import (
     TreeMismatchError,
 )
 from t5ckpt.storage import option_values, storage_defaults
-
-_LONGEST_SUMMARY = 300
 
 
 class Exit(enum.IntEnum):
@@ -52,152 +52,213 @@ class Exit(enum.IntEnum):
 
 
 # The first class that fits counts. An existing target is an answer (1), like a difference, and not an error of the storage.
-_CODES: tuple[tuple[type[T5CkptError], Exit], ...] = (
-    (InvalidPathError, Exit.USAGE),
-    (CheckpointExistsError, Exit.NO),
-    (OutputExistsError, Exit.NO),
-    (StepKeptError, Exit.NO),
-    (MissingDependencyError, Exit.LACKING),
-    (NotEnoughMemoryError, Exit.LACKING),
-    (CheckpointNotFoundError, Exit.UNREADABLE),
-    (FormatError, Exit.UNREADABLE),
-    (StorageError, Exit.STORAGE),
-    (TreeMismatchError, Exit.NO),
+_CODES: tuple[tuple[tuple[type[T5CkptError], ...], Exit], ...] = (
+    ((InvalidPathError,), Exit.USAGE),
+    ((CheckpointExistsError, OutputExistsError, StepKeptError, TreeMismatchError), Exit.NO),
+    ((MissingDependencyError, NotEnoughMemoryError), Exit.LACKING),
+    ((CheckpointNotFoundError, FormatError), Exit.UNREADABLE),
+    ((StorageError,), Exit.STORAGE),
 )
+# The keys of JSON for fields of the library's records: the same in all verbs.
+_KEYS = {'nbytes': 'bytes', 'output': 'path'}
+# A cell that is aligned to the right: a number, also with a unit.
+_NUMBER = re.compile(r'-?[\d.,]+(e[+-]\d+)?( \w+)?|-?inf|nan|')
+_Run = TypeVar('_Run', bound=Callable[..., Any])
+
+COMMANDS: dict[str, click.Command] = {}
+"""The verbs of the modules that are imported."""
+
+_ACTIVITY, _JSON = 't5ckpt.activity', 't5ckpt.json'
 
 
 def code_of(error: T5CkptError) -> Exit:
     """The exit code for an error of the library."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.UNREADABLE)
+    return next((code for kinds, code in _CODES if isinstance(error, kinds)), Exit.UNREADABLE)
 
 
 def fail(text: str, code: Exit) -> NoReturn:
     """Prints an error and ends the verb."""
-    click.echo(lines('t5ckpt: ', text, between=''), err=True)
+    say(lines('t5ckpt: ', text, between=''), err=True)
     raise click.exceptions.Exit(code)
 
 
-class _Seconds(click.FloatRange):
-    """A finite number of seconds."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f'{value} is not a number of seconds.', param, ctx)
-        return seconds
+def argument(name: str, kind: Any = None, **how: Any) -> click.Argument:
+    """An argument; ``how`` is passed to click."""
+    return click.Argument([name], type=kind, **how)
 
 
-class Summarized(click.Command):
-    """A command that is listed with the complete first sentence of its help, which click would cut."""
-
-    def get_short_help_str(self, limit: int = 45) -> str:
-        """The first sentence of the help."""
-        del limit
-        return super().get_short_help_str(_LONGEST_SUMMARY)
+def option(names: str, text: str, kind: Any = None, metavar: str | None = None, **how: Any) -> click.Option:
+    """An option with a value; ``how`` is passed to click."""
+    return click.Option(names.split(), help=text, type=kind, metavar=metavar, **how)
 
 
-class VerbGroup(Summarized, click.Group):
-    """The verbs of a word: ``export hf``, ``export safetensors``."""
+def flag(names: str, text: str) -> click.Option:
+    """An option without a value."""
+    return click.Option(names.split(), is_flag=True, help=text)
 
 
-class Verb(Summarized):
-    """A verb, with the options of storages."""
+NUMBER, COUNT = click.IntRange(0), click.IntRange(1)
+# One rule for all verbs: --step names the step to work on, --as-step the one to write as.
+STEP = option('--step at', 'Step of the run; default: the latest.', NUMBER)
+STEPS = option('--step steps', 'Step of the run; may be repeated.', NUMBER, multiple=True)
+DRY_RUN = flag('--dry-run', 'Print what would be written or deleted; change nothing.')
+FOLLOW_LINKS = flag('--follow-links', 'Follow symbolic links that lead out of the checkpoint.')
+MODE = option(
+    '--mode', 'Which value is best; default: that of the keep policy of the run.', click.Choice(['max', 'min'])
+)
+LAYERS = option(
+    '--layers', "Arrays that hold several layers, which are divided: 'axis 0 of params/layers/.*'.", metavar='AXIS'
+)
+TIER = option(
+    '--tier',
+    'If PATH is in a local directory (LocalTier): its steps, those of the run to which they are uploaded, or both.',
+    click.Choice([LOCAL, PERSISTENT, BOTH]),
+)
+_COMMON = (
+    option(
+        '--storage-option',
+        'Option of the storage, such as region=us-east-1; may be repeated (docs/storage.md).',
+        metavar='KEY=VALUE',
+        multiple=True,
+    ),
+    flag('--json', 'Print JSON.'),
+)
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """The arguments of click.Command."""
-        super().__init__(*args, **kwargs)
-        self.params += [
-            click.Option(
-                ['--storage-option'],
-                multiple=True,
-                metavar='KEY=VALUE',
-                expose_value=False,
-                callback=_keep,
-                help='Option of the storage, such as region=us-east-1; may be repeated (docs/storage.md).',
-            ),
-            click.Option(
-                ['--anonymous'],
-                is_flag=True,
-                expose_value=False,
-                callback=_keep,
-                help='Send no credentials to a bucket.',
-            ),
-            click.Option(
-                ['--timeout'],
-                type=_Seconds(1),
-                metavar='SECONDS',
-                expose_value=False,
-                callback=_keep,
-                help='How long to retry requests to a bucket that does not reply; default: 50.',
-            ),
-        ]
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the words of a shell; the error for an unknown one names the nearest that is shown."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            hidden = {option for param in self.params if getattr(param, 'hidden', False) for option in param.opts}
-            vars(error)['possibilities'] = [option for option in error.possibilities or () if option not in hidden]
-            raise
-        except click.BadParameter as error:
-            value = re.match("'(.*?)' is not one of", error.message)
-            if value is not None and isinstance(kind := getattr(error.param, 'type', None), click.Choice):
-                vars(error)['message'] += did_you_mean(value[1], map(str, kind.choices))
-            raise
+class Verb(click.Command):
+    """A verb: resolves its paths, opens storages with their options, and reports errors."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the verb."""
-        given = paths_of(self, ctx.params)
-        if 'tier' in ctx.params:
-            given += [run for path in given if (run := recorded_run(path)) is not None]
+        params = ctx.params
+        named = {param.name: param.type for param in self.params if isinstance(param.type, PathType)}
+        given = [path for name in named for path in _several(params[name])]
         if isinstance(ctx.obj, Interrupts):
             ctx.obj.is_running = True
         try:
-            with Waiting(remote_paths(given)) as waiting, storage_defaults(_storage_options(ctx, given)):
-                ctx.meta['t5ckpt.waiting'] = waiting
-                ctx.params.update(named_paths(self, ctx.params))
-                return super().invoke(ctx)
+            if 'tier' in params:
+                records = [found[2] for path in given if (found := record_of(path)) is not None]
+                given += [record.run for record in records]
+            options = _storage_options(params.pop('storage_option'), given)
+            with Activity(given) as activity, storage_defaults(options):
+                ctx.meta[_ACTIVITY], ctx.meta[_JSON] = activity, params.pop('json')
+                for name, kind in named.items():
+                    step = params.pop('at', None) if kind.name == 'checkpoint' else None
+                    paths = tuple(kind.resolve(path, step) for path in _several(params[name]))
+                    params[name] = paths if isinstance(params[name], tuple) else next(iter(paths), None)
+                ctx.exit(super().invoke(ctx) or Exit.DONE)
         except click.UsageError as error:
             # An error from a helper has no context, and would show no usage line.
             error.ctx = error.ctx or ctx
-            vars(error)['message'] = in_shell_terms(error.message, self)
             raise
-        except T5CkptError as error:
-            # For the message in terms of this verb.
-            vars(error)['verb'] = self
+        except T5CkptError:
             raise
+        except ValueError as error:
+            # Of the library, such as for an unknown dtype.
+            raise click.UsageError(str(error), ctx) from error
         except KeyboardInterrupt:
             raise click.Abort from None
 
 
-def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    ctx.meta[f't5ckpt.{param.name}'] = value
+def verb(name: str, *params: click.Parameter) -> Callable[[_Run], _Run]:
+    """Makes a function a verb with these parameters; its docstring is the help."""
+
+    def register(run: _Run) -> _Run:
+        text = inspect.getdoc(run) or ''
+        COMMANDS[name] = Verb(
+            name, callback=run, help=text, short_help=text.partition('\n')[0], params=[*params, *_COMMON]
+        )
+        return run
+
+    return register
 
 
-def _storage_options(ctx: click.Context, given: list[str]) -> Mapping[str, Any]:
+def _several(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+def _storage_options(texts: Sequence[str], given: Sequence[str]) -> Mapping[str, Any]:
     """The options of storages that the verb was given.
 
     Raises:
-      click.UsageError: none of the verb's paths is on a storage that has the option, or the value is of another type.
+      ValueError: none of the verb's paths is on a storage that has the option, or the value is of another type.
     """
-    pairs: dict[str, str] = {}
-    for text in ctx.meta.get('t5ckpt.storage_option', ()):
-        key, separator, value = text.partition('=')
-        if not separator or not key:
-            raise click.UsageError(f'--storage-option {text!r}: write KEY=VALUE, such as region=us-east-1.', ctx)
-        pairs[key.replace('-', '_')] = value
-    if ctx.meta.get('t5ckpt.anonymous'):
-        pairs['anonymous'] = 'true'
-    if ctx.meta.get('t5ckpt.timeout') is not None:
-        pairs['retry_seconds'] = str(ctx.meta['t5ckpt.timeout'])
-    for name, option in (('anonymous', '--anonymous'), ('retry_seconds', '--timeout')):
-        if name in pairs and given and not remote_paths(given):
-            raise click.UsageError(
-                f'{option} is for buckets, and {" and ".join(given)} is on this machine. Leave it out.', ctx
-            )
-    try:
-        return option_values(pairs, given)
-    except ValueError as error:
-        raise click.UsageError(str(error), ctx) from error
+    wrong = next((text for text in texts if not text.partition('=')[1]), None)
+    if wrong is not None:
+        raise click.UsageError(f'--storage-option {wrong!r}: write KEY=VALUE, such as region=us-east-1.')
+    return option_values(dict(text.split('=', 1) for text in texts), given)
+
+
+def progress(title: str) -> Progress:
+    """A callback that shows the progress of the running verb."""
+    return click.get_current_context().meta[_ACTIVITY].progress(title)
+
+
+# --- the printer ------------------------------------------------------------------------------------------------------
+
+
+def say(*texts: str, err: bool = False) -> None:
+    """Prints lines, with control characters escaped."""
+    for text in texts:
+        click.echo(printable(text), err=err)
+
+
+def as_json() -> bool:
+    """Whether the running verb prints JSON."""
+    return click.get_current_context().meta[_JSON]
+
+
+def emit(value: Any, *texts: str) -> None:
+    """Prints the result of a verb: the value with ``--json``, else the lines."""
+    if as_json():
+        click.echo(json.dumps(finite_json(json.loads(json.dumps(value, default=_plain))), indent=2))
+    emit_lines(*texts)
+
+
+def emit_lines(*texts: str, err: bool = False) -> None:
+    """Prints lines unless ``--json`` was passed."""
+    if not as_json():
+        say(*texts, err=err)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return fields_of(value)
+    return value.item() if hasattr(value, 'item') else str(value)
+
+
+def fields_of(report: Any) -> dict[str, Any]:
+    """The fields of a record of the library, with the keys of JSON."""
+    return {_KEYS.get(field.name, field.name): getattr(report, field.name) for field in dataclasses.fields(report)}
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    """Lines with aligned columns, numbers to the right; a column without a cell is left out."""
+    columns = [column for column in zip(titles, *rows, strict=True) if any(column[1:])]
+    right = [all(map(_NUMBER.fullmatch, cells)) for _, *cells in columns]
+    return lines(*aligned([*zip(*columns, strict=True)], right))
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Asks for confirmation of a deletion, unless ``--yes`` was given.
+
+    Raises:
+      click.UsageError: there is no terminal to ask.
+      click.exceptions.Exit: the answer was no.
+    """
+    if yes:
+        return
+    question = printable(question)
+    if not sys.stdin.isatty():
+        raise click.UsageError(f'{question} There is no terminal to ask: pass --yes.')
+    if not click.confirm(question, err=True):
+        fail('nothing was deleted.', Exit.USAGE)
+
+
+def size(text: str) -> int:
+    """Reads a size: '5GB', '500M'."""
+    match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMGT]?)B?', text.strip().upper())
+    value = 0 if match is None else int(float(match[1]) * 1000 ** ' KMGT'.index(match[2] or ' '))
+    if value < 1:
+        raise click.BadParameter(f'{text!r} is not a size such as 5GB or 500MB.')
+    return value

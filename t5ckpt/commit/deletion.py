@@ -59,7 +59,7 @@ def find_step(storage: Storage, step: int) -> ListedStep:
         return found
     if storage.is_file(join(step_dir(step), MANIFEST)):
         return ListedStep(step, step_dir(step))
-    raise no_step(storage, step, listing(storage), 'Pass one of them.')
+    raise no_step(storage, step, listing(storage))
 
 
 def decide_deletion(storage: Storage, listed: ListedStep, clock: Clock, **even: bool) -> Decision:

@@ -110,7 +110,7 @@ def check_room(storage: Storage, step: int, *, overwrite: bool = False) -> None:
         raise other_layout(where, occupant.layout, 'which is not replaced', cure)
     if not overwrite:
         raise CheckpointExistsError(
-            f'{where} exists already. Write to another directory, or replace it (overwrite=True).'
+            f'{where} exists already. Write to another directory, or replace it (overwrite=True, or --force).'
         )
     if is_pinned(storage, occupant.name):
         raise CheckpointExistsError(f'{where} is pinned and is not replaced. Unpin it first.')

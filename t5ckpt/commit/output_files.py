@@ -65,7 +65,7 @@ def check_output(path: str, force: bool, is_ours: Callable[[str], bool] | None =
             f'{path} holds {", ".join(foreign[:5])}, which no export wrote, so it is not replaced. Move these files away.'
         )
     if not force and (names or not is_dir):
-        raise OutputExistsError(f'{path} exists. Choose another name, or replace it (overwrite=True).')
+        raise OutputExistsError(f'{path} exists. Choose another name, or replace it (overwrite=True, or --force).')
 
 
 @contextlib.contextmanager

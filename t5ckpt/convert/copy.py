@@ -98,7 +98,7 @@ def copy_checkpoint(
         )
     step, storage = located.step_to_write(), open_target(target)
     check_room(storage, step, overwrite=overwrite)
-    now, cure = Identity.now(located), 'Copy to another run, or replace it (overwrite=True).'
+    now, cure = Identity.now(located), 'Copy to another run, or replace it (overwrite=True, or --force).'
     with taken_step_exists(cure), now.checked_on_failure('copied'):
         plan = _plan(now)
         nbytes = sum(plan.sizes.values()) + len(file_with_facts(plan.manifest, plan.facts))

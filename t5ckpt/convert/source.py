@@ -96,7 +96,7 @@ def warn_no_optimizer(paths: Collection[Path]) -> None:
     """Warns that ``optimizer=False`` found no optimizer state in a tree with these leaves."""
     warn_caller(
         NoEffectWarning(
-            f"optimizer=False has no effect: no leaf is under 'opt_state', 'param_states' or 'opt'; the tree has "
+            "optimizer=False (--no-optimizer) has no effect: no leaf is under 'opt_state', 'param_states' or 'opt'; the tree has "
             f'{", ".join(root_names(paths)[:8])}. To leave others out, pass select=, or drop= of a copy.'
         )
     )

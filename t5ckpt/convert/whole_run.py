@@ -28,7 +28,7 @@ from t5ckpt.storage import Storage
 
 _LAYOUTS = {'orbax': (ORBAX,), 'flax': (FLAX,), 'zarr': (ZARR,), TO_ORBAX: (T5X, PADDED)}
 _log = logging.getLogger('t5ckpt')
-_CURE = 'Convert to another directory, or replace such steps (overwrite=True).'
+_CURE = 'Convert to another directory, or replace such steps (overwrite=True, or --force).'
 RUN_FORMATS = tuple(_LAYOUTS)
 """The formats that :func:`convert_run` takes."""
 

@@ -110,7 +110,7 @@ def _tensor_values(value: Any, where: str) -> np.ndarray:
     torch = loaded('torch')
     if torch is None or not isinstance(value, torch.Tensor):
         raise DatasetStateError(
-            f'dataset_iterator: {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written '
+            f'dataset_iterator: {where} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be written '
             'without pickle. The state may contain numbers, text, bytes, lists, tuples, dicts and arrays.'
         )
     try:

@@ -29,7 +29,7 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.curves import curves
 from t5ckpt.policies import KeepAll
-from t5ckpt.save.best_step import best_step_of, monitored_metrics
+from t5ckpt.save.best_step import best_in
 from t5ckpt.storage import Storage
 
 
@@ -104,8 +104,7 @@ class Run(Mapping[int, CheckpointView]):
         Raises:
           ValueError: the policy determines no metric or mode; or steps have other metrics, but not this one.
         """
-        retention = self._retention()
-        return best_step_of(retention, monitored_metrics(retention.policy, None), metric, mode)
+        return best_in(self._storage, metric, mode).step
 
     def _retention(self) -> Retention:
         """The metrics of the steps, under the keep policy of the latest save."""

@@ -104,6 +104,8 @@ class VerifyReport:
         part = '' if self.part is None else f'the part of {self.part}: '
         head = f'{self.path}: {part}{result} ({how}; {size})'
         unread = (
-            ['the contents of the files were not read; full=True reads every byte'] if self.ok and not self.full else []
+            ['the contents of the files were not read; full=True (--full) reads every byte']
+            if self.ok and not self.full
+            else []
         )
         return lines(head, *self._listed(), *(f'  note: {note}' for note in (*unread, *self.notes)))

@@ -41,12 +41,12 @@ def _floating_dtype(dtype: Any, option: str) -> np.dtype | None:
         parsed = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(
-            f"{option}: {shown(dtype)} is not a dtype. Pass one, such as jnp.bfloat16 or 'bfloat16'."
+            f"{option}: {shown(dtype)} is not a dtype. Pass one, such as 'bfloat16'."
             f'{did_you_mean(dtype, _USUAL) if isinstance(dtype, str) else ""}'
         ) from error
     if kind(parsed) != 'float':
         raise ValueError(
-            f'{option} must be a floating dtype such as jnp.bfloat16, got {parsed.name}: only floating leaves are cast.'
+            f'{option} must be a floating dtype such as bfloat16, got {parsed.name}: only floating leaves are cast.'
         )
     if not is_storable(parsed):
         raise ValueError(

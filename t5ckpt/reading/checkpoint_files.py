@@ -363,7 +363,7 @@ class _LocalFiles(CheckpointFiles):
         if not self._follow and os.path.commonpath([self._root, real]) != self._root:
             raise UnsafeSpecError(
                 f'{where}: {path} is a symbolic link that leads to {real}, outside the checkpoint. Copy the file here, or, '
-                'if you trust who made the link, pass follow_links=True.'
+                'if you trust who made the link, pass follow_links=True, or --follow-links; t5ckpt cp makes a copy without links.'
             )
         return real
 

@@ -304,8 +304,8 @@ def _check_not_part(located: Located, recorded: FileChecksums) -> None:
     if part is not None:
         raise CorruptCheckpointError(
             f'{located.storage.url(located.directory)} is the part of {part}: the other files are on the disks of the other '
-            'processes. Restore it in a job of as many processes with Checkpointer(local=LocalTier(...)), or read the copy in '
-            'checkpoints_dir.'
+            'processes. Restore it in a job of as many processes with Checkpointer(local=LocalTier(...)), or read the '
+            'run to which its steps are uploaded.'
         )
 
 

@@ -48,7 +48,7 @@ def check_memory(nbytes: int, where: str) -> None:
     if nbytes > limit:
         raise NotEnoughMemoryError(
             f'{where}: {nbytes:,} bytes are needed, this machine has {limit:,}. Read a slice of it '
-            '(open_checkpoint(path)[name][:100]), map it (mmap=True), or restore it sharded.'
+            '(open_checkpoint(path)[name][:100], t5ckpt cat PATH NAME[:100]), map it (mmap=True), or restore it sharded.'
         )
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from t5ckpt.commit.retention import RunFacts, missing_from_all
+from t5ckpt.commit.retention import Retention, RunFacts, missing_from_all, recorded_policy
 from t5ckpt.core.arguments import MODES, check_kind, check_word
 from t5ckpt.core.call_site import Notices
 from t5ckpt.errors import MissingMetricWarning
-from t5ckpt.policies import KeepPolicy, StepInfo, best_of, compared_metrics
+from t5ckpt.metrics import TensorBoardMetrics
+from t5ckpt.policies import KeepAll, KeepPolicy, StepInfo, best_of, compared_metrics
 from t5ckpt.save_policies import SaveOnImprovement, SavePolicy, parts_of
+from t5ckpt.storage import Storage
+
+
+class BestStep(NamedTuple):
+    """The best step, or None if no step has a finite value; the metric, the mode, and the value."""
+
+    step: int | None
+    metric: str
+    mode: str
+    value: float | None
 
 
 def monitored_metrics(keep: KeepPolicy, save: SavePolicy | None) -> tuple[tuple[str, str], ...]:
@@ -25,7 +38,7 @@ def best_step_of(
     metric: str | None,
     mode: str | None,
     awaited: Collection[str] = (),
-) -> int | None:
+) -> BestStep:
     """The best step of a run, see ``Checkpointer.best_step``.
 
     Args:
@@ -50,14 +63,25 @@ def best_step_of(
         if metric is not None:
             # An unknown metric is reported before a missing mode.
             _infos_with(facts, metric)
-        example = f'best_step({metric or "eval/loss"!r}, {mode or "min"!r})'
-        missing = f'the {"mode" if metric else "metric and the mode"}, such as {example}'
-        held = ', '.join(f'{name} ({best})' for name, best in monitored) or 'none'
+        name, best = metric or 'eval/loss', mode or 'min'
+        compared = ', '.join(f'{each} ({its})' for each, its in monitored) or 'none'
+        held = ', '.join(sorted({each for info in facts.infos() for each in info.metrics})) or 'none'
         raise ValueError(
-            f'best_step: the policies do not say which steps are best (metrics they compare: {held}). Pass {missing}.'
+            f'best_step: the policies do not say which steps are best (metrics they compare: {compared}; metrics of the steps: '
+            f'{held}). Pass the {"mode" if metric else "metric and the mode"}: best_step({name!r}, {best!r}), '
+            f'run@best:{name}:{best}, or {name} with --mode {best}.'
         )
     name, best = pairs[0]
-    return best_of(_infos_with(facts, name, awaited), name, best)
+    infos = _infos_with(facts, name, awaited)
+    step = best_of(infos, name, best)
+    return BestStep(step, name, best, next((info.metrics[name] for info in infos if info.step == step), None))
+
+
+def best_in(storage: Storage, metric: str | None = None, mode: str | None = None) -> BestStep:
+    """The best step of the run in a storage, by default by the metric and the mode of the keep policy of its latest save."""
+    policy = recorded_policy(storage) or KeepAll()
+    retention = Retention(storage, policy, time.time, source=TensorBoardMetrics(storage))
+    return best_step_of(retention, monitored_metrics(policy, None), metric, mode)
 
 
 def _infos_with(facts: RunFacts, metric: str, awaited: Collection[str] = ()) -> list[StepInfo]:

@@ -245,7 +245,7 @@ class PreparedSave:
     def _drop(self, error: StepTakenError) -> dict[str, Any]:
         """Another writer has the step: a save is dropped, and a conversion fails."""
         if self._context.retention is None:
-            cure = 'Write to another directory, or replace it (overwrite=True).'
+            cure = 'Write to another directory, or replace it (overwrite=True, or --force).'
             raise CheckpointExistsError(f'{error}. {cure}') from error
         _log.warning('t5ckpt: this save of step %d is dropped: %s', self.request.step, error)
         return {'skip': True}

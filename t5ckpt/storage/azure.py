@@ -108,7 +108,7 @@ def blob_service(options: AzureOptions, environ: Mapping[str, str], url: str) ->
     if text and (not owner or '"' in text or "'" in text):
         # Docker keeps quotation marks in a file of variables.
         raise ValueError(
-            f'storage_options: {url}: AZURE_STORAGE_CONNECTION_STRING names no account, or has quotation marks. Set it to '
+            f'storage option: {url}: AZURE_STORAGE_CONNECTION_STRING names no account, or has quotation marks. Set it to '
             'AccountName=...;AccountKey=... without.'
         )
     if options.account not in (None, owner):
@@ -117,20 +117,20 @@ def blob_service(options: AzureOptions, environ: Mapping[str, str], url: str) ->
     endpoint = options.endpoint or environ.get('AZURE_STORAGE_ENDPOINT') or stated.get('blobendpoint', '')
     if '?' in endpoint:
         raise ValueError(
-            f'storage_options: {url}: endpoint={endpoint.partition("?")[0]!r} is followed by a query. Leave it out; if it is a '
+            f'storage option: {url}: endpoint={endpoint.partition("?")[0]!r} is followed by a query. Leave it out; if it is a '
             'shared access signature, set AZURE_STORAGE_SAS_TOKEN to it.'
         )
     try:
         _ = urllib.parse.urlsplit(endpoint).port
     except ValueError as error:
         raise ValueError(
-            f'storage_options: {url}: endpoint={endpoint!r} is not an address: {error}. Write '
+            f'storage option: {url}: endpoint={endpoint!r} is not an address: {error}. Write '
             'https://account.blob.core.windows.net, or http://host:port/account for an emulator.'
         ) from error
     name = owner or environ.get('AZURE_STORAGE_ACCOUNT') or _name_in(endpoint)
     if not name:
         raise ValueError(
-            f"storage_options: {url}: no storage account. Pass storage_options={{'account': ...}}, or set "
+            f'storage option: {url}: no storage account. Pass the option account, or set '
             'AZURE_STORAGE_ACCOUNT, or AZURE_STORAGE_CONNECTION_STRING to AccountName=...;AccountKey=...'
         )
     credential: Any = stated.get('sharedaccesssignature')

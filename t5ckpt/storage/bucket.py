@@ -484,7 +484,7 @@ class BucketStorage(Storage):
             self._outage = outage = _Outage(since, seconds, answer or before.answer)
             # Requests that cannot connect block the queues for minutes, so the next requests get new queues.
             self._context = self._kv = self._probe_kv = None
-        wait = "storage_options={'retry_seconds': ...} sets the wait."
+        wait = 'the storage option retry_seconds sets the wait.'
         seconds = f'{time.monotonic() - outage.since:.0f} s'
         if outage.answer:
             text = f'all requests have failed for {seconds}; the latest reply is: {outage.answer}. Check the server; {wait}'

@@ -41,7 +41,7 @@ UNMET_CONDITION = (
 """The text of a ValueError for such an answer, which TensorStore does not report as a failure."""
 
 _OS_CODE = re.compile(r" ?\[os_error_code='(\d+)'\]")
-_FEWER = 'keep fewer checkpoints (keep= of Checkpointer and of LocalTier)'
+_FEWER = 'keep fewer checkpoints (keep= of Checkpointer and of LocalTier, t5ckpt rm)'
 _NO_SPACE = f'Free space there (or inodes, df -i), {_FEWER}, or write elsewhere; existing files were not changed.'
 _REFUSED = (
     'Check that the credentials permit {action} there (docs/storage.md has the permissions). Without credentials, requests are '

@@ -20,7 +20,7 @@ from t5ckpt.storage.options import BY_SCHEME, parse_options, storage_defaults, u
 _MODULES = {'az': 'azure', 'gs': 'gcs'}
 # How a program gets the keys of a backend that has keys.
 _CREDENTIALS = {
-    'az': "pass storage_options={'account': ...}, and set AZURE_STORAGE_KEY, or AZURE_STORAGE_SAS_TOKEN to the query",
+    'az': 'pass the storage option account, and set AZURE_STORAGE_KEY, or AZURE_STORAGE_SAS_TOKEN to the query',
     'gs': 'set GOOGLE_APPLICATION_CREDENTIALS',
     's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
 }
@@ -215,7 +215,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mappin
     if scheme in _SPELLINGS:
         # Hadoop's URLs of Azure name the account, too.
         container, _, host = bucket.partition('@')
-        account = f", with storage_options={{'account': {host.partition('.')[0]!r}}}" if host else ''
+        account = f', with the storage option account={host.partition(".")[0]}' if host else ''
         raise UnsupportedFormatError(f'{url}: write {_SPELLINGS[scheme]}://{container}/{prefix}{account}.')
     raise UnsupportedFormatError(
         f'{url}: {scheme!r} is not supported, only paths, and URLs of {_BUCKETS}. Copy the checkpoint to a disk first.'

@@ -101,7 +101,7 @@ def unknown_options(path: str, names: Sequence[str], known: Collection[str]) -> 
     """The error for options that a storage does not have."""
     can = f'Its options are {", ".join(sorted(known))}.' if known else 'It has none.'
     meant = did_you_mean(names[0], known)
-    return ValueError(f'storage_options: {path} has no option {", ".join(names)}.{meant} {can}')
+    return ValueError(f'storage options: {path} has no option {", ".join(names)}.{meant} {can}')
 
 
 def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) -> Any:
@@ -120,7 +120,7 @@ def parse_options(cls: type[Any], options: Mapping[str, Any] | None, path: str) 
         _check(name, value)
     if given.get('anonymous') and given.get('profile') is not None:
         raise ValueError(
-            f'storage_options: {path}: profile={shown(given["profile"])} has no effect with anonymous=True. Leave one out.'
+            f'storage options: {path}: profile={shown(given["profile"])} has no effect with anonymous=True. Leave one out.'
         )
     return cls(**given)
 
@@ -148,7 +148,7 @@ def _check(name: str, value: Any) -> None:
         case _:
             good, wanted = value is None or isinstance(value, str), 'a string'
     if not good:
-        raise ValueError(f'storage_options: {name}={shown(value)} is not {wanted}.')
+        raise ValueError(f'storage option: {name}={shown(value)} is not {wanted}.')
 
 
 def stall_seconds(retry_seconds: float) -> int:

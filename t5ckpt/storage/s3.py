@@ -55,7 +55,7 @@ class S3Storage(BucketStorage):
         if endpoint is None and not _NAME.fullmatch(bucket):
             raise InvalidPathError(
                 f's3://{bucket}/{prefix}: a bucket cannot have the name "{bucket}". Check the URL. For a bucket from before '
-                "2018, pass storage_options={'endpoint': 'https://s3.us-east-1.amazonaws.com'}."
+                '2018, pass the storage option endpoint=https://s3.us-east-1.amazonaws.com.'
             )
         region = options.region or os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION') or None
         if region is None and endpoint is not None:
@@ -163,7 +163,7 @@ class S3Requests(ServerRequests):
         session.get_scoped_config()
         region = region or session.get_config_variable('region')
         if region is None:
-            raise ValueError("the region is not known: pass storage_options={'region': ...}, or set AWS_REGION")
+            raise ValueError('the region is not known: pass the storage option region, or set AWS_REGION')
         if kind == 'environment':
             session.set_credentials(*(os.environ.get(name) or None for name in _KEYS))
         if kind != 'anonymous' and session.get_credentials() is None:

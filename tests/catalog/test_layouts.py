@@ -194,7 +194,7 @@ def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_
         ['show', run],
         ['cat', run, 'w'],
         ['stats', run],
-        ['export', 'safetensors', run, export],
+        ['convert', 'to-safetensors', run, export],
         ['cp', run, copy, '--save-dtype', 'float32', '--cast-leaves', 'w'],
     ):
         shown = CliRunner().invoke(app, [*verb, '--step', '7'])

@@ -172,7 +172,7 @@ def test_ctrl_c_ends_a_verb_at_once(verb, slow, tmp_path):
         'cp to': ['cp', local, remote],
         'cp from': ['cp', remote, local],
         'cp with changes': ['cp', local, remote, '--rename', 'target/a', 'target/z'],
-        'export': ['export', 'safetensors', remote, local / 'out.safetensors'],
+        'export': ['convert', 'to-safetensors', remote, local / 'out.safetensors'],
         'verify': ['verify', remote, '--full'],
         'stats': ['stats', remote],
         'cat': ['cat', remote, 'target/a'],

@@ -60,10 +60,10 @@ def test_a_step_that_was_saved_during_the_question_changes_nothing_of_what_was_c
 
 def test_prune_says_what_it_would_do_and_does_that(tmp_path):
     save(tmp_path, range(5), {0: 5.0, 1: 1.0, 2: 4.0, 3: 3.0, 4: 2.0})
-    t5ckpt_cli('pin', tmp_path, '--step', 0, '--step', 2, '--why', 'in the paper')
+    t5ckpt_cli('pin', f'{tmp_path}@0', f'{tmp_path}@2', '--why', 'in the paper')
     assert (tmp_path / 'checkpoint_2' / 'PINNED').read_text() == 'in the paper'
     assert json.loads(t5ckpt_cli('unpin', tmp_path / 'checkpoint_2', '--json'))['not_pinned'] == []
-    assert 'was not pinned' in t5ckpt_cli('unpin', tmp_path, '--step', 2, code=1)
+    assert 'was not pinned' in t5ckpt_cli('unpin', f'{tmp_path}@2', code=1)
     words = ('prune', tmp_path, '--keep', 1, '--best', 'loss', '--mode', 'min')
     text = t5ckpt_cli(*words, '--dry-run')
     plan = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))['plan']
@@ -85,7 +85,7 @@ def test_the_last_line_says_what_was_deleted(tmp_path):
     assert t5ckpt_cli(*words, '--yes').splitlines()[-1] == 'deleted: 0, 1'
     assert t5ckpt_cli(*words).splitlines()[-1] == 'nothing was deleted'
     assert t5ckpt_cli('rm', tmp_path, 2, 3, '--yes').splitlines()[-1] == 'deleted: 2, 3'
-    assert 'deleted' not in t5ckpt_cli('rm', tmp_path, 4, '--dry-run')
+    assert t5ckpt_cli('rm', tmp_path, 4, '--dry-run').splitlines()[-1] == '1 of 1 step would be deleted'
 
 
 def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
@@ -96,8 +96,8 @@ def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
 
     save(tmp_path, range(3))
     step = tmp_path / 'checkpoint_1'
-    run('pin', tmp_path, '--step', 1, '--why', 'in the paper')
-    assert run('pin', tmp_path, '--step', 1).endswith('checkpoint_1: in the paper')
+    run('pin', f'{tmp_path}@1', '--why', 'in the paper')
+    assert run('pin', f'{tmp_path}@1').endswith('checkpoint_1: in the paper')
     t5ckpt.pin_checkpoint(step)
     assert (step / 'PINNED').read_text() == 'in the paper'
     assert 'complete pinned: in the paper' in run('ls', tmp_path)
@@ -105,9 +105,9 @@ def test_why_a_step_is_pinned_stays_and_is_shown(tmp_path):
     assert json.loads(run('ls', tmp_path, '--json'))[1]['kept'] == 'pinned: in the paper'
     run('pin', step, '--why', 'the baseline')
     assert 'pinned: the baseline' in run('ls', tmp_path)
-    run('pin', tmp_path, '--step', 2)
+    run('pin', f'{tmp_path}@2')
     assert json.loads(run('ls', tmp_path, '--json'))[2]['kept'] == 'pinned, latest'
-    assert run('pin', tmp_path, '--step', 2).endswith('checkpoint_2')
+    assert run('pin', f'{tmp_path}@2').endswith('checkpoint_2')
 
 
 def test_a_pin_that_may_not_be_read_is_a_pin(tmp_path):
@@ -149,7 +149,9 @@ def test_a_metric_that_no_step_has_deletes_nothing(tmp_path):
         assert "no step has the metric 'los'; there are: loss" in done
     assert t5ckpt.all_steps(tmp_path) == [0, 1, 2]
     save(tmp_path / 'bare', range(3))
-    assert 'there are: none' in pruned(tmp_path / 'bare', '--keep', 1, '--best', 'loss', '--yes', code=2)
+    words = ('--keep', 1, '--best', 'loss', '--yes')
+    assert 'no step has a value for loss' in pruned(tmp_path / 'bare', *words, '--mode', 'min', code=2)
+    assert 'Pass the mode' in pruned(tmp_path / 'bare', *words, code=2)
     assert t5ckpt.all_steps(tmp_path / 'bare') == [0, 1, 2]
 
 
@@ -160,19 +162,17 @@ def test_the_mode_of_the_best_comes_from_the_policy_that_the_run_was_saved_under
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0]):
             ck.save(state, step=step, metrics={'loss': loss, 'accuracy': step})
     words = (tmp_path, '--keep', 1, '--best', 'loss', '--dry-run')
-    assert "--best loss: the lowest value is best (min, from the run's keep policy)" in pruned(*words)
+    assert '--best loss: the lowest value is best' in pruned(*words)
     found = json.loads(pruned(*words, '--json'))
-    assert found['mode'] == 'min'
     assert [entry['step'] for entry in found['plan'] if entry['keep']] == [1, 3]
-    # What is asked for counts, and is said to differ.
-    told = pruned(*words, '--mode', 'max')
-    assert "--best loss: the highest value is best (max, from --mode; the run's keep policy has min)" in told
+    # What is asked for counts.
+    assert '--best loss: the highest value is best' in pruned(*words, '--mode', 'max')
     for metric in ('accuracy', 'accurac'):
         said = pruned(tmp_path, '--keep', 1, '--best', metric, '--yes', code=2)
         assert ('--mode min' in said) == (metric == 'accuracy')
     assert t5ckpt.all_steps(tmp_path) == [0, 1, 2, 3]
     told = pruned(tmp_path, '--keep', 1, '--best', 'loss', '--yes')
-    assert 'min, from the run' in told
+    assert 'the lowest value is best' in told
     assert t5ckpt.all_steps(tmp_path) == [1, 3]
 
 
@@ -193,31 +193,24 @@ def test_best_prints_the_step_that_best_step_returns(tmp_path):
             assert found_best(tmp_path, *options).splitlines()[0] == f'{ck.best_step(*words)}'
     shown = CliRunner().invoke(app, ['best', str(tmp_path)])
     assert shown.stdout == '2\n', 'standard output is for a shell'
-    assert (
-        shown.stderr
-        == 'loss: the lowest value is best by the keep policy of the run. For the highest, pass --mode max.\n'
-    )
+    assert shown.stderr == 'loss: min is best by the keep policy of the run. --mode chooses another.\n'
     assert not CliRunner().invoke(app, ['best', str(tmp_path), 'loss', '--mode', 'min']).stderr
     assert json.loads(found_best(tmp_path, '--json')) == {'step': 2, 'metric': 'loss', 'mode': 'min', 'value': 1.0}
-    assert 'whether high or low values of accuracy are best. Pass --mode max or --mode min.' in found_best(
-        tmp_path, 'accuracy', code=2
+    assert 'run@best:accuracy:min, or accuracy with --mode min.' in ' '.join(
+        found_best(tmp_path, 'accuracy', code=2).split()
     )
     assert "no step has the metric 'los'; there are: accuracy, loss" in found_best(tmp_path, 'los', code=2)
     for named, text in (
         ('best:los', "no step has the metric 'los'; there are: accuracy, loss"),
-        ('best:accuracy', f'Write {tmp_path}@best:accuracy:min, or :max.'),
+        ('best:accuracy', 'run@best:accuracy:min'),
     ):
         shown = CliRunner().invoke(app, ['show', f'{tmp_path}@{named}'])
         assert shown.exit_code == 2
         assert text in shown.output
-        assert '--mode' not in shown.output
     assert 'there are: accuracy, loss' in found_best(tmp_path, 'los', '--mode', 'max', code=2)
-    assert f'PATH comes first: t5ckpt best {tmp_path} loss' in found_best('loss', tmp_path, code=2)
     save(tmp_path / 'bare', range(2))
     assert 'no step has a value for loss' in found_best(tmp_path / 'bare', 'loss', '--mode', 'max', code=1)
-    assert 'compares no metric; the metrics of the steps are: none. Pass METRIC' in found_best(
-        tmp_path / 'bare', code=2
-    )
+    assert 'metrics they compare: none; metrics of the steps: none' in found_best(tmp_path / 'bare', code=2)
 
 
 # --- holds ------------------------------------------------------------------------------------------------------------

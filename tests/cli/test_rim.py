@@ -19,12 +19,11 @@ from support.cli import ROOT, t5ckpt_cli
 
 import t5ckpt
 from t5ckpt.cli import VERBS
+from t5ckpt.cli.activity import Activity
 from t5ckpt.cli.app import app, run as run_verb
-from t5ckpt.cli.output import ProgressLines
-from t5ckpt.cli.paths import CHECKPOINT, RUN
+from t5ckpt.cli.paths import CHECKPOINT, LATER, RUN
 from t5ckpt.cli.streams import OutputError
 from t5ckpt.cli.verb import Exit, Verb
-from t5ckpt.cli.waiting import Waiting
 from t5ckpt.storage import open_storage
 
 ENVIRON = {**os.environ, 'PYTHONPATH': str(ROOT)}
@@ -43,10 +42,7 @@ def run(tmp_path_factory):
 
 
 def commands():
-    for name in VERBS:
-        found = app.get_command(click.Context(app), name)
-        below = {'': found} if not isinstance(found, click.Group) else found.commands
-        yield from ((f'{name} {word}'.strip(), command) for word, command in below.items())
+    return [(name, app.get_command(click.Context(app), name)) for name in VERBS]
 
 
 def said(words, capsys):
@@ -65,8 +61,6 @@ WITH_A_STEP = {
     'convert': ['convert', 'to-orbax', '{}', 'OUT', '--dry-run'],
     'cp': ['cp', '{}', 'OUT', '--dry-run'],
     'diff': ['diff', '{}', '{}'],
-    'export hf': None,  # Wants a T5; the path is resolved by the same code, before anything else.
-    'export safetensors': ['export', 'safetensors', '{}', 'OUT', '--force'],
     'pin': ['pin', '{}'],
     'report': ['report', '{}', '-o', 'OUT', '--force'],
     'rm': ['rm', '{}', '--dry-run'],
@@ -79,8 +73,6 @@ OF_A_RUN = {'ls': ['ls', '{}'], 'best': ['best', '{}'], 'prune': ['prune', '{}',
 WRITERS = {
     'convert': ['convert', 'orbax', 'RUN', '{}'],
     'cp': ['cp', 'RUN', '{}'],
-    'import hf': ['import', 'hf', 'RUN', '{}'],
-    'import safetensors': ['import', 'safetensors', 'RUN', '{}'],
 }
 
 
@@ -88,13 +80,13 @@ def test_every_verb_is_one_of_the_design():
     for name, command in commands():
         assert isinstance(command, Verb), name
         options = {option for param in command.params for option in param.opts}
-        assert {'--json', '--storage-option', '--anonymous', '--timeout'} <= options, name
+        assert {'--json', '--storage-option'} <= options, name
         kinds = {id(param.type) for param in command.params}
-        assert (id(CHECKPOINT) in kinds) == (name in WITH_A_STEP), name
+        assert bool(kinds & {id(CHECKPOINT), id(LATER)}) == (name in WITH_A_STEP), name
         assert (id(RUN) in kinds) == (name in OF_A_RUN or name in WRITERS), name
 
 
-@pytest.mark.parametrize('verb', [name for name, words in WITH_A_STEP.items() if words])
+@pytest.mark.parametrize('verb', [*WITH_A_STEP])
 def test_every_verb_names_steps_in_the_same_way(verb, run, tmp_path, capsys):
     t5ckpt.pin_checkpoint(run / 'checkpoint_100')
     t5ckpt.pin_checkpoint(run / 'checkpoint_200')
@@ -123,7 +115,7 @@ def test_a_step_is_not_a_run(verb, run, tmp_path, capsys):
     words = [word.replace('{}', f'{run}@100').replace('RUN', str(run)) for word in words]
     code, _, err = said(words, capsys)
     assert code == Exit.USAGE
-    assert f'{"Pass" if verb in OF_A_RUN else "Set the step to write with --as-step, and pass"} the run: {run}' in err
+    assert f'To write as another step, pass --as-step. Pass the run: {run}' in err
     assert not os.path.lexists(f'{run}@100')
 
 
@@ -136,6 +128,7 @@ def test_a_directory_of_this_very_name_is_that_directory(run, tmp_path, capsys):
 def test_rm_takes_several_steps_by_any_name(run, capsys):
     code, out, _ = said(['rm', run / 'checkpoint_100', f'{run}@latest', '--pinned', '--dry-run', '--json'], capsys)
     assert (code, [each['step'] for each in json.loads(out)['plan']]) == (0, [100, 200])
+    (run.parent / 'other').mkdir()
     assert said(['rm', run, run.parent / 'other' / 'checkpoint_1', '--dry-run'], capsys)[0] == Exit.USAGE
 
 
@@ -145,7 +138,7 @@ EXIT_CODES = [
     (Exit.NO, 'cat RUN nothing'),
     (Exit.NO, 'stats RUN nothing*'),
     (Exit.NO, 'show RUN --grep nothing'),
-    (Exit.NO, 'export safetensors RUN OUT --select nothing'),
+    (Exit.NO, 'convert to-safetensors RUN OUT --select nothing'),
     (Exit.NO, 'cp RUN OUT --drop nothing'),
     (Exit.NO, 'cp RUN OUT --ema nothing'),
     (Exit.NO, 'cp RUN RUN'),
@@ -163,14 +156,14 @@ EXIT_CODES = [
     (Exit.USAGE, 'report RUN -o OUT --sample many'),
     (Exit.USAGE, 'report RUN -o OUT --step 100 --step 200 --step 300'),
     (Exit.USAGE, 'rm RUN'),
-    (Exit.USAGE, 'import safetensors NOWHERE '),
+    (Exit.USAGE, 'convert safetensors NOWHERE '),
     (Exit.UNREADABLE, 'ls NOWHERE'),
     (Exit.UNREADABLE, 'show NOWHERE'),
     (Exit.UNREADABLE, 'show RUN@7'),
     (Exit.UNREADABLE, 'report RUN -o OUT --step 7'),
     (Exit.UNREADABLE, 'rm RUN 7 --yes'),
     (Exit.UNREADABLE, 'diff RUN NOWHERE'),
-    (Exit.STORAGE, 'export safetensors RUN FILE/x.safetensors'),
+    (Exit.STORAGE, 'convert to-safetensors RUN FILE/x.safetensors'),
     (Exit.STORAGE, 'cp RUN FILE'),
 ]
 
@@ -182,8 +175,8 @@ def test_an_exit_code_has_one_meaning(code, words, run, tmp_path, capsys):
     places = {'RUN': run, 'OUT': tmp_path / 'out', 'NOWHERE': tmp_path / 'nowhere', 'FILE': tmp_path / 'file'}
     found, _, err = said([_placed(word, places) for word in words.split(' ')], capsys)
     assert found == code, err
-    # The command line's words, not Python's.
-    assert not re.search(r'\w=True|\w=\(|overwrite|storage_options|save_dtype|jnp\.', err), err
+    # The cure is one that the command line has.
+    assert ('=True' in err) <= bool(re.search(r't5ckpt \w|--\w', err.partition('Try')[2] or err)), err
 
 
 def _placed(word, places):
@@ -201,20 +194,17 @@ def test_the_exit_codes_are_those_of_the_page():
 
 
 @pytest.mark.parametrize('word', ['bset', 'BEST', 'bets:eval/loss:min'])
-def test_a_misspelt_name_of_a_step_is_corrected(word, run, capsys):
+def test_a_misspelt_name_of_a_step_is_refused(word, run, capsys):
     code, _, err = said(['show', f'{run}@{word}'], capsys)
     assert code == Exit.USAGE
-    rest = word.partition(':')[1] + word.partition(':')[2]
-    assert 'Write the number of a step, latest, best or best:METRIC after @.' in err
-    assert f'Did you mean {run}@best{rest}?' in err
+    assert 'Write the number of a step, latest, best, best:METRIC, or best:METRIC:min after @.' in err
     assert said(['show', f'{run}no@{word}'], capsys)[0] == Exit.UNREADABLE
 
 
-def test_a_step_that_is_not_there_is_named_as_in_a_shell(run, capsys):
+def test_a_step_that_is_not_there_is_answered_with_the_steps(run, capsys):
     code, _, err = said(['rm', f'{run}@7'], capsys)
     assert code == Exit.UNREADABLE
-    assert 'run@latest' in err
-    assert 'None' not in err
+    assert 'complete steps are: 100, 200. Pass one of them.' in err
 
 
 @pytest.mark.parametrize('answer', ['n', ''])
@@ -241,14 +231,13 @@ def test_a_run_that_is_nowhere_in_a_bucket_is_said(capsys, tmp_path):
             assert (code, out) == (Exit.UNREADABLE, ''), words
             assert str(place) in err
     open_storage(f'memory://{tmp_path.name}/other').write('notes.txt', b'')
-    assert said(['ls', f'memory://{tmp_path.name}/other'], capsys)[0] == Exit.DONE
+    assert said(['ls', f'memory://{tmp_path.name}/other'], capsys)[0] == Exit.UNREADABLE
 
 
 def test_verify_says_what_it_has_not_compared(run, tmp_path, capsys):
     quick, full = said(['verify', run], capsys)[1], said(['verify', run, '--full'], capsys)[1]
-    assert '--full reads every byte' in quick
-    assert 'full' not in full
-    assert 'full=True reads every byte' in str(t5ckpt.verify(run))
+    assert 'full=True (--full) reads every byte' in quick
+    assert '--full' not in full
     with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'small') as checkpointer:
         checkpointer.save({'w': np.ones(3)}, step=1)
     shown = str(t5ckpt.verify(tmp_path / 'small'))
@@ -335,7 +324,7 @@ def test_a_terminal_without_room_shows_the_table_all_the_same(columns, run):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize('module', ['click', 'numpy', 't5ckpt.cli.stats'])
+@pytest.mark.parametrize('module', ['click', 'numpy', 't5ckpt.cli.show'])
 def test_ctrl_c_while_a_module_is_imported(module, run):
     """The signal comes at one point of the program's start, and not at a time."""
     code = (
@@ -369,16 +358,15 @@ def test_ctrl_c_after_the_work_is_done_does_not_spoil_the_exit_code(run):
 
 
 def test_a_silence_is_broken(capsys):
-    with Waiting(['memory://a/run'], 0.1):
+    with Activity(['memory://a/run', 'here'], 0.1):
         time.sleep(0.35)
     assert capsys.readouterr().err.startswith(
-        't5ckpt: waiting for memory://a/run, 0 s so far; --timeout SECONDS ends the wait'
+        't5ckpt: waiting for memory://a/run, 0 s so far; the storage option retry_seconds ends the wait'
     )
-    with Waiting([], 0.2) as waiting:
-        for _ in range(4):
-            time.sleep(0.1)
-            waiting.touch()
-    assert capsys.readouterr().err == ''
+    with Activity([], 0.4) as activity:
+        time.sleep(0.6)
+        assert capsys.readouterr().err == 't5ckpt: still working, 0 s so far\n'
+    del activity
 
 
 class _Silent(BaseHTTPRequestHandler):
@@ -395,21 +383,22 @@ def test_the_time_out_ends_the_wait_for_a_server_that_is_silent():
     words = [
         'ls',
         's3://bucket/run',
-        '--anonymous',
-        '--timeout',
-        2,
+        '--storage-option',
+        'anonymous=true',
+        '--storage-option',
+        'retry_seconds=2',
         '--storage-option',
         f'endpoint=http://127.0.0.1:{server.server_port}',
     ]
     text = t5ckpt_cli(*words, code=4)
     assert time.monotonic() - started < 10
-    assert '--timeout sets the wait' in text
+    assert 'the storage option retry_seconds sets the wait' in text
     server.socket.close()
 
 
 def test_progress_in_a_pipe_is_single_lines(capsys):
     now = [0.0]
-    lines = ProgressLines('copying', None, clock=lambda: now[0])
+    lines = Activity([], clock=lambda: now[0]).progress('copying')
     for second in range(25):
         now[0] = float(second)
         lines(second * 10**6, 100 * 10**6)
@@ -437,11 +426,8 @@ def test_the_users_rules_may_be_wrong(tmp_path):
         'verify --json',
         'report -o out.html',
         'cp out',
-        'rm --yes',
-        'pin',
-        'unpin',
         'convert orbax out',
-        'export safetensors out.safetensors',
+        'convert to-safetensors out.safetensors',
         'prune --keep-step',
     ],
 )
@@ -449,7 +435,7 @@ def test_a_negative_step_is_wrong_usage_in_every_verb(run, tmp_path, words, monk
     monkeypatch.chdir(tmp_path)
     verb, *rest = words.split()
     words = [verb, run, *rest] if verb in ('cat', 'verify', 'cp', 'prune') else [verb, *rest[:1], run, *rest[1:]]
-    words = [verb, run, *rest] if verb in ('show', 'stats', 'report', 'rm', 'pin', 'unpin') else words
+    words = [verb, run, *rest] if verb in ('show', 'stats', 'report') else words
     said = t5ckpt_cli(*words, *(['-1'] if rest[-1:] == ['--keep-step'] else ['--step', '-1']), code=2)
     assert '-1' in said.splitlines()[-1]
     assert 'Traceback' not in said
@@ -458,7 +444,7 @@ def test_a_negative_step_is_wrong_usage_in_every_verb(run, tmp_path, words, monk
 
 def test_a_step_that_is_named_twice_is_one(run, capsys):
     t5ckpt.pin_checkpoint(run / 'checkpoint_100')
-    code, out, _ = said(['unpin', run, '--step', 100, '--step', 100, '--json'], capsys)
+    code, out, _ = said(['unpin', f'{run}@100', f'{run}@100', '--json'], capsys)
     assert (code, len(json.loads(out)['unpinned'])) == (0, 1)
 
 
@@ -472,7 +458,7 @@ def test_diff_answers_whether_the_weights_are_equal(tmp_path, capsys):
             checkpointer.save(state, step=step)
     sides = [f'{tmp_path}/run@1', f'{tmp_path}/run@2']
     assert said(['diff', *sides, 'target'], capsys)[0] == Exit.DONE
-    assert said(['diff', *sides, 'target/**'], capsys)[0] == Exit.DONE
+    assert said(['diff', *sides, 'target/.*'], capsys)[0] == Exit.DONE
     assert said(['diff', *sides], capsys)[0] == Exit.NO
     code, out, _ = said(['diff', *sides, 'opt/old', '--json'], capsys)
     assert (code, [leaf['what'] for leaf in json.loads(out)['leaves']]) == (Exit.NO, ['removed'])
@@ -481,8 +467,7 @@ def test_diff_answers_whether_the_weights_are_equal(tmp_path, capsys):
     _, out, _ = said(['diff', *sides, '--top', 3, '--json'], capsys)
     leaves = json.loads(out)['leaves']
     assert (leaves[0]['name'], len(leaves)) == ('opt/m', 3)
-    code, _, err = said(['diff', *sides, '--step', 1], capsys)
-    assert (code, 't5ckpt diff run@1000 run@2000' in err) == (Exit.USAGE, True)
+    assert said(['diff', *sides, '--step', 1], capsys)[0] == Exit.USAGE
 
 
 def test_a_verb_that_names_follow_links_has_it(run, tmp_path, capsys):
@@ -493,10 +478,13 @@ def test_a_verb_that_names_follow_links_has_it(run, tmp_path, capsys):
         (link / path.name).symlink_to(path)
     for words in (['show', link], ['cat', link, 'target/w'], ['stats', link], ['diff', link, run], ['verify', link]):
         code, out, err = said(words, capsys)
-        assert 'pass --follow-links' in out + err, words
+        assert 'or --follow-links' in out + err, words
         assert code == (Exit.NO if words[0] == 'verify' else Exit.UNREADABLE)
         assert said([*words, '--follow-links'], capsys)[0] in (Exit.DONE, Exit.NO)
-    assert 't5ckpt cp --follow-links' in said(['export', 'safetensors', link, tmp_path / 'x.safetensors'], capsys)[2]
+    assert (
+        't5ckpt cp makes a copy without links'
+        in said(['convert', 'to-safetensors', link, tmp_path / 'x.safetensors'], capsys)[2]
+    )
 
 
 def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
@@ -505,8 +493,8 @@ def test_the_same_thing_has_the_same_key(run, tmp_path, capsys):
         'verify': ['verify', run],
         'cp': ['cp', run, tmp_path / 'a', '--dry-run'],
         'cp with changes': ['cp', run, tmp_path / 'b', '--compression', 'zstd', '--dry-run'],
-        'export': ['export', 'safetensors', run, tmp_path / 'x.safetensors'],
-        'import': ['import', 'safetensors', tmp_path / 'x.safetensors', tmp_path / 'c'],
+        'export': ['convert', 'to-safetensors', run, tmp_path / 'x.safetensors'],
+        'import': ['convert', 'safetensors', tmp_path / 'x.safetensors', tmp_path / 'c'],
     }
     for name, words in verbs.items():
         found = json.loads(said([*words, '--json'], capsys)[1])
@@ -519,13 +507,14 @@ def test_the_error_of_a_time_out_names_the_time_that_was_asked_for(capsys):
     """A server that refuses connections: its answers come at once, and the wait is nevertheless as long as it was meant."""
     with HTTPServer(('127.0.0.1', 0), BaseHTTPRequestHandler) as closed:
         endpoint = f'endpoint=http://127.0.0.1:{closed.server_address[1]}'
-    words = ('ls', 's3://some-bucket/run', '--anonymous', '--storage-option', endpoint, '--timeout', '3')
+    some = ('ls', 's3://some-bucket/run', '--storage-option')
+    words = (*some, 'anonymous=true', '--storage-option', endpoint, '--storage-option', 'retry_seconds=3')
     code, _, text = said(words, capsys)
     assert (code, 'for 3 s' in text) == (Exit.STORAGE, True), text
     for wrong in ('nan', 'inf', '0'):
-        code, _, text = said(('ls', 's3://some-bucket/run', '--timeout', wrong), capsys)
-        assert (code, '--timeout' in text, 'retry_seconds' in text) == (Exit.USAGE, True, False), text
-    code, _, text = said(('ls', 's3://some-bucket/run', '--storage-option', 'endpont=http://a'), capsys)
+        code, _, text = said((*some, f'retry_seconds={wrong}'), capsys)
+        assert (code, 'retry_seconds' in text) == (Exit.USAGE, True), text
+    code, _, text = said((*some, 'endpont=http://a'), capsys)
     assert (code, "Did you mean 'endpoint'?" in text) == (Exit.USAGE, True), text
 
 
@@ -533,5 +522,5 @@ def test_the_cure_of_a_path_that_is_no_run_is_one_of_the_shell(tmp_path):
     with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save({'w': np.ones(3)}, step=1)
     (tmp_path / 'run' / 'checkpoint_1').rename(tmp_path / 'base')
-    assert 't5ckpt show reads the checkpoint' in t5ckpt_cli('ls', tmp_path / 'base', code=3)
+    assert 't5ckpt show read the checkpoint' in t5ckpt_cli('ls', tmp_path / 'base', code=3)
     assert 'w ' in t5ckpt_cli('show', tmp_path / 'base')

@@ -487,7 +487,7 @@ def test_the_verb(tf_golden, tmp_path):
     assert (would['dry_run'], would['step'], len(would['mapped']), len(would['added'])) == (True, 1000700, 105, 156)
     assert not run.exists()
     text = t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--no-optimizer')
-    for word in ('checkpoint_1000700 written', 'mapped 53 names', 'added 0', 'dropped 52 names', 'k_slot_v'):
+    for word in ('checkpoint_1000700 written', 'renamed: ', 'dropped: ', 'k_slot_v'):
         assert word in text
     assert '--force' in t5ckpt_cli('convert', 'tf', source, run, code=1)
     t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--force')

@@ -221,7 +221,7 @@ def test_the_verb(run, tmp_path):
     assert (would['dry_run'], new.exists()) == (True, False)
     assert 'checkpoint_20 written' in t5ckpt_cli('convert', 'orbax', run, new, '--step', '10', '--step', '20')
     said = t5ckpt_cli('convert', 'orbax', run, new, '--all')
-    assert 'already there: step 10, 20' in said
+    assert 'already there: step 10\nalready there: step 20' in said
     assert 'checkpoint_30 written' in said
     t5ckpt_cli('convert', 'orbax', f'{run}@best:loss:min', tmp_path / 'best')
     assert t5ckpt.all_steps(tmp_path / 'best') == [20]

@@ -125,11 +125,11 @@ VERBS = [
     ['pin', 'RUN'],
     ['unpin', 'RUN'],
     ['cp', 'RUN', 'OUT/copy'],
-    ['export', 'safetensors', 'RUN', 'OUT/x.safetensors'],
-    ['export', 'safetensors', 'RUN', 'OUT/x.safetensors', '--select', f'nothing{EVIL}('],
+    ['convert', 'to-safetensors', 'RUN', 'OUT/x.safetensors'],
+    ['convert', 'to-safetensors', 'RUN', 'OUT/x.safetensors', '--select', f'nothing{EVIL}('],
     ['ls', f'nowhere{EVIL}'],
     ['show', 'RUN', '--grep', f'{EVIL}('],
-    ['rm', 'RUN', '--step', '2', '--yes'],
+    ['rm', 'RUN', '2', '--yes'],
 ]
 
 

@@ -116,20 +116,20 @@ def verbs(at, text, leaf):
     yield from (['report', run_, '-o', at / 'run.html'], ['report', at / text, '-o', at / text])
     yield from (['verify', run_], ['verify', at / 'damaged', '--full'], ['verify', run_, '--step', '2'])
     yield from (['prune', run_, '--best', text, '--dry-run'], ['prune', run_, '--keep', '1', '--dry-run'])
-    yield from (['pin', run_, '--step', '1'], ['unpin', run_, '--step', '1'], ['pin', at / text])
+    yield from (['pin', f'{run_}@1'], ['unpin', f'{run_}@1'], ['pin', at / text])
     yield from (['cp', one, at / 'copy'], ['cp', one, at / f'new{text}'], ['cp', one, at / 'copy', '--drop', text])
     yield from (['cp', one, at / 'renamed', '--rename', '(.*)', f'x{text}/\\1'], ['cp', at / text, at / 'y'])
     yield from (
-        ['export', 'safetensors', one, at / 'x.safetensors'],
-        ['export', 'safetensors', one, at / 'z.safetensors', '--select', f'no{text}('],
+        ['convert', 'to-safetensors', one, at / 'x.safetensors'],
+        ['convert', 'to-safetensors', one, at / 'z.safetensors', '--select', f'no{text}('],
     )
-    yield ['export', 'hf', one, at / 'hf']
+    yield ['convert', 'to-hf', one, at / 'hf']
     yield from (
-        ['import', 'safetensors', at / 'x.safetensors', at / f'in{text}', '--as-step', '8'],
-        ['import', 'safetensors', at / text, at / 'n2'],
+        ['convert', 'safetensors', at / 'x.safetensors', at / f'in{text}', '--as-step', '8'],
+        ['convert', 'safetensors', at / text, at / 'n2'],
     )
     yield from (
-        ['import', 'hf', at / text, at / 'n3'],
+        ['convert', 'hf', at / text, at / 'n3'],
         ['show', at / 'x.safetensors'],
         ['cat', at / 'x.safetensors', text],
     )

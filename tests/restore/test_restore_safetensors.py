@@ -247,7 +247,7 @@ def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, reque
         assert t5ckpt.all_steps(place) == []
         with pytest.raises(
             CheckpointNotFoundError,
-            match='t5ckpt import safetensors makes a checkpoint of it',
+            match='t5ckpt convert safetensors makes a checkpoint of it',
         ):
             t5ckpt.find_checkpoint(place)
         with pytest.raises(CheckpointNotFoundError, match='step 7 does not exist'):

@@ -8,7 +8,7 @@ import jax  # noqa: F401
 
 from t5ckpt.cli import VERBS, main as cli
 
-for _name in VERBS.values():
+for _name in set(VERBS.values()):
     importlib.import_module(f't5ckpt.cli.{_name}')
 
 

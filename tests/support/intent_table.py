@@ -308,11 +308,12 @@ COMMON_OPTIONS = """
 path paths out source directory target a b | error | nothing is there, or something is
 --step --as-step | error | no such step; a verb where it means nothing names the other
 --json | error | with an option of another form
---storage-option --anonymous --timeout | error | no path is on a storage that has it
+--storage-option | error | no path is on a storage that has it
 --dry-run --yes --force | hint | where there is nothing to write, to ask or to replace
 --save-dtype --cast-leaves | error | meant for no floating leaf; without a dtype
 --no-optimizer | warning | there is no optimizer state
 --compression --concurrent-gb | error | to Orbax
+--select | error | it matches nothing
 """
 
 VERBS = {
@@ -322,7 +323,13 @@ leaf | error | no such leaf
 --npy | error | with --json, or no array
 --follow-links | warning | not on a local file system
 """,
-    'convert': 'kind | error | unknown\n--rules | error | not for tf\n--all | error | not for runs',
+    'convert': """
+kind | error | unknown
+--rules | error | not for tf
+--all | error | not for runs
+--config | error | it does not fit; not for Hugging Face
+--max-shard-size --scanned --split-heads | error | not for Hugging Face
+""",
     'cp': """
 --workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system
@@ -336,10 +343,7 @@ pattern | error | neither has such a leaf
 --no-values | hint | no values to compare
 --follow-links | warning | not on a local file system
 """,
-    'export hf': '--config | error | it does not fit\n--max-shard-size | hint | a limit',
-    'export safetensors': '--select | error | matches nothing',
-    'import hf': '--config | error | it does not fit\n--scanned --split-heads | hint | the layout to write',
-    'ls': '--all --metrics | hint | there is nothing else\n--tier | error | not a local directory',
+    'ls': '--all | hint | there is nothing else\n--tier | error | not a local directory',
     'pin': '--why | hint | without it, the reason that is there stays',
     'prune': """
 --keep --every --every-hours | report | all stay: the table says why
@@ -362,7 +366,6 @@ others | error | no such step
     'show': """
 --depth | error | with --sort or --json
 --grep | error | matches no name: exit 1, and unmatched in --json
---tier | error | not a local directory
 --sort | hint | how it looks
 --follow-links | warning | not on a local file system
 """,
@@ -443,6 +446,4 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Every command by its words."""
     for name in VERB_MODULES:
-        found = app.get_command(click.Context(app), name)
-        below = {'': found} if not isinstance(found, click.Group) else found.commands
-        yield from ((f'{name} {word}'.strip(), command) for word, command in below.items())
+        yield name, app.get_command(click.Context(app), name)

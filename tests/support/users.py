@@ -13,7 +13,7 @@ from support import forked
 
 PRELUDE = """
 import codecs, glob, importlib, json, os, pkgutil, shutil, sys, time, warnings
-import click, jax, numpy as np, rich.console, rich.table, tensorstore
+import click, jax, numpy as np, tensorstore
 import t5ckpt
 for name in ('ascii', 'latin-1'):
     codecs.lookup(name)

@@ -14,7 +14,6 @@ from support.options import with_options
 from support.tiers import tier_of
 
 import t5ckpt
-from t5ckpt.cli.shell_messages import in_shell_terms
 from t5ckpt.errors import LocalDirError, NoSpaceError, NotPersistedError
 from t5ckpt.storage.error_mapping import foreign_errors
 
@@ -120,9 +119,7 @@ def test_a_full_local_disk_names_the_keep_of_both(local, number):
         foreign_errors(str(local), writing=True),
     ):
         raise OSError(number, os.strerror(number))
-    text = in_shell_terms(str(raised.value), None)
-    assert 'delete steps (t5ckpt rm, t5ckpt prune)' in text
-    assert 'keep=' not in text
+    assert 't5ckpt rm' in str(raised.value)
 
 
 def test_a_file_in_the_place_of_the_directory(run_dir, local):

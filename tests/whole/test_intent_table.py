@@ -137,8 +137,7 @@ SPOILT = [
     for spoil, code, text in (
         ('nowhere', 3, 'nowhere'),
         ('--storage-option endpoint=x', 2, 'no option endpoint'),
-        ('--anonymous', 2, '--anonymous is for buckets'),
-        ('--timeout 3', 2, '--timeout is for buckets'),
+        ('--storage-option retry_seconds=3', 2, 'no option retry_seconds'),
         *((('--step 7', 3, '7'),) if '--step' in words_of(verb) and verb not in ('rm', 'convert') else ()),
     )
 ]

@@ -40,7 +40,8 @@ def model_of_leaves(shapes: Shapes, attention: str = '') -> tuple[T5Model, Layou
     if prefix is None:
         raise UnsupportedFormatError(
             'not a T5: no leaf is named target/encoder/... or params/encoder/..., and Hugging Face has no class for a decoder '
-            f'without an encoder; the leaves are {_few(shapes)}. `t5ckpt export safetensors` writes any tree under its own names.'
+            f'without an encoder; the leaves are {_few(shapes)}. `t5ckpt convert to-safetensors` writes any tree under its '
+            'own names.'
         )
     inner = {name[len(prefix) :]: shape for name, shape in shapes.items() if name.startswith(prefix)}
     return _leaf_probe(inner, attention, prefix)
@@ -138,7 +139,9 @@ def _check(expected: Shapes, existing: Shapes, where: str) -> None:
         return
     shown = [f'{where} differs from the T5 that its names suggest in {counted(len(problems), "place")}:']
     shown += listed(problems, ', all of them in .problems')
-    shown.append('`t5ckpt export safetensors` and `t5ckpt import safetensors` convert any tree under its own names.')
+    shown.append(
+        '`t5ckpt convert to-safetensors` and `t5ckpt convert safetensors` convert any tree under its own names.'
+    )
     raise TreeMismatchError(lines(*shown), problems)
 
 

@@ -174,7 +174,8 @@ def tf_leaves(
         # Text; a rule may have made an array of it.
         if leaves[new] is checkpoint.tensors[old] and not is_storable(dtype):
             raise UnsupportedLeafError(
-                f'{old}: a tensor of dtype {dtype} cannot be saved. Drop it by a rule of translator= that returns (None, None).'
+                f'{old}: a tensor of dtype {dtype} cannot be saved. Drop it by a rule of translator= (--rules '
+                'FILE.py) that returns (None, None).'
             )
     if not options.optimizer:
         leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}

@@ -36,7 +36,7 @@ HEAD = """\
 This page shows common error messages, each with code that causes it and a link to the fix. Each error of t5ckpt is a
 `t5ckpt.errors.T5CkptError` and a builtin exception; the [list of classes](api.md#errors) has both. Invalid arguments raise
 `ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) lists the errors of jobs of several processes, and
-[the command line](looking.md#exit-codes) lists the exit codes. `docs/make_errors.py` runs the code and writes this page.
+[the command line](looking.md#on-the-command-line) lists the exit codes. `docs/make_errors.py` runs the code and writes this page.
 
 All examples use this run in `/data`:
 

@@ -15,6 +15,7 @@ import gc
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -68,15 +69,16 @@ def read_record(local: Storage) -> TierRecord | None:
 
 
 def read_run_id(run: Storage) -> str:
-    """The id of a run; '' if its storage has none.
+    """The id of a run; '' if its storage has none, or it is damaged.
 
     Raises:
       StorageError: the storage does not answer.
     """
     try:
-        return run.read(_RUN_ID).decode().strip()
+        found = run.read(_RUN_ID).decode(errors='replace')
     except CheckpointNotFoundError:
         return ''
+    return found if re.fullmatch('[0-9a-f]{16}', found) else ''
 
 
 class LocalDirectory:
@@ -197,9 +199,13 @@ class LocalDirectory:
                 'another directory to LocalTier.'
             )
         if record is not None and record.run != self.run.url():
-            raise LocalDirError(
-                f'{url} has the local checkpoints of {record.run}, and this run is {self.run.url()}. {_cures(local)}'
-            )
+            if read_run_id(self.run) != record.id:
+                raise LocalDirError(
+                    f'{url} has the local checkpoints of {record.run}, and this run is {self.run.url()}. {_cures(local)}'
+                )
+            # The run was moved.
+            if not self.read_only:
+                self._write(record.id)
         return record
 
     def query_run(self, query: Callable[[], _T], local: _T | None) -> _T:
@@ -272,13 +278,19 @@ class LocalDirectory:
           LocalDirError: it has another one.
           StorageError: the run's storage does not answer.
         """
-        self._is_checked = False
+        was_there, self._is_checked = self._is_checked, False
         self.check_run()
         if not self._is_checked:
+            if was_there:
+                text = 't5ckpt: %s was emptied, or is another storage than before; uploads begin it anew'
+                _log.warning(text, self.run.url())
             self.run.make_dir(INDEX)
             if self.run.replace(_RUN_ID, self.id.encode(), None) is None:
                 self.check_run()
-        self._outage = None
+                if not self._is_checked:
+                    # It is damaged.
+                    self.run.write(_RUN_ID, self.id.encode())
+        self._is_checked, self._outage = True, None
 
     def _write(self, identity: str) -> None:
         record = TierRecord(self.run.url(), identity, self._keep)
@@ -296,6 +308,6 @@ class LocalDirectory:
 
 def _cures(local: Storage) -> str:
     return (
-        f'Pass another directory to LocalTier to start without its steps. Before you delete {local.url()}, copy the steps to '
-        'keep to a run (t5ckpt cp): they may be the only copies.'
+        'Pass another directory to LocalTier, or move this one away, to start without its steps. Keep it: they may be the only '
+        f'copies. The steps of one process can be copied to a run (t5ckpt cp {local.url()}@STEP).'
     )

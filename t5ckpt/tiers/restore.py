@@ -278,10 +278,10 @@ class LocalRestore:
                 kind = 'again' if is_new else 'damaged'
 
         def decide(votes: Sequence[Sequence[str]]) -> bool:
-            kinds = [each for each, _ in votes]
-            if 'again' not in kinds:
-                self._refused[chosen['step'], save] = next(text for each, text in votes if each == 'damaged'), False
-            return 'other' not in kinds
+            texts = dict(reversed([*votes]))
+            if not texts.keys() & {'again', 'other'}:
+                self._refused[chosen['step'], save] = texts['damaged'], False
+            return 'other' not in texts
 
         return at.reduce_on_leader(Phase.NEED, (kind, str(error)), decide)
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from t5ckpt.catalog.listing import has_step, listing
@@ -19,6 +19,7 @@ from t5ckpt.core.protocols import Clock
 from t5ckpt.distributed.coordinator import Coordinator
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CheckpointNotFoundError, ClosedError, StorageError, T5CkptError
+from t5ckpt.format.names import step_dir
 from t5ckpt.policies import KeepLatest, KeepPolicy, StepInfo
 from t5ckpt.restore.execute import run_restore
 from t5ckpt.restore.request import RestoreRequest
@@ -73,6 +74,9 @@ class Tier:
         # A metric source belongs to one thread at a time.
         self._guard = threading.Lock()
         self._last_saved: int | None = None
+        # Held in the commit of a step, until all processes have committed it; and the step, unless they have.
+        self._commits = threading.Lock()
+        self._uncertain: int | None = None
         # Local steps with other shardings than those of this job, which a restore has found.
         self._for_others = set[int]()
         self._uploads = Uploads(options, self._directory, clock, self._uploaded, self._retain)
@@ -102,15 +106,19 @@ class Tier:
             remove_partial_records(self._local)
             known = {each.step: identify(self._local, each.step) for each in listing(self._local) if each.error is None}
             saves = [[step, each.save, each.role, each.count] for step, each in known.items() if each is not None]
-            vote = directory.id, [*replacing_steps(self._local).items()], saves
+            records = replacing_steps(self._local)
+            lost = [step for step in records if not known.get(step) and self._local.kind(step_dir(step)) == 'dir']
+            vote = directory.id, [*records.items()], saves, lost
 
         def decide(votes: Sequence[Any]) -> tuple[str, list[Any]]:
-            ids, records, disks = zip(*votes, strict=True)
+            ids, records, disks, damaged = zip(*votes, strict=True)
             waiting: list[Any] = []
             for step in sorted({step for step, _ in itertools.chain(*records)}):
                 replaces = [step, True] in itertools.chain(*records)
                 if found := [save for other, *save in itertools.chain(*disks) if other == step]:
                     waiting.append((step, replaces, lost_disks(found)))
+                elif step in itertools.chain(*damaged):
+                    waiting.append((step, replaces, 'its manifest is damaged'))
             return directory.agreed_id(ids), waiting
 
         agreed, waiting = at.reduce_on_leader(Phase.LOOK, vote, decide)
@@ -156,8 +164,22 @@ class Tier:
         """The request of a save, whose commit is followed by the upload if the persist policy takes the step."""
         self._last_saved = request.step
         request = self._uploads.of_save(request, preempted=preempted)
-        frees_step = functools.partial(self._put_aside, request.step)
-        return dataclasses.replace(request, in_parts=self._count > 1, frees_step=frees_step)
+        return dataclasses.replace(
+            request,
+            in_parts=self._count > 1,
+            frees_step=functools.partial(self._put_aside, request.step),
+            around_commit=functools.partial(self._around_commit, request.step, request.around_commit),
+        )
+
+    @contextlib.contextmanager
+    def _around_commit(
+        self, step: int, inner: Callable[[str | None], contextlib.AbstractContextManager[None]], reason: str | None
+    ) -> Generator[None]:
+        """Surrounds the commit of a step. Meanwhile, and after one that some process lacks, an upload deletes no older step."""
+        with self._commits, inner(reason):
+            self._uncertain = step
+            yield
+            self._uncertain = None
 
     def _put_aside(self, step: int) -> bool:
         """Renames a step of a job with other processes or shardings, which is saved again; returns whether it did."""
@@ -181,7 +203,9 @@ class Tier:
             with self._guard:
                 self._run_retention.listed = collect(self._run, self._clock)
                 self._run_retention.carry_out(step)
-        self.retention.carry_out(self._last_saved)
+        with self._commits:
+            if self._uncertain is None or not has_step(self._local, self._uncertain):
+                self.retention.carry_out(self._last_saved)
 
     def wait_until_persisted(self, step: int | None) -> None:
         """See ``Checkpointer.wait_until_persisted``."""

@@ -566,7 +566,7 @@ class Uploads:
             if is_waiting:
                 why = f'it waits for its upload: {self._obstacle()}.'
             elif step in self._outcomes:
-                why = 'it was uploaded, and the keep policy has deleted it since.'
+                why = 'it was uploaded, and a keep policy or another program has deleted it since.'
             elif not has_step(self._local, step):
                 why = 'there is no such step.'
             raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')

@@ -878,6 +878,30 @@ def test_sigkill_in_a_restart(jobs, place, hook, dies):
     assert [[name for name in place.steps_on(disk) if '.' in name] for disk in range(COUNT)] == [[]] * COUNT
 
 
+def test_an_upload_ends_between_the_commits_of_a_save(jobs, place, tmp_path):
+    """And a process is killed before its commit. The step before is not deleted, although process 0 has a newer one."""
+    trouble = tmp_path / 'trouble'
+    with jobs.one(ends=True) as job:
+        place.begin(
+            job,
+            ONCE,
+            persist=[1],
+            keep_local=1,
+            process_timeout=8.0,
+            trouble=str(trouble),
+            local_hook=(3, 'publish', 'checkpoint_3', 'end trouble, die'),
+        )
+        trouble.write_text('held')
+        assert job.run('tiers_save', 1) == [1] * COUNT
+        assert job.run('tiers_save', 2) == [2] * COUNT
+        job.start('tiers_save', 3)
+        assert job.answers(HEARTBEAT_SECONDS + 60)[3] == DEAD
+    assert t5ckpt.all_steps(place.run) == [1]
+    assert 'checkpoint_3' in place.steps_on(0)
+    with jobs.one(ends=False) as job:
+        assert [each['step'] for each in restored(job, place, leaves=ONCE, persist=[])] == [2] * COUNT
+
+
 def test_sigkill_in_a_deletion(jobs, place):
     """The others learn that the step is still on a disk, from which the next start would restore it."""
     with jobs.one(ends=True) as job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import pathlib
 import pickle
@@ -118,6 +119,14 @@ class LostReply:
             raise TimeoutError('injected: no answer')
 
 
+def end_trouble_and_die(trouble):
+    """Ends the trouble of the bucket, and dies when the other processes have ended an upload."""
+    if pathlib.Path(trouble).exists():
+        pathlib.Path(trouble).unlink()
+        time.sleep(5)
+        scenarios.die()
+
+
 def eio():
     """A bad sector, or a disk that is unplugged."""
     raise StorageError(5, 'injected: input/output error')
@@ -170,6 +179,7 @@ def tiers(directory, leaves, options, local):
     hook = options.pop('local_hook', None)
     if hook is not None and hook[0] == jax.process_index():
         functions = {'die': scenarios.die, 'full': scenarios.fail, 'eio': eio, 'emfile': emfile, 'bug': bug}
+        functions['end trouble, die'] = functools.partial(end_trouble_and_die, trouble)
         inner, *at = open_storage(local), *hook[1:3]
         local = (
             ReadOnly(inner, *at) if hook[3] == 'read-only' else scenarios.HookedStorage(inner, *at, functions[hook[3]])

@@ -754,6 +754,62 @@ def test_the_directory_of_an_earlier_run_while_the_bucket_is_away(gs, local):
     assert steps_in(run) == [1]
 
 
+@pytest.mark.parametrize('data', [b'', b'\xff\xfe', b'0123'])
+def test_a_damaged_id_of_the_run_is_written_again(run_dir, local, data):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+    identity = run_dir / '.t5ckpt' / 'run_id'
+    before = identity.read_bytes()
+    identity.write_bytes(data)
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 1)
+        ck.save(state(2))
+        ck.wait_until_persisted(2)
+    assert identity.read_bytes() == before
+
+
+def test_a_run_that_was_moved(run_dir, local):
+    """It has the same id, at another path."""
+    with checkpointer(run_dir, t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([1]))) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+    moved = run_dir.rename(run_dir.with_name('moved'))
+    with checkpointer(moved, local) as ck:
+        same(ck.restore(), 2)
+        ck.save(state(3))
+        ck.wait_until_persisted()
+    assert 3 in steps_in(moved)
+    assert json.loads((local / '.t5ckpt' / 'tier.json').read_text())['run'] == str(moved)
+
+
+def test_a_bucket_that_is_emptied_in_use(run_dir, local, caplog):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        ck.wait_until_persisted()
+        shutil.rmtree(run_dir)
+        ck.save(state(2))
+        ck.wait_until_persisted()
+    assert len(said(caplog, 'was emptied, or is another storage than before', logging.WARNING)) == 1
+    assert steps_in(run_dir) == [2]
+
+
+def test_a_step_that_waits_and_whose_manifest_is_damaged(gs, local, caplog):
+    """The next save is uploaded in its place."""
+    tier = t5ckpt.LocalTier(local, persist=t5ckpt.SaveAt([1]))
+    run = gs.url()
+    fails_from_now_on(gs)
+    with checkpointer(run, tier, storage_options=AWAY) as ck:
+        ck.save(state(1))
+    works_again(gs)
+    damage(local / 'checkpoint_1' / 'checkpoint')
+    with checkpointer(run, tier, storage_options=AWAY) as ck:
+        ck.save(state(2))
+        with pytest.raises(NotPersistedError, match='step 1 was not uploaded .*: its manifest is damaged'):
+            ck.wait_until_persisted(1)
+        ck.wait_until_persisted(2)
+    assert said(caplog, 'step 1 is not uploaded', logging.ERROR)
+
+
 def test_checkpoints_without_a_record_are_refused(run_dir, local):
     t5ckpt.Checkpointer(state(0), None, local).save(state(1))
     with pytest.raises(LocalDirError, match=r'no \.t5ckpt/tier\.json'):

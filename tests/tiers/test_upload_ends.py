@@ -363,7 +363,9 @@ def test_the_error_of_a_step_that_the_keep_policy_deleted(remote, local):
         for step in (1, 2):
             ck.save(state(step))
             ck.wait_until_persisted()
-        with pytest.raises(NotPersistedError, match='it was uploaded, and the keep policy has deleted it since'):
+        with pytest.raises(
+            NotPersistedError, match='it was uploaded, and a keep policy or another program has deleted it since'
+        ):
             ck.wait_until_persisted(1)
 
 

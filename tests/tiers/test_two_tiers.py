@@ -804,7 +804,7 @@ def test_a_step_that_waits_and_whose_manifest_is_damaged(gs, local, caplog):
     damage(local / 'checkpoint_1' / 'checkpoint')
     with checkpointer(run, tier, storage_options=AWAY) as ck:
         ck.save(state(2))
-        with pytest.raises(NotPersistedError, match='step 1 was not uploaded .*: its manifest is damaged'):
+        with pytest.raises(NotPersistedError, match=r'step 1 was not uploaded .*: its manifest is damaged'):
             ck.wait_until_persisted(1)
         ck.wait_until_persisted(2)
     assert said(caplog, 'step 1 is not uploaded', logging.ERROR)

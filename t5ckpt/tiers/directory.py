@@ -282,7 +282,7 @@ class LocalDirectory:
         self.check_run()
         if not self._is_checked:
             if was_there:
-                text = 't5ckpt: %s was emptied, or is another storage than before; uploads begin it anew'
+                text = 't5ckpt: %s was emptied, or is another storage than before; uploads begin it again'
                 _log.warning(text, self.run.url())
             self.run.make_dir(INDEX)
             if self.run.replace(_RUN_ID, self.id.encode(), None) is None:

@@ -278,7 +278,7 @@ class LocalRestore:
                 kind = 'again' if is_new else 'damaged'
 
         def decide(votes: Sequence[Sequence[str]]) -> bool:
-            texts: dict[str, str] = dict([*votes][::-1])
+            texts = {each: text for each, text in reversed(votes)}
             if not texts.keys() & {'again', 'other'}:
                 self._refused[chosen['step'], save] = texts['damaged'], False
             return 'other' not in texts

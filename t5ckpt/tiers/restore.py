@@ -278,10 +278,10 @@ class LocalRestore:
                 kind = 'again' if is_new else 'damaged'
 
         def decide(votes: Sequence[Sequence[str]]) -> bool:
-            texts = {each: text for each, text in reversed(votes)}
-            if not texts.keys() & {'again', 'other'}:
-                self._refused[chosen['step'], save] = texts['damaged'], False
-            return 'other' not in texts
+            kinds = [each for each, _ in votes]
+            if not {'again', 'other'}.intersection(kinds):
+                self._refused[chosen['step'], save] = votes[kinds.index('damaged')][1], False
+            return 'other' not in kinds
 
         return at.reduce_on_leader(Phase.NEED, (kind, str(error)), decide)
 

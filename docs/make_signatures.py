@@ -29,14 +29,9 @@ NOT_MADE = {
 }
 # Methods that other modules of the package call.
 INTERNAL = {
-    'agree',
     'complete',
-    'local_steps',
-    'open_elsewhere',
     'raise_unreported',
     'start',
-    'steps_to_restore',
-    'damaged_copies',
 }
 
 

@@ -32,7 +32,7 @@ from t5ckpt.format.manifest import decode_manifest, encode_manifest, version_of
 from t5ckpt.format.names import parse_marker, parse_step_dir, parse_tmp_dir
 from t5ckpt.format.zarray import decode_zarray
 from t5ckpt.metrics import TensorBoardMetrics
-from t5ckpt.metrics.record_file import masked_crc32c
+from t5ckpt.metrics.event_file import masked_crc32c
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.chunks import blocks_of
 from t5ckpt.reading.orbax import read_orbax

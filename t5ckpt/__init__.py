@@ -19,27 +19,23 @@ if TYPE_CHECKING:
     from t5ckpt.convert.whole_run import convert_run
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.export import export_weights
-    from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff
+    from t5ckpt.inspection.diff import CheckpointDiff, diff
     from t5ckpt.inspection.runs import Run, open_run
-    from t5ckpt.inspection.stats import CheckpointStats, LeafStats
     from t5ckpt.inspection.view import CheckpointView, open_checkpoint
-    from t5ckpt.integrity.report import Damage, VerifyReport
+    from t5ckpt.integrity.report import VerifyReport
     from t5ckpt.integrity.verify import verify
     from t5ckpt.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
     from t5ckpt.load import load_t5x_checkpoint
     from t5ckpt.metrics import TensorBoardMetrics
     from t5ckpt.options import CheckpointerOptions
     from t5ckpt.policies import (
-        Decision,
         KeepAll,
-        KeepAny,
         KeepBest,
         KeepEvery,
         KeepEveryHours,
         KeepLatest,
         KeepPolicy,
         KeepSteps,
-        StepInfo,
     )
     from t5ckpt.preemption import PreemptionNotice
     from t5ckpt.progress import ProgressReporter
@@ -47,9 +43,6 @@ if TYPE_CHECKING:
     from t5ckpt.save.pending import PendingSave
     from t5ckpt.save_best import SaveBestCheckpointer
     from t5ckpt.save_policies import (
-        Moment,
-        SaveAll,
-        SaveAny,
         SaveAt,
         SaveEvery,
         SaveEverySeconds,
@@ -79,7 +72,6 @@ __all__ = [
     'MODEL',
     'OPTIMIZER',
     'CheckpointDiff',
-    'CheckpointStats',
     'CheckpointTranslator',
     'CheckpointView',
     'Checkpointer',
@@ -87,10 +79,7 @@ __all__ = [
     'CommittedCheckpoint',
     'ConvertOptions',
     'ConvertReport',
-    'Damage',
-    'Decision',
     'KeepAll',
-    'KeepAny',
     'KeepBest',
     'KeepEvery',
     'KeepEveryHours',
@@ -100,18 +89,13 @@ __all__ = [
     'LazyArray',
     'LazyAwaitableArray',
     'LazyThreadPoolArray',
-    'LeafDiff',
-    'LeafStats',
     'LocalTier',
-    'Moment',
     'ParameterInfo',
     'PendingSave',
     'PreemptionNotice',
     'ProgressReporter',
     'RestoreStateTransformationFn',
     'Run',
-    'SaveAll',
-    'SaveAny',
     'SaveAt',
     'SaveBestCheckpointer',
     'SaveEvery',
@@ -123,7 +107,6 @@ __all__ = [
     'SavePolicy',
     'SaveStateTransformationFn',
     'SaveWhenIdle',
-    'StepInfo',
     'TensorBoardMetrics',
     'VerifyReport',
     'WarmStart',
@@ -163,16 +146,15 @@ _NAMES = {
     'convert.whole_run': 'convert_run',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'export': 'export_weights',
-    'inspection.diff': 'CheckpointDiff LeafDiff diff',
+    'inspection.diff': 'CheckpointDiff diff',
     'inspection.runs': 'Run open_run',
-    'inspection.stats': 'CheckpointStats LeafStats',
     'inspection.view': 'CheckpointView open_checkpoint',
-    'integrity.report': 'Damage VerifyReport',
+    'integrity.report': 'VerifyReport',
     'integrity.verify': 'verify',
     'lazy': 'LazyArray LazyAwaitableArray LazyThreadPoolArray',
     'load': 'load_t5x_checkpoint',
     'metrics': 'TensorBoardMetrics',
-    'policies': 'Decision KeepAll KeepAny KeepBest KeepEvery KeepEveryHours KeepLatest KeepPolicy KeepSteps StepInfo',
+    'policies': 'KeepAll KeepBest KeepEvery KeepEveryHours KeepLatest KeepPolicy KeepSteps',
     'options': 'CheckpointerOptions',
     'preemption': 'PreemptionNotice',
     'progress': 'ProgressReporter',
@@ -180,7 +162,7 @@ _NAMES = {
     'save.pending': 'PendingSave',
     'save_best': 'SaveBestCheckpointer',
     'save_policies': (
-        'Moment SaveAll SaveAny SaveAt SaveEvery SaveEverySeconds SaveFirst SaveLast SaveOnImprovement '
+        'SaveAt SaveEvery SaveEverySeconds SaveFirst SaveLast SaveOnImprovement '
         'SaveOnPreemption SavePolicy SaveWhenIdle YoungDaly'
     ),
     'steps': (

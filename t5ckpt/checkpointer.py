@@ -12,18 +12,14 @@ import contextlib
 import functools
 import importlib
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from t5ckpt.catalog.locate import log_other_contents, open_run_storage
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention, RunFacts, dataset_count
 from t5ckpt.commit.transaction import CommittedCheckpoint
-from t5ckpt.core.arguments import check_callables, check_flags, check_kind, integer
+from t5ckpt.core.arguments import check_callables, check_flags, check_kind, given_step, integer
 from t5ckpt.core.byte_budget import bytes_of_gb
 from t5ckpt.core.call_site import CallSite, Notices
 from t5ckpt.core.leaf_patterns import Pattern, Patterns
@@ -33,12 +29,11 @@ from t5ckpt.core.protocols import (
     Progress,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
-    TrainState,
 )
 from t5ckpt.core.thread_pool import finished_before_exit
 from t5ckpt.datasets import DatasetState
 from t5ckpt.distributed.coordinator import Coordinator
-from t5ckpt.distributed.rounds import CoordinationRound, Phase
+from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import (
     ClosedError,
     DisagreementError,
@@ -51,13 +46,13 @@ from t5ckpt.errors import (
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.options import CheckpointerOptions
-from t5ckpt.planning.casts import Cast, casts_of
+from t5ckpt.planning.casts import casts_of
 from t5ckpt.planning.leaf_choice import LeafChoice
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.policies import KeepAll, KeepLatest, KeepPolicy, StepInfo
-from t5ckpt.restore.execute import run_restore
-from t5ckpt.restore.request import RestoreRequest, check_source
+from t5ckpt.restore.request import check_source
+from t5ckpt.restorer import Restorer
 from t5ckpt.save.arguments import (
     check_no_directory,
     check_policies,
@@ -66,7 +61,6 @@ from t5ckpt.save.arguments import (
     metric_numbers,
     ordered,
     plain_json,
-    warn_of_gda,
     warn_of_idle,
 )
 from t5ckpt.save.best_step import best_step_of, monitored_metrics, warn_of_missing_metrics
@@ -79,7 +73,7 @@ from t5ckpt.save.schedule import SaveSchedule
 from t5ckpt.save.template_check import TemplateCheck
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.storage import Storage, require_directory
+from t5ckpt.storage import PathOrStorage, require_directory
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.train_state import flatten_state, step_to_save
@@ -116,7 +110,7 @@ class Checkpointer:
       local: a LocalTier: saves are written to its directory of this machine, and uploads to ``checkpoints_dir`` follow in the
         background. See docs/tiers.md.
       options: how it saves and restores, see :class:`CheckpointerOptions`.
-      use_gda: an argument of older versions of T5X; ignored with a DeprecationWarning.
+      use_gda: an argument of older versions of T5X; ignored with a warning.
 
     Notes:
       One save runs at a time; a second one waits for the first. Call the methods from one thread, that of the training
@@ -127,7 +121,7 @@ class Checkpointer:
         self,
         train_state: Any,
         partitioner: Partitioner | None = None,
-        checkpoints_dir: str | os.PathLike[str] | Storage = '',
+        checkpoints_dir: PathOrStorage = '',
         dataset_iterator: Any = None,
         *,
         keep: int | None = None,
@@ -145,55 +139,46 @@ class Checkpointer:
         progress: Progress | None = None,
         options: CheckpointerOptions = CheckpointerOptions(),
     ):
-        warn_of_gda(use_gda)
         importlib.import_module('jax')  # A save at the end of the interpreter can no longer import it.
         check_no_directory(train_state=train_state, partitioner=partitioner)
         check_policies(keep, keep_policy, save_policy, metric_source)
         check_callables(preempted=preempted, progress=progress)
         check_flags(read_only=read_only)
-        check_kind('options', options, CheckpointerOptions, "CheckpointerOptions(compression='zstd')")
-        self._storage, self._storage_options = open_run_storage(checkpoints_dir, storage_options), storage_options
+        self._storage = open_run_storage(checkpoints_dir, storage_options)
         # Absolute, so that a later chdir does not change it.
         self.checkpoints_dir = self._storage.url()
         cast, restore_cast = casts_of(save_dtype, restore_dtype, options.cast_leaves)
-        self.restore_dtype = None if restore_cast is None else restore_cast.requested
-        self._options = options
-        self._train_state, self._partitioner = train_state, partitioner
-        self._is_t5x = partitioner is not None or isinstance(train_state, TrainState)
-        self._axes = LeafAxes(partitioner, train_state)
-        self._dataset = DatasetState.of(dataset_iterator, partitioner, options.map_positions)
+        self._options, self._axes = options, LeafAxes(partitioner, train_state)
+        dataset = DatasetState.of(dataset_iterator, partitioner, options.map_positions)
         policy = _latest(keep) if keep_policy is None else keep_policy
         datasets = dataset_count(keep_dataset_checkpoints)
         self._retention = Retention(self._storage, policy, options.clock, datasets, metric_source)
         alike = {name: bool(getattr(options, name)) for name in ('follow_links', 'share_replicated', 'strict_save')}
         alike |= {'local': local and 'a LocalTier', 'read_only': bool(read_only), 'verify': options.verify}
-        self._coordinator = Coordinator(self._storage, options.processes, options.process_timeout, alike)
-        self._is_read_only = read_only
-        self._has_source, self._notices = metric_source is not None, Notices()
+        coordinator, notices = Coordinator(self._storage, options.processes, options.process_timeout, alike), Notices()
+        self._is_read_only, self._has_source = read_only, metric_source is not None
         # The local directory, and what it adds; saves go to it.
-        self._tier = tier = None if local is None else self._tier_of(local, preempted)
+        self._tier = tier = None if local is None else self._tier_of(local, preempted, coordinator)
+        self._restorer = Restorer(
+            self._storage, storage_options, train_state, partitioner, dataset, coordinator, tier, options, progress,
+            notices, read_only, None if restore_cast is None else restore_cast.requested,
+        )  # fmt: skip
         self._steps: RunFacts = self._retention if tier is None else tier
         saves_to, retention = (self._storage, self._retention) if tier is None else (tier.storage, tier.retention)
         codec = compression_for(options.compression, saves_to)
         # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
         asked = None if isinstance(keep_policy, KeepAll) else metric_source
-        warn_of_idle(policy, asked, self._dataset, keep_dataset_checkpoints)
+        warn_of_idle(policy, asked, dataset, keep_dataset_checkpoints, use_gda)
         # The last makes a policy of ``keep``; None if the caller passed a policy.
         self._keep, self._is_closed, self._policy_of_keep = keep, False, _latest if keep_policy is None else None
         self._save_context = SaveContext(
             saves_to, SaveOptions(cast, codec, options.chunk_bytes, options.inline_bytes), retention, progress,
-            options.clock, self._notices, reuses=options.reuse_unchanged,
+            options.clock, notices, reuses=options.reuse_unchanged,
         )  # fmt: skip
         self._monitored = monitored_metrics(policy, save_policy)
         # Nothing here may refer to this object: its template and data iterator are freed with it, not by a later collection.
-        self._template_check = TemplateCheck(self._axes, self._notices, is_strict=options.strict_save)
-        self._pending: PendingSave | None = None
-        self._schedule = SaveSchedule(
-            save_policy, self._coordinator, self._steps, options.clock, preempted, self._notices
-        )
-        self._restored_leaves: list[Callable[[], Any]] = []
-        self.restored_step: int | None = None
-        """The step of this run that the last restore restored; None after a restore from a ``path``."""
+        self._template_check = TemplateCheck(self._axes, notices, is_strict=options.strict_save)
+        self._schedule = SaveSchedule(save_policy, coordinator, self._steps, options.clock, preempted, notices)
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +200,7 @@ class Checkpointer:
             f'the checkpointer of {self.checkpoints_dir} cannot be pickled or copied. Make one in the other process.'
         )
 
-    def _tier_of(self, local: LocalTier, preempted: Any) -> Tier:
+    def _tier_of(self, local: LocalTier, preempted: Any, coordinator: Coordinator) -> Tier:
         # Imported here, because only a checkpointer with a local directory needs it.
         from t5ckpt.tiers.local_tier import LocalTier
         from t5ckpt.tiers.tier import Tier
@@ -224,22 +209,21 @@ class Checkpointer:
         check_preemption(local.persist, preempted, 'uploads')
         require_directory(self._storage)
         read_only = self._is_read_only
-        return Tier(local, self._storage, self._retention, self._options.clock, self._coordinator, read_only=read_only)
+        return Tier(local, self._storage, self._retention, self._options.clock, coordinator, read_only=read_only)
 
     @property
-    def storage(self) -> Storage:
-        """The run's directory."""
-        return self._storage
+    def restored_step(self) -> int | None:
+        """The step of this run that the last restore restored; None after a restore from a ``path``."""
+        return self._restorer.restored_step
 
     @property
-    def has_iterator(self) -> bool:
-        """Whether the position of a data iterator is saved and restored."""
-        return self._dataset is not None
+    def restore_dtype(self) -> Any:
+        """The dtype of the restores that follow; may be set, as in T5X."""
+        return self._restorer.restore_dtype
 
-    @property
-    def template(self) -> Any:
-        """The state that was passed to the constructor."""
-        return self._train_state
+    @restore_dtype.setter
+    def restore_dtype(self, dtype: Any) -> None:
+        self._restorer.restore_dtype = dtype
 
     def __repr__(self) -> str:
         latest: Any = None
@@ -410,7 +394,7 @@ class Checkpointer:
         with finished_before_exit():
             # No frame refers to the prepared save, which has the staged arrays.
             pending = PendingSave(self._prepared(state, transforms, named, budget, overwrite, facts, in_background))
-            self._pending = pending  # known before it is started
+            self._restorer.saving = pending  # known before it is started
             pending.start()
             if not in_background:
                 pending.result()
@@ -421,7 +405,7 @@ class Checkpointer:
         self, state: Any, transforms: Any, named: Any, budget: int, overwrite: bool, facts: Facts, in_background: bool
     ) -> PreparedSave:
         """Plans a save, and stages its first arrays; ``named`` is the step that the caller has named, or None."""
-        save_round = self._round('a save' if named is None else f'the save of step {named}')
+        save_round = self._restorer.round('a save' if named is None else f'the save of step {named}')
         with save_round.failing_together(Phase.PLAN):
             if self._tier is not None:
                 # All processes take part in it.
@@ -431,9 +415,9 @@ class Checkpointer:
             step = step_to_save(state, table, named)
             request = SaveRequest(
                 self._save_context, step, budget, overwrite, facts, round=save_round, in_background=in_background,
-                names_step=named is not None, site=CallSite.here(), is_as_restored=self._is_as_restored(step, state),
+                names_step=named is not None, site=CallSite.here(), is_as_restored=self._restorer.is_as_restored(step, state),
                 # The iterator advances as soon as the caller continues.
-                files={} if self._dataset is None else self._dataset.snapshot(save_round.processes),
+                files={} if self._restorer.dataset is None else self._restorer.dataset.snapshot(save_round.processes),
             )  # fmt: skip
             if self._tier is not None:
                 request = self._tier.with_upload(request, preempted=self.should_stop)
@@ -448,41 +432,22 @@ class Checkpointer:
         if is_leader:
             given = [StepInfo(step, metrics=request.facts.metrics)]
             infos = self._retention.decided if self._has_source else given
-            warn_of_missing_metrics(self._notices, self._retention.policy, infos, has_source=self._has_source)
+            warn_of_missing_metrics(self._restorer.notices, self._retention.policy, infos, has_source=self._has_source)
         if not has_transforms:
-            options = RestoreOptions(self._restore_cast(), strict=strictness(None, is_t5x=self._is_t5x))
+            options = RestoreOptions(self._restorer.cast(), strict=strictness(None, is_t5x=self._restorer.is_t5x))
             self._template_check.check(state, table, step, options, warns=is_leader)
-        if self._partitioner is None and is_leader:
+        if self._restorer.partitioner is None and is_leader:
             self._template_check.check_shardings(table, step)
-
-    def agree(self, action: str, note: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """A coordination round: each process sends a vote, process 0 decides on all of them, and all get its answer.
-
-        Votes and answer are of JSON's types; ``note`` is a vote, or returns one. In a single process, this calls ``decide``.
-        """
-        at = self._round(action)
-        with at.failing_together(Phase.AGREE):
-            vote = note() if callable(note) else note
-        return at.reduce_on_leader(Phase.AGREE, vote, decide)
-
-    def _round(self, action: str) -> CoordinationRound:
-        # A restore finds the step of the save that is running; and a round removes the keys of the previous one.
-        self._wait()
-        return self._coordinator.round(action)
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, if there is one, and raises its error as :meth:`check_for_errors`."""
-        self._wait()
+        self._restorer.wait()
         self.check_for_errors()
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
 
     def check_for_errors(self) -> None:
         """Raises SaveFailedError if a save in the background failed and no call has raised its error yet."""
-        if self._pending is not None:
-            self._pending.raise_unreported()
+        if self._restorer.saving is not None:
+            self._restorer.saving.raise_unreported()
 
     def wait_until_persisted(self, step: int | None = None) -> None:
         """Waits until a step is in ``checkpoints_dir``; None waits for all steps that are to be uploaded.
@@ -496,7 +461,7 @@ class Checkpointer:
           SaveFailedError: as for :meth:`check_for_errors`.
         """
         self.wait_until_finished()
-        wanted = None if step is None else integer('step', step)
+        wanted = given_step(step)
         if self._tier is not None:
             self._tier.wait_until_persisted(wanted)
 
@@ -507,11 +472,11 @@ class Checkpointer:
         ``wait_until_persisted``. ``restore`` still works, except with ``local`` in a job of several processes.
         """
         self._is_closed = True
-        self._wait()
+        self._restorer.wait()
         if self._tier is not None:
             self._tier.close()
         self.check_for_errors()
-        if self._pending is not None:
+        if self._restorer.saving is not None:
             self._schedule.warn_if_unused()
 
     # --- restoring ---------------------------------------------------------------------------------------------------
@@ -563,7 +528,7 @@ class Checkpointer:
         check_source(step, path)
         check_flags(lazy_parameters=lazy_parameters, donate=donate, restore_iterator=restore_iterator)
         check_kind('fallback_state', fallback_state, Mapping, "{'params': {...}}")
-        return self.restore_chosen(
+        return self._restorer.restore(
             LeafChoice(take=take, leave=leave, rename=rename, missing=missing, strict=strict, resize=resize),
             step=step,
             path=path,
@@ -573,43 +538,6 @@ class Checkpointer:
             donate=donate,
             leaves_iterator=not restore_iterator,
         )
-
-    def restore_chosen(self, choice: LeafChoice, **call: Any) -> Any:
-        """Restores the leaves of a choice; ``call`` has fields of RestoreRequest. For ``restore_or_init``."""
-        import jax
-
-        request = RestoreRequest(
-            template=self._train_state,
-            partitioner=self._partitioner,
-            dataset=self._dataset,
-            storage=self._storage,
-            storage_options=self._storage_options,
-            round=self._round('a restore'),
-            cast=self._restore_cast(),
-            progress=self._save_context.progress,
-            reading=self._options,
-            notices=self._notices,
-            continues=not self._is_read_only,
-            note_step=self._note_step,
-            choice=choice,
-            strict=strictness(choice.strict, is_t5x=self._is_t5x),
-            **call,
-        )
-        state = run_restore(request) if self._tier is None else self._tier.restore(request)
-        self._restored_leaves = [_reference(leaf) for leaf in jax.tree.leaves(state)]
-        return state
-
-    def _is_as_restored(self, step: int, state: Any) -> bool:
-        """Whether the leaves of a state are those that the last restore returned for this step."""
-        import jax
-
-        leaves = jax.tree.leaves(state) if step == self.restored_step else []
-        return len(leaves) == len(self._restored_leaves) > 0 and all(
-            _is_same(leaf, restored()) for leaf, restored in zip(leaves, self._restored_leaves, strict=True)
-        )
-
-    def _note_step(self, step: int | None) -> None:
-        self.restored_step = step
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: CheckpointTranslator | None = None
@@ -627,10 +555,12 @@ class Checkpointer:
         from t5ckpt.convert.tf import open_tf, tf_leaves
         from t5ckpt.convert.tf.model import restore_tf
 
-        restore_round = self._round('a restore')
+        restore_round = self._restorer.round('a restore')
         with restore_round.together(Phase.RESTORE):
             source = tf_leaves(open_tf(path_or_dir), translator)
-            return restore_tf(source, self._restore_cast(), self._train_state, self._partitioner, strict=strict)
+            return restore_tf(
+                source, self._restorer.cast(), self._restorer.template, self._restorer.partitioner, strict=strict
+            )
 
     def convert_from_tf_checkpoint(
         self,
@@ -667,12 +597,8 @@ class Checkpointer:
             source = tf_leaves(open_tf(path_or_dir), translator)
             committed = convert_tf_to_model(source, request, self._axes, state_transformation_fns)
 
-        self._round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)
+        self._restorer.round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)
         return committed
-
-    def _restore_cast(self) -> Cast | None:
-        # Made for each call, because callers may set ``restore_dtype``, as in T5X.
-        return Cast.of_restore(self.restore_dtype, self._options.cast_leaves)
 
     # --- asking and deleting -----------------------------------------------------------------------------------------
 
@@ -707,8 +633,8 @@ class Checkpointer:
         Raises:
           CheckpointNotFoundError: there is no such step.
         """
-        self._wait()
-        return dict(self._steps.metrics_at(None if step is None else integer('step', step)))
+        self._restorer.wait()
+        return dict(self._steps.metrics_at(given_step(step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The step with the best value of a metric; the newest of equal ones. NaN is never the best.
@@ -724,7 +650,7 @@ class Checkpointer:
         Raises:
           ValueError: no policy, or more than one, determines the metric or the mode; or the steps have only other metrics.
         """
-        self._wait()
+        self._restorer.wait()
         self._schedule.is_used = True
         # A reader, such as an evaluator, does not provide the metric; the source may return it later.
         awaited = [name for name, _ in self._monitored] if self._is_read_only and self._has_source else ()
@@ -758,7 +684,7 @@ class Checkpointer:
             # The step is deleted.
             return None
 
-        deletion = self._round(f'the deletion of step {step_to_delete}')
+        deletion = self._restorer.round(f'the deletion of step {step_to_delete}')
         with contextlib.ExitStack() as stack:
             with deletion.failing_together(Phase.DELETE):
                 vote = (step_to_delete, *(('', False) if tier is None else tier.deletion_vote(step_to_delete)))
@@ -799,36 +725,6 @@ class Checkpointer:
         """The steps with data-iterator state, ascending."""
         return self._steps.dataset_steps()
 
-    def steps_to_restore(self, local: Sequence[Any] = ()) -> list[int]:
-        """The steps that ``restore_or_init`` tries, ascending, with the ``local_steps`` of all processes."""
-        if self._storage.commits_by_rename and not self._is_read_only:
-            # It publishes the step that a killed overwrite has hidden. If the storage is away, the next line says so.
-            with contextlib.suppress(T5CkptError):
-                collect(self._storage, self._options.clock)
-        return self._steps.steps() if self._tier is None else self._tier.steps(local)
-
-    def local_steps(self) -> Any:
-        """The local steps of this process for ``restore_or_init``, see ``Tier.local_steps``; None without a local directory."""
-        return None if self._tier is None else self._tier.local_steps()
-
-    def damaged_copies(self, step: int, *, shared: bool) -> list[Storage]:
-        """The storages that may have damaged copies of a step that was not restored, in this process or ``shared`` by all."""
-        if self._tier is None:
-            return [self._storage] if shared else []
-        return self._tier.damaged_copies(step, shared=shared)
-
 
 def _latest(keep: int | None) -> KeepPolicy:
     return KeepAll() if keep is None else KeepLatest(integer('keep', keep, 1, 'None keeps all.'))
-
-
-def _reference(leaf: Any) -> Callable[[], Any]:
-    """Refers to a leaf without keeping its memory."""
-    return weakref.ref(leaf) if type(leaf).__weakrefoffset__ else lambda: leaf
-
-
-def _is_same(leaf: Any, restored: Any) -> bool:
-    """Whether a leaf is the restored one. An array of NumPy may have been written to since, so it counts as another."""
-    if isinstance(leaf, np.ndarray):
-        return False
-    return leaf is restored or (isinstance(leaf, (bool, int, float, complex, str, np.generic)) and leaf == restored)

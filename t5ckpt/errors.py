@@ -2,6 +2,7 @@
 
     T5CkptError
     ├── CheckpointNotFoundError   FileNotFoundError, ValueError   no such step, directory or run
+    │   └── ChangedMeanwhileError                                 it was deleted or overwritten while it was being read
     ├── InvalidPathError          ValueError                      a malformed or ambiguous path or URL
     ├── CheckpointExistsError     FileExistsError                 a complete checkpoint exists at the destination of a write
     ├── FormatError               ValueError                      the files are not in a format that a reader accepts
@@ -38,7 +39,7 @@
     └── MissingDependencyError    ImportError                     an optional extra is not installed
 
 Every warning is a ``T5CkptWarning``, a UserWarning, and is given once per cause: MetricModeWarning, MissingMetricWarning,
-NarrowedDtypeWarning, NoEffectWarning, ObsoleteArgumentWarning (also DeprecationWarning), StepMismatchWarning,
+NarrowedDtypeWarning, NoEffectWarning, StepMismatchWarning,
 TemplateMismatchWarning and UnshardedTemplateWarning.
 
 Each error is also the builtin that callers of T5X already catch. ``TreeMismatchError.problems`` holds the differences as data, so
@@ -56,6 +57,7 @@ from t5ckpt.core.text import counted, lines, listed, numbered, printable, some_o
 
 __all__ = [
     'AccessDeniedError',
+    'ChangedMeanwhileError',
     'CheckpointExistsError',
     'CheckpointNotFoundError',
     'ClosedError',
@@ -79,7 +81,6 @@ __all__ = [
     'NotDurableError',
     'NotEnoughMemoryError',
     'NotPersistedError',
-    'ObsoleteArgumentWarning',
     'OutputExistsError',
     'ProcessMissingError',
     'ReadOnlyError',
@@ -139,12 +140,12 @@ class UnshardedTemplateWarning(T5CkptWarning):
     """The template has no shardings for leaves that are saved from several devices; each would be restored to one device."""
 
 
-class ObsoleteArgumentWarning(T5CkptWarning, DeprecationWarning):
-    """An argument of older versions of T5X was passed. It has no effect."""
-
-
 class CheckpointNotFoundError(T5CkptError, FileNotFoundError, ValueError):
     """The path or step has no complete checkpoint."""
+
+
+class ChangedMeanwhileError(CheckpointNotFoundError):
+    """The checkpoint was deleted or overwritten while it was being read."""
 
 
 class InvalidPathError(T5CkptError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 from typing import Any
 
 from t5ckpt.checkpointer import Checkpointer
@@ -19,7 +18,7 @@ from t5ckpt.planning.casts import Cast, check_cast
 from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.resume import MODEL
 from t5ckpt.save.arguments import check_no_directory
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import is_key
 
@@ -30,7 +29,7 @@ _log = logging.getLogger('t5ckpt')
 
 def export_weights(
     train_state: Any,
-    directory: str | os.PathLike[str] | Storage,
+    directory: PathOrStorage,
     *,
     dtype: Any = None,
     step: int | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from t5ckpt.planning.leaf_reads import StoredRead
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.restore.read_arrays import read_arrays
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import LeafTable, unflatten
 from t5ckpt.tree.leaves import LeafTemplate
 
@@ -35,7 +34,7 @@ _PYTHON: Mapping[str, type] = {'int': int, 'float': float, 'bool': bool, 'comple
 
 
 def load_t5x_checkpoint(
-    path: str | os.PathLike[str] | Storage,
+    path: PathOrStorage,
     step: int | None = None,
     state_transformation_fns: Sequence[RestoreStateTransformationFn] = (),
     remap: bool = True,

@@ -31,6 +31,7 @@ from t5ckpt.errors import (
     UnsupportedTopologyError,
 )
 from t5ckpt.planning.leaf_choice import LeafChoice
+from t5ckpt.restorer import Restorer
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.train_state import flatten_state
@@ -122,41 +123,38 @@ def restore_or_init(
     check_word('fallback', fallback, ('older', None))
     choice = LeafChoice(rename=rename, missing=missing, strict=strict, resize=resize)
     sources = _sources(initial_checkpoint)
-    initial = _Initial(checkpointer.template, init_fn)
-    steps: list[int] = checkpointer.agree('restore_or_init', checkpointer.local_steps, checkpointer.steps_to_restore)
+    run = checkpointer._restorer  # noqa: SLF001 - its other user  # pyright: ignore[reportPrivateUsage]
+    initial = _Initial(run.template, init_fn)
+    steps: list[int] = run.agree('restore_or_init', run.local_steps, run.steps)
     if steps:
-        log_newer(checkpointer.storage, steps[-1])
+        log_newer(run.storage, steps[-1])
     failed: list[int] = []
     for step in reversed(steps):
         error: Exception | None = None
         try:
-            state = checkpointer.restore_chosen(
-                choice, step=step, donate=donate, init=initial.leaves if missing == 'init' else None
-            )
+            state = run.restore(choice, step=step, donate=donate, init=initial.leaves if missing == 'init' else None)
         except Exception as caught:  # noqa: BLE001 - raised below, when the other processes know
             error = caught
         else:
-            _rename_damaged(checkpointer, failed, shared=False)
-            checkpointer.agree(
-                'renaming damaged steps', None, lambda _: _rename_damaged(checkpointer, failed, shared=True)
-            )
+            _rename_damaged(run, failed, shared=False)
+            run.agree('renaming damaged steps', None, lambda _: _rename_damaged(run, failed, shared=True))
             return state
-        why = checkpointer.agree('the fallback of restore_or_init', _kind(error), _verdict)
+        why = run.agree('the fallback of restore_or_init', _kind(error), _verdict)
         if fallback is None or not why or (why == 'topology' and step == steps[0]):
             raise error
         if why == 'corrupt':
             failed.append(step)
         _log.error('t5ckpt: step %d cannot be restored, looking for an older one: %s', step, error)
     if failed:
-        copies = [checkpointer.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
+        copies = [run.damaged_copies(step, shared=shared) for step in failed for shared in (True, False)]
         urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Copy one without its damaged leaves (t5ckpt cp --drop), or move them away to start a new run.'
         )
-    checkpointer.agree('a new run', len(sources), lambda counts: _check_new_run(checkpointer.storage, counts))
+    run.agree('a new run', len(sources), lambda counts: _check_new_run(run.storage, counts))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)
-    return _warm_start(checkpointer, initial, sources, donate) if sources else initial.state()
+    return _warm_start(run, initial, sources, donate) if sources else initial.state()
 
 
 def _check_new_run(storage: Storage, counts: Sequence[int]) -> None:
@@ -196,10 +194,10 @@ def _verdict(kinds: Sequence[str]) -> str:
     return own.pop() if own in ({'corrupt'}, {'topology'}) else ''
 
 
-def _rename_damaged(checkpointer: Checkpointer, failed: Sequence[int], *, shared: bool) -> None:
+def _rename_damaged(run: Restorer, failed: Sequence[int], *, shared: bool) -> None:
     """Renames damaged steps, except those that are kept or that another program wrote."""
     for step in failed:
-        for storage in checkpointer.damaged_copies(step, shared=shared):
+        for storage in run.damaged_copies(step, shared=shared):
             try_to_rename_damaged(storage, step, time.time)
 
 
@@ -225,16 +223,16 @@ class _Initial:
         return {path: fresh[path] for path in needed}
 
 
-def _warm_start(checkpointer: Checkpointer, initial: _Initial, sources: Sequence[WarmStart], donate: bool) -> Any:
-    iterator_from = _iterator_source(sources, has_iterator=checkpointer.has_iterator)
+def _warm_start(run: Restorer, initial: _Initial, sources: Sequence[WarmStart], donate: bool) -> Any:
+    iterator_from = _iterator_source(sources, has_iterator=run.dataset is not None)
     # No checkpoint holds an empty container, such as optax's EmptyState, or None.
-    table = flatten_state(checkpointer.template).table
+    table = flatten_state(run.template).table
     total = sum(not isinstance(leaf, Empty | None) for leaf in table.values())
     given: LeafTable = {}
     state: Any = None
     for warm in sources:
         is_last = warm is sources[-1]
-        state = checkpointer.restore_chosen(
+        state = run.restore(
             warm,
             path=warm.path,
             step=warm.step,
@@ -248,7 +246,7 @@ def _warm_start(checkpointer: Checkpointer, initial: _Initial, sources: Sequence
         _log.info('t5ckpt: started from %s: %d of %d leaves', warm.path, count, total)
         given = given if is_last else given | state
     _log.info('t5ckpt: %d of %d leaves are new', initial.count, total)
-    if checkpointer.has_iterator:
+    if run.dataset is not None:
         starts = 'starts at its beginning (WarmStart(restore_iterator=True) continues it)'
         where = starts if iterator_from is None else f'continues at the position in {iterator_from.path}'
         _log.info('t5ckpt: the data %s', where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from t5ckpt.catalog.locate import open_run_storage
@@ -13,7 +12,7 @@ from t5ckpt.core.protocols import Partitioner
 from t5ckpt.errors import NoEffectWarning
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import KeepAll, KeepBest, KeepPolicy, best_mode, check_metric_name
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 
 __all__ = ['SaveBestCheckpointer']
 
@@ -42,7 +41,7 @@ class SaveBestCheckpointer(Checkpointer):
         self,
         train_state: Any,
         partitioner: Partitioner | None = None,
-        checkpoints_dir: str | os.PathLike[str] | Storage = '',
+        checkpoints_dir: PathOrStorage = '',
         dataset_iterator: Any = None,
         *,
         keep: int | None = None,

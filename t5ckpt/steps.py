@@ -23,7 +23,7 @@ from t5ckpt.catalog.pin_file import NO_REASON, is_pinned_at, unpin_at
 from t5ckpt.commit.holds import pin_in
 from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir
-from t5ckpt.storage import Storage, open_storage, split_path
+from t5ckpt.storage import PathOrStorage, open_storage, split_path
 
 __all__ = [
     'all_dataset_checkpoint_steps',
@@ -52,9 +52,7 @@ def get_checkpoint_dir(
     return os.path.join(os.fspath(checkpoints_dir), name)
 
 
-def all_steps(
-    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
-) -> list[int]:
+def all_steps(checkpoints_dir: PathOrStorage, *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when the directory is empty or absent.
 
     Args:
@@ -64,9 +62,7 @@ def all_steps(
     return steps_in(open_storage(checkpoints_dir, storage_options))
 
 
-def latest_step(
-    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
-) -> int | None:
+def latest_step(checkpoints_dir: PathOrStorage, *, storage_options: Mapping[str, Any] | None = None) -> int | None:
     """The largest complete step, or None if there is none. Step 0 is a step.
 
     Logs checkpoints in the directory that are no steps: of Flax with a fraction as their number, or those of a run in it.
@@ -84,7 +80,7 @@ def latest_step(
 
 
 def all_dataset_checkpoint_steps(
-    checkpoints_dir: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
+    checkpoints_dir: PathOrStorage, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The steps whose directory holds data-iterator state (``train_ds-*``), ascending.
 

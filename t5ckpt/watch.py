@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -12,13 +11,13 @@ from t5ckpt.catalog.listing import steps_in
 from t5ckpt.catalog.locate import open_run_storage, refuse_other_contents
 from t5ckpt.commit.holds import hold
 from t5ckpt.core.arguments import integer
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 
 __all__ = ['checkpoints_iterator']
 
 
 def checkpoints_iterator(
-    directory: str | os.PathLike[str] | Storage,
+    directory: PathOrStorage,
     *,
     after: int | None = None,
     timeout: float | None = None,

@@ -31,7 +31,7 @@ from t5ckpt.core.text import counted, some_of
 from t5ckpt.errors import CheckpointNotFoundError, NoEffectWarning, StorageError, T5CkptError, UnsupportedFormatError
 from t5ckpt.format.names import MANIFEST, flax_number, parse_prefixed_step, parse_step_dir, step_dir
 from t5ckpt.format.safetensors import FLAX_WHOLE, SHARD, WHOLE_NAMES, is_tensor_file
-from t5ckpt.storage import AbsentStorage, Storage, open_storage, split_path
+from t5ckpt.storage import AbsentStorage, PathOrStorage, Storage, open_storage, split_path
 
 _log = logging.getLogger('t5ckpt')
 
@@ -157,9 +157,7 @@ def no_links_text(located: Located) -> str:
     return f'follow_links has no effect: {located.storage.url()} is not on a local file system and has no links. Leave it out.'
 
 
-def open_run_storage(
-    path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
-) -> Storage:
+def open_run_storage(path: PathOrStorage, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Opens a run's directory, which need not exist. For an empty path, returns a storage that raises when it is used.
 
     Raises:
@@ -259,7 +257,7 @@ def log_other_contents(storage: Storage) -> None:
         _log.warning('t5ckpt: %s', error)
 
 
-def open_target(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
+def open_target(path: PathOrStorage, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Opens the directory of a run to write steps to.
 
     Raises:
@@ -271,7 +269,7 @@ def open_target(path: str | os.PathLike[str] | Storage, storage_options: Mapping
 
 
 def locate(
-    path: str | os.PathLike[str] | Storage,
+    path: PathOrStorage,
     step: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     *,

@@ -15,7 +15,7 @@ from t5ckpt.convert.seqax import export_seqax
 from t5ckpt.convert.source import Source, write_source
 from t5ckpt.convert.trees import log_left_out, open_tree
 from t5ckpt.core.arguments import check_word
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 
 __all__ = ['FORMATS', 'TAKES', 'TO_ORBAX', 'ConvertOptions', 'ConvertReport', 'convert_checkpoint']
 
@@ -23,7 +23,7 @@ __all__ = ['FORMATS', 'TAKES', 'TO_ORBAX', 'ConvertOptions', 'ConvertReport', 'c
 def convert_checkpoint(
     kind: str,
     source: str | os.PathLike[str],
-    target: str | os.PathLike[str] | Storage,
+    target: PathOrStorage,
     options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
 ) -> ConvertReport:
     """Converts a checkpoint of another format to T5X's, as ``checkpoint_<step>`` in a run's directory, or back.

@@ -51,14 +51,14 @@ from t5ckpt.format.zarray import implied_metadata
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import decode_contents, read_raw
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 
 _CURE = 'Copy an older step, or leave out what is damaged: t5ckpt cp --drop.'
 
 
 def copy_checkpoint(
-    source: str | os.PathLike[str] | Storage,
-    target: str | os.PathLike[str] | Storage,
+    source: PathOrStorage,
+    target: PathOrStorage,
     step: int | None = None,
     *,
     workers: int = 16,

@@ -43,7 +43,7 @@ from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves, open_source
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _UNLIKE = (
@@ -53,7 +53,7 @@ _UNLIKE = (
 
 def rewrite_checkpoint(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    directory: str | os.PathLike[str] | Storage,
+    directory: PathOrStorage,
     options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
 ) -> ConvertReport:
     """Writes a changed copy of a checkpoint, or the average of several, in T5X's format.

@@ -29,7 +29,7 @@ from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
 from t5ckpt.save.prepare import rehearse, write_stream
 from t5ckpt.save.request import SaveContext, SaveRequest
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import LeafTable
 
 
@@ -102,7 +102,7 @@ def warn_no_optimizer(paths: Collection[Path]) -> None:
     )
 
 
-def write_source(source: Source, directory: str | os.PathLike[str] | Storage, options: ConvertOptions) -> ConvertReport:
+def write_source(source: Source, directory: PathOrStorage, options: ConvertOptions) -> ConvertReport:
     """Writes a source as ``checkpoint_<step>`` in a run's directory.
 
     Raises:

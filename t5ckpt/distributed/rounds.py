@@ -45,7 +45,7 @@ class Phase(enum.StrEnum):
     INIT = 'init'  # a restore: all processes know the leaves that are new, before init_fn is called
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
-    AGREE = 'agree'  # Checkpointer.agree
+    AGREE = 'agree'  # Restorer.agree
     CONVERT = 'convert'  # process 0 has converted a checkpoint of TensorFlow
     DELETE = 'delete'  # process 0 has deleted a step
 

@@ -30,10 +30,10 @@ from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.curves import curves
 from t5ckpt.policies import KeepAll
 from t5ckpt.save.best_step import best_in
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 
 
-def open_run(path: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None) -> Run:
+def open_run(path: PathOrStorage, *, storage_options: Mapping[str, Any] | None = None) -> Run:
     """Opens a run's directory; each access lists its steps again.
 
     Args:

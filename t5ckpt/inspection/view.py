@@ -25,12 +25,12 @@ from t5ckpt.lazy import LazyArray
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.reading.array_reader import ArrayReader, lazy_leaf, open_contents, reader_of
 from t5ckpt.reading.contents import Contents
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str] | Storage,
+    path: PathOrStorage,
     step: int | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,

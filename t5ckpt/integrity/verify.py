@@ -12,7 +12,6 @@ number of chunks that are checked.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -59,14 +58,14 @@ from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
 from t5ckpt.reading.contents import Contents, RawFiles, decode_contents
 from t5ckpt.reading.identity import Identity
-from t5ckpt.storage import Entry, Storage, means_damage, open_storage, split_path
+from t5ckpt.storage import Entry, PathOrStorage, Storage, means_damage, open_storage, split_path
 
 _OWN = {MANIFEST, COPIES, PINNED}
 _IMPLIED = 'only t5ckpt opens the array without it, and t5ckpt cp writes it again'
 
 
 def verify(
-    path: str | os.PathLike[str] | Storage,
+    path: PathOrStorage,
     step: int | None = None,
     *,
     full: bool = False,
@@ -131,7 +130,7 @@ def verify_located(located: Located, *, full: bool, progress: Progress | None = 
 
 
 def _locate_or_broken(
-    path: str | os.PathLike[str] | Storage, step: int | None, storage_options: Mapping[str, Any] | None = None
+    path: PathOrStorage, step: int | None, storage_options: Mapping[str, Any] | None = None
 ) -> Located:
     """Locates a checkpoint, or a directory of t5ckpt whose manifest is missing, which other readers do not list."""
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from t5ckpt.core.keys import join
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.metrics.event_file import EventScan
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import PathOrStorage, Storage, open_storage
 
 _log = logging.getLogger('t5ckpt')
 
@@ -33,7 +32,7 @@ class TensorBoardMetrics:
     Notes: takes 16 bytes of memory per event of the metric. Not safe from several threads.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | Storage):
+    def __init__(self, directory: PathOrStorage):
         """Opens nothing; the directory may be created later."""
         self._storage = open_storage(directory)
         self._files: dict[tuple[str, str], _EventFile] = {}

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self
 
@@ -32,7 +31,7 @@ from t5ckpt.reading.chunks import ChunkedArray, OpenArray
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.reading.identity import Identity
 from t5ckpt.reading.size_limits import check_count
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage
 
 _log = logging.getLogger('t5ckpt')
 # The .zarray of an array with 32 dimensions has less than a kilobyte.
@@ -199,7 +198,7 @@ def lazy_leaf(reader: ArrayReader, leaf: Any, name: str, dtype: np.dtype | None 
 
 
 def open_contents(
-    path: str | os.PathLike[str] | Storage,
+    path: PathOrStorage,
     step: int | None,
     storage_options: Mapping[str, Any] | None,
     options: CheckpointerOptions,

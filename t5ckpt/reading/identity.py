@@ -10,12 +10,15 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError, T5CkptError
+from t5ckpt.errors import (
+    ChangedMeanwhileError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    T5CkptError,
+)
 from t5ckpt.format.safetensors import is_tensor_file
-
-
-class ChangedMeanwhileError(CheckpointNotFoundError):
-    """The opened checkpoint was deleted or overwritten; callers catch it as CheckpointNotFoundError."""
 
 
 @dataclasses.dataclass(frozen=True)

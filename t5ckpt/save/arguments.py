@@ -17,7 +17,7 @@ from t5ckpt.core.arguments import check_kind
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.protocols import MetricSource
 from t5ckpt.core.text import shown
-from t5ckpt.errors import NoEffectWarning, ObsoleteArgumentWarning
+from t5ckpt.errors import NoEffectWarning
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
@@ -182,21 +182,21 @@ def check_no_directory(cure: str = _CONSTRUCTOR, /, **options: Any) -> None:
             )
 
 
-def warn_of_gda(use_gda: Any) -> None:
-    """Warns about an argument that T5X had until 2023."""
+def warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None, use_gda: Any) -> None:
+    """Warns about each option of a constructor that has no effect, alone or beside the others."""
+    texts: list[str] = []
     if use_gda is not None:
-        text = f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
-        warn_caller(ObsoleteArgumentWarning(text))
-
-
-def warn_of_idle(policy: KeepPolicy, source: Any, dataset: Any, keep_datasets: int | None) -> None:
-    """Warns about each option that has no effect beside the others."""
+        texts.append(
+            f'use_gda={use_gda!r} has no effect: arrays are always global. T5X removed it in 2023; leave it out.'
+        )
     if source is not None and not policy.metric_names:
-        text = 'metric_source has no effect: no keep policy compares a metric. Pass keep_policy=KeepBest(...), or leave it out.'
-        warn_caller(NoEffectWarning(text))
+        texts.append(
+            'metric_source has no effect: no keep policy compares a metric. Pass keep_policy=KeepBest(...), or leave it out.'
+        )
     if keep_datasets is not None and dataset is None:
-        text = (
+        texts.append(
             'keep_dataset_checkpoints has no effect on what is saved: there is no data iterator. Pass dataset_iterator=, or '
             'leave it out.'
         )
+    for text in texts:
         warn_caller(NoEffectWarning(text))

@@ -8,7 +8,7 @@ of ``bucket.BucketStorage`` for an object store, and ``open_at``, which makes it
 from __future__ import annotations
 
 from t5ckpt.storage.absent import AbsentStorage, require_directory
-from t5ckpt.storage.base import Entry, Storage
+from t5ckpt.storage.base import Entry, PathOrStorage, Storage
 from t5ckpt.storage.error_mapping import TENSORSTORE_ERRORS, foreign_errors, is_disk_error, means_damage
 from t5ckpt.storage.open import is_same_kind, open_in_memory, open_storage, option_values, split_path
 from t5ckpt.storage.options import storage_defaults
@@ -17,6 +17,7 @@ __all__ = [
     'TENSORSTORE_ERRORS',
     'AbsentStorage',
     'Entry',
+    'PathOrStorage',
     'Storage',
     'foreign_errors',
     'is_disk_error',

@@ -11,9 +11,10 @@ Keys are '/'-separated and relative to the storage's root. Every backend guarant
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from t5ckpt.format.file_checksums import FileEntry, entry_of
 
@@ -266,3 +267,7 @@ class Storage(ABC):
     def is_file_system(self) -> bool:
         """Whether its files have paths in the local file system."""
         return self.local_path('') is not None
+
+
+PathOrStorage: TypeAlias = str | os.PathLike[str] | Storage
+"""A path or URL, or a Storage with the directory as its root."""

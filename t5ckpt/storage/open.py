@@ -13,7 +13,7 @@ from typing import Any
 
 from t5ckpt.core.text import shown
 from t5ckpt.errors import InvalidPathError, UnsupportedFormatError
-from t5ckpt.storage.base import Storage
+from t5ckpt.storage.base import PathOrStorage, Storage
 from t5ckpt.storage.options import BY_SCHEME, parse_options, storage_defaults, unknown_options, value_of_text
 
 # The modules of the backends that do not have the name of their scheme.
@@ -185,7 +185,7 @@ def open_in_memory(files: Mapping[str, bytes]) -> Storage:
     return storage
 
 
-def open_storage(path: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None) -> Storage:
+def open_storage(path: PathOrStorage, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Opens the storage whose root is ``path``, without creating anything or sending a request.
 
     Args:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.errors import CheckpointNotFoundError, LocalDirError, StorageError
 from t5ckpt.format.names import INDEX, TIER_RECORD as _RECORD
-from t5ckpt.storage import Storage, open_storage
+from t5ckpt.storage import PathOrStorage, Storage, open_storage
 from t5ckpt.storage.base import Lock
 
 _RUN_ID = f'{INDEX}/run_id'
@@ -87,7 +87,7 @@ class LocalDirectory:
     A process that was forked from the one that took the lock reads, and writes nothing.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Storage, run: Storage, keep: int, *, read_only: bool):
+    def __init__(self, path: PathOrStorage, run: Storage, keep: int, *, read_only: bool):
         """Reads and creates nothing; the directory need not exist.
 
         Raises:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from t5ckpt.core.arguments import check_kind, check_path, integer, number, set_fields
 from t5ckpt.save_policies import SavePolicy
-from t5ckpt.storage import Storage
+from t5ckpt.storage import PathOrStorage, Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class LocalTier:
       upload_gbps: the limit on the rate of a process' uploads, in gigabits (10^9 bits) per second; None sets none.
     """
 
-    directory: str | os.PathLike[str] | Storage
+    directory: PathOrStorage
     keep: int = 2
     persist: SavePolicy | None = None
     upload_gbps: float | None = None

@@ -303,7 +303,7 @@ def test_the_verb(run_dir):
 
 
 def test_names_do_not_reach_the_terminal_as_they_are():
-    assert '\x1b' not in str(t5ckpt.Damage('missing', 'a\x1b]0;title\x07', 'text'))
+    assert '\x1b' not in str(t5ckpt.integrity.report.Damage('missing', 'a\x1b]0;title\x07', 'text'))
 
 
 def test_the_database_of_orbax_is_counted_and_a_large_chunk_is_not_damage(tmp_path):

@@ -426,7 +426,7 @@ def test_log_lines_and_events():
 
 
 def test_required_arguments_of_t5x_are_optional():
-    with pytest.warns(DeprecationWarning, match='use_gda=True has no effect'):
+    with pytest.warns(t5ckpt.errors.NoEffectWarning, match='use_gda=True has no effect'):
         t5ckpt.Checkpointer({'w': jnp.ones(2)}, None, 'gda', use_gda=True)
     assert t5ckpt.Checkpointer({'w': jnp.ones(2)}, None, '').checkpoints_dir == ''
     assert save('returned', {'w': jnp.ones(2)}, step=3).step == 3
@@ -675,6 +675,5 @@ def test_directories_with_fixed_lengths():
 def test_use_gda_is_ignored(tmp_path):
     for make in (t5ckpt.Checkpointer, t5ckpt.SaveBestCheckpointer):
         for value in (True, False):
-            with pytest.warns(t5ckpt.errors.ObsoleteArgumentWarning, match=f'use_gda={value} has no effect'):
+            with pytest.warns(t5ckpt.errors.NoEffectWarning, match=f'use_gda={value} has no effect'):
                 make({'w': np.ones(2)}, None, tmp_path, use_gda=value)
-    assert issubclass(t5ckpt.errors.ObsoleteArgumentWarning, (DeprecationWarning, t5ckpt.errors.T5CkptWarning))

@@ -106,9 +106,8 @@ WARNED = {
     'TemplateMismatchWarning': [save_another_tree],
     'UnshardedTemplateWarning': [restore_unsharded],
     'NarrowedDtypeWarning': [restore_narrowed],
-    'NoEffectWarning': [restore_with_a_spare_leaf, leave_the_policy_unused],
+    'NoEffectWarning': [restore_with_a_spare_leaf, leave_the_policy_unused, give_an_obsolete_argument],
     'MissingMetricWarning': [lack_a_metric],
-    'ObsoleteArgumentWarning': [give_an_obsolete_argument],
 }
 
 

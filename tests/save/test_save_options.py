@@ -18,7 +18,6 @@ from t5ckpt import (
     KeepEveryHours,
     KeepLatest,
     KeepSteps,
-    SaveAny,
     SaveAt,
     SaveBestCheckpointer,
     SaveEvery,
@@ -28,6 +27,7 @@ from t5ckpt import (
     SaveWhenIdle,
     YoungDaly,
 )
+from t5ckpt.save_policies import SaveAny
 
 STATE = {'params': {'w': np.zeros((4, 4), np.float32)}}
 

@@ -19,6 +19,7 @@ from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import delete_step
 from t5ckpt.commit.holds import hold, pin_in
 from t5ckpt.errors import (
+    ChangedMeanwhileError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StepKeptError,
@@ -28,7 +29,6 @@ from t5ckpt.format.names import MANIFEST, step_dir
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.reading.array_reader import reader_of
 from t5ckpt.reading.contents import decode_contents, read_raw
-from t5ckpt.reading.identity import ChangedMeanwhileError
 
 OPTIONS: dict[str, Any] = {'inline_bytes': 4, 'reuse_unchanged': False, 'compression': None}
 """The options of each checkpointer: ``n`` goes into the manifest, and ``w`` into plain files, which no other step has."""

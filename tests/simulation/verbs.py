@@ -19,6 +19,7 @@ from t5ckpt.commit.holds import hold
 from t5ckpt.commit.retention import Retention
 from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.errors import (
+    ChangedMeanwhileError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -26,7 +27,6 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.names import PINNED, step_dir
 from t5ckpt.policies import KeepAll, KeepLatest
-from t5ckpt.reading.identity import ChangedMeanwhileError
 from t5ckpt.resume import restore_or_init
 
 # The errors of the verbs if another program has changed the step in the meantime.

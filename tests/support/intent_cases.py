@@ -470,7 +470,7 @@ CHECKPOINTER: list[Case] = [
     (
         'Checkpointer',
         'use_gda',
-        errors.ObsoleteArgumentWarning,
+        errors.NoEffectWarning,
         'use_gda=True has no effect',
         lambda s, _: s.checkpointer(use_gda=True),
     ),
@@ -757,7 +757,6 @@ FUNCTIONS: list[Case] = [
     ),
     *cast('ConvertOptions', 'cast_leaves', exported, 'save_dtype'),
     *cast('ConvertOptions', 'cast_leaves', imported, 'save_dtype'),
-    ('KeepAny', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.KeepAny(())),
     ('KeepBest', 'count', ValueError, '0', lambda s, _: t5ckpt.KeepBest(0, 'acc')),
     ('KeepBest', 'metric', ValueError, 'metric', lambda s, _: t5ckpt.KeepBest(1, '')),
     ('KeepBest', 'mode', ValueError, 'least', lambda s, _: t5ckpt.KeepBest(1, 'acc', 'least')),
@@ -836,8 +835,6 @@ FUNCTIONS: list[Case] = [
     ('diff', 'sample_bytes', ValueError, 'sample_bytes', lambda s, _: t5ckpt.diff(s.run, s.run, sample_bytes=0)),
     ('diff', 'layers', ValueError, 'no array', lambda s, _: t5ckpt.diff(s.run, s.run, layers='axis 0 of nowhere')),
     ('Run.series', 'name fn', KeyError, 'nowhere', lambda s, _: t5ckpt.open_run(s.run).series('nowhere', np.mean)),
-    ('SaveAll', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.SaveAll(())),
-    ('SaveAny', 'policies', (TypeError, ValueError), 'polic', lambda s, _: t5ckpt.SaveAny(())),
     (
         'SaveBestCheckpointer',
         'metric_name_to_monitor',

@@ -65,7 +65,7 @@ preempted | warning | the same; a PreemptionNotice that was not entered
 read_only | hint | a program that never saves
 local | error | its directory is in use, of another run, on a bucket, or in the run's directory
 save_policy | error | SaveOnPreemption without preempted
-use_gda | warning | always: ObsoleteArgumentWarning
+use_gda | warning | always
 """,
     'CheckpointerOptions': """
 map_positions | error | there is no iterator
@@ -80,9 +80,6 @@ share_replicated processes process_timeout | hint | one process: the same progra
 verify | error | unknown word; 'auto' is documented
 strict_save | hint | a state that fits, or a save with transforms, which is not checked (documented)
 """,
-    'Checkpointer.agree': 'action note decide | hint | one process decides alone',
-    'Checkpointer.steps_to_restore': 'local | hint | for restore_or_init',
-    'Checkpointer.damaged_copies': 'shared | hint | for restore_or_init',
     'Checkpointer.best_step': 'metric mode | error | no policy says which, or no step has it and some have others',
     'Checkpointer.convert_from_tf_checkpoint': """
 state_transformation_fns | error | as in save
@@ -113,7 +110,6 @@ resize | report | each leaf that is resized is logged
 strict | error | what it lacks
 translator | error | a name without a rule
 """,
-    'Checkpointer.restore_chosen': 'choice call | hint | for restore_or_init',
     'Checkpointer.save': """
 state_transformation_fns | error | what they return does not fit
 concurrent_gb | hint | a limit
@@ -140,7 +136,6 @@ trust_files | warning | no list of checksums is lost
 optimizer | warning | there is no optimizer state
 """,
     'copy_checkpoint': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
-    'KeepAny': 'policies | error | none, or something else',
     'KeepBest': """
 count metric mode period | error | out of range
 metric | warning | it does not come: MissingMetricWarning
@@ -180,8 +175,6 @@ layers | error | it matches nothing; no steps are compared
 name fn | error | no step has the leaf
 since | hint | before the first step; after the last, the series is empty, since a step may still come
 """,
-    'SaveAll': 'policies | error | none, or something else',
-    'SaveAny': 'policies | error | none, or something else',
     'SaveAt': 'steps | hint | steps that may still come; none, where a program computes them',
     'SaveBestCheckpointer': """
 partitioner dataset_iterator others | hint | as Checkpointer, see there
@@ -383,9 +376,9 @@ leaves | error | matches nothing
 
 # What the library makes and returns, or passes to a policy or a callback; users do not call these.
 RETURNED = """
-CheckpointDiff CheckpointStats CheckpointView CommittedCheckpoint ConvertReport Damage
-Decision LeafDiff LeafStats Moment ParameterInfo PendingSave RestoreStateTransformationFn
-Run SaveStateTransformationFn StepInfo VerifyReport
+CheckpointDiff CheckpointView CommittedCheckpoint ConvertReport
+ParameterInfo PendingSave RestoreStateTransformationFn
+Run SaveStateTransformationFn VerifyReport
 """
 
 PUBLIC = ('', 'convert.seqax', 'datasets', 'training')

@@ -626,7 +626,7 @@ def test_a_step_that_a_pin_keeps_against_the_policy_is_logged_once(tmp_path, cap
         t5ckpt.pin_checkpoint(tmp_path / 'checkpoint_1')
         for step in (2, 3, 4):
             checkpointer.save(nnx_state(step))
-        with hold(checkpointer.storage, 4, 60, time.time):
+        with hold(open_storage(checkpointer.checkpoints_dir), 4, 60, time.time):
             checkpointer.save(nnx_state(5))
     told = [message for message in caplog.messages if 'regardless of the keep policy' in message]
     assert [message.rpartition(': ')[2] for message in told] == ['pinned', 'held by a reader']

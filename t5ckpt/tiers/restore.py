@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from t5ckpt.catalog.listing import has_step, newest, read_facts, steps_in
-from t5ckpt.catalog.locate import Located
+from t5ckpt.catalog.locate import Located, log_newer
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.byte_budget import ByteBudget
 from t5ckpt.core.keys import join
@@ -287,6 +287,7 @@ class LocalRestore:
 
     def _report_newer(self, request: RestoreRequest, disks: Collection[int], chosen: Mapping[str, Any]) -> None:
         """Logs which newer local steps were not restored, and renames them: training reaches them again."""
+        log_newer(self._local, chosen['step'])
         for step, reason, _ in chosen['why'] if self._processes.index == 0 else ():
             _log.warning('t5ckpt: local step %d was not restored: %s', step, reason)
         refused = {step for step, *_ in chosen['why'] if step > chosen['step']} - self.for_others

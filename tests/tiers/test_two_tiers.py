@@ -465,6 +465,18 @@ def test_a_restart_reads_nothing_of_the_bucket_but_its_index(gs, local):
     ] == []
 
 
+def test_a_newer_local_step_without_its_manifest_is_named(run_dir, local, caplog):
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+        ck.wait_until_persisted(2)
+    t5ckpt_cli('rm', run_dir, 2, '--yes')
+    (local / 'checkpoint_2' / 'checkpoint').write_bytes(b'')
+    with checkpointer(run_dir, local) as ck:
+        same(ck.restore(), 1)
+    assert said(caplog, 'checkpoint_2: no file "checkpoint", so step 1 is the newest complete one', logging.WARNING)
+
+
 def test_a_lost_disk(run_dir, local):
     with checkpointer(run_dir, local) as ck:
         ck.save(state(1))

@@ -42,8 +42,7 @@ def test_all_back(four, place):
 
 
 NAMES_PART = (
-    r'is the part of process 1 of 4: .* in a job of as many processes .* or read the copy '
-    'in checkpoints_dir'
+    'is the part of process 1 of 4: .* in a job of as many processes .* or read the run to which its steps are uploaded'
 )
 
 
@@ -78,7 +77,7 @@ def check_parts(place):
     ):
         text = t5ckpt_cli(*words, code=3)
         assert 'is the part of process 1 of 4: ' in text
-        assert 'or pass the path of the run to which its steps are uploaded' in text
+        assert 'or read the run to which its steps are uploaded' in text
         assert 'older step' not in text
     (chunk, *_) = (place.disks[1] / 'checkpoint_3' / 'target.rows').glob('[0-9]*')
     chunk.unlink()

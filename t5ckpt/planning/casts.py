@@ -168,13 +168,14 @@ def cast_dtype(path: Path, dtype: np.dtype, cast: Cast | None, template: np.dtyp
     return dtype if wanted is None else wanted
 
 
-def dtypes_after_cast(leaves: Sequence[LeafToSave], cast: Cast | None) -> dict[Path, np.dtype]:
-    """The dtypes of the leaves of a save after the cast, by path; without a cast, none.
+def leaves_after_cast(leaves: Sequence[LeafToSave], cast: Cast | None) -> Sequence[LeafToSave]:
+    """The leaves of a save with their dtypes after the cast; their values are not cast yet.
 
     Raises:
       UnmatchedPattern: the cast applies to no leaf.
     """
     if cast is None:
-        return {}
+        return leaves
     check_cast(cast, {leaf.path: leaf for leaf in leaves})
-    return {leaf.path: cast_dtype(leaf.path, leaf.dtype, cast) for leaf in leaves if leaf.dtype is not None}
+    dtypes = (None if leaf.dtype is None else cast_dtype(leaf.path, leaf.dtype, cast) for leaf in leaves)
+    return [leaf._replace(dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

@@ -73,32 +73,20 @@ def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
         return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which has no devices'
     if names := unreduced_axes(sharding):
         return 'sharding', f'{sharding.spec} is unreduced over {names}, and a checkpoint holds sums'
-    text = _division_problem(sharding, shape)
-    return ('sharding', text) if text else ('', '')
-
-
-def _division_problem(sharding: Any, shape: tuple[int, ...]) -> str:
     spec = getattr(sharding, 'spec', None)
     if spec is not None and len(spec) > len(shape):
-        return f'{spec} has {len(spec)} entries, the leaf has {len(shape)} dimensions {shape}'
+        return 'sharding', f'{spec} has {len(spec)} entries, the leaf has {len(shape)} dimensions {shape}'
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
-        mesh = getattr(sharding, 'mesh', None)
         if spec is None or mesh is None:
-            return f'{shape} cannot be sharded as {sharding} ({error!s:.200})'
+            return 'sharding', f'{shape} cannot be sharded as {sharding} ({error!s:.200})'
+        axes = [names if isinstance(names, tuple) else (names,) * isinstance(names, str) for names in spec]
+        counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
         parts = [
-            f'dimension {axis} of {shape} does not divide by the {count} devices of mesh axis {_axes_text(names)}'
-            for axis, names in enumerate(spec)
-            if (count := math.prod(mesh.shape[name] for name in _axes_of(names))) and shape[axis] % count
+            f'dimension {axis} of {shape} does not divide by the {count} devices of mesh axis {" and ".join(map(repr, names))}'
+            for axis, (names, count) in enumerate(zip(axes, counts, strict=True))
+            if count and shape[axis] % count
         ]
-        return f'{"; ".join(parts) or str(error)[:200]} in {spec}'
-    return ''
-
-
-def _axes_of(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names) if isinstance(names, tuple) else ()
-
-
-def _axes_text(names: Any) -> str:
-    return ' and '.join(repr(name) for name in _axes_of(names))
+        return 'sharding', f'{"; ".join(parts) or str(error)[:200]} in {spec}'
+    return '', ''

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
@@ -84,18 +84,17 @@ def _is_guess(source: Mapping[str, str], names: Mapping[str, Any], held: Mapping
         if not _has_further_keys(new, old):
             end = 1 + _equal_keys(ours, theirs)
             scopes.add((ours[:end], theirs[:end]))
-    ours, theirs = _below(names, {new for new, _ in scopes}), _below(held, {old for _, old in scopes})
+    ours, theirs = _subtrees(names), _subtrees(held)
     return any(ours[new] != theirs[old] for new, old in scopes)
 
 
-def _below(table: Mapping[str, Any], scopes: Iterable[Path]) -> dict[Path, dict[Path, Any]]:
-    """The leaves below each scope."""
-    found: dict[Path, dict[Path, Any]] = {scope: {} for scope in scopes}
+def _subtrees(table: Mapping[str, Any]) -> dict[Path, dict[Path, Any]]:
+    """The leaves below each path; outer paths come first."""
+    found: dict[Path, dict[Path, Any]] = {}
     for name, values in table.items():
         path = path_of(name)
         for end in range(1, len(path) + 1):
-            if path[:end] in found:
-                found[path[:end]][path[end:]] = values
+            found.setdefault(path[:end], {})[path[end:]] = values
     return found
 
 
@@ -136,11 +135,9 @@ def _shifted(names: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, str
 def _numbered(table: Mapping[str, Any]) -> dict[Path, _Numbers]:
     """The leaves below each number, such as a position in a tuple, by the path of its scope; outer scopes come first."""
     scopes: dict[Path, _Numbers] = {}
-    for name, values in table.items():
-        path = path_of(name)
-        for i, key in enumerate(path[:-1]):
-            if key.isdecimal():
-                scopes.setdefault(path[:i], {}).setdefault(key, {})[path[i + 1 :]] = values
+    for path, leaves in _subtrees(table).items():
+        if path[-1].isdecimal() and () not in leaves:
+            scopes.setdefault(path[:-1], {})[path[-1]] = leaves
     return scopes
 
 

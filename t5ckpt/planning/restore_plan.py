@@ -128,19 +128,13 @@ def plan_restore(
       UnmatchedPattern: the cast selects no leaf of the template.
     """
     check_cast(options.cast, templates)
-    plan = _matched(leaves, templates, options)
+    plan = _Matcher(leaves, templates, options).plan
     if plan.problems:
         rename, renamed = _renaming(plan, leaves, templates, options)
         unmapped = _unmapped(renamed, templates, leaves)
         remaining = len(renamed.problems) if rename else 0
         raise mismatch_error(plan.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
     return plan
-
-
-def _matched(leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions) -> RestorePlan:
-    matcher = _Matcher(leaves, templates, options)
-    matcher.match_all()
-    return matcher.plan
 
 
 def _renaming(
@@ -151,19 +145,19 @@ def _renaming(
     missing = [problem.leaf for problem in plan.problems if problem.kind == 'missing']
     rules = renaming_rules(missing, _values_by_name(arrays), _values_by_name(leaves))
     # With their empty containers, into which a rule must not move leaves.
-    held = {leaf_name(path): () if leaf is None or _is_empty(leaf) else path for path, leaf in leaves.items()}
+    held = {leaf_name(path): () if isinstance(leaf, Empty | None) else path for path, leaf in leaves.items()}
     wanted = {leaf_name(path): path if path in arrays else None for path in templates}
-    try:
-        old_names = sources_of(held, wanted, rules, wanted=lambda _: True) if rules else {}
-    except TreeMismatchError:
-        return [], plan
     if not rules:
+        return [], plan
+    try:
+        old_names = sources_of(held, wanted, rules, wanted=lambda _: True)
+    except TreeMismatchError:
         return [], plan
     # The rules are printed only if a restore with them finds no other problem.
     renamed = {path_of(new): held[old] for new, old in old_names.items() if held[old]}
     keys = {path: options.keys[old] for path, old in renamed.items() if old in options.keys}
     moved = {path: leaves[old] for path, old in renamed.items()}
-    matched = _matched(moved, templates, dataclasses.replace(options, keys=keys))
+    matched = _Matcher(moved, templates, dataclasses.replace(options, keys=keys)).plan
     before, after = ({(each.leaf, each.kind) for each in found.problems} for found in (plan, matched))
     dropped = [(leaf_name(path), 'missing') for path in arrays if path in leaves and path not in renamed]
     return (rules, matched) if after.difference(dropped) < before else ([], plan)
@@ -209,9 +203,7 @@ class _Matcher:
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
         self._shardings = ShardingCheck() if options.on_devices else None
         self.plan = RestorePlan()
-
-    def match_all(self) -> None:
-        for path, template in self._templates.items():
+        for path, template in templates.items():
             self._match(path, template)
         self._match_rest()
 
@@ -226,7 +218,7 @@ class _Matcher:
             self.plan.kept[path] = None if template.kind == 'none' else ...
         elif template.kind in ('empty', 'text'):
             self._keep(pair)
-        elif leaf is None or isinstance(leaf, (Empty, str)):
+        elif isinstance(leaf, Empty | str | None):
             self._absent(pair)
         elif (dtype := self._dtype_if_it_fits(pair)) is not None:
             if isinstance(leaf, StoredArray):
@@ -248,7 +240,7 @@ class _Matcher:
     def _absent(self, pair: _Pair) -> None:
         """Adds a leaf that the checkpoint lacks: from ``fallback_state``, or as a problem."""
         value = self._options.fallback.get(pair.path)
-        if value is not None and not isinstance(value, (Empty, str)):
+        if not isinstance(value, Empty | str | None):
             self._fall_back(pair, value)
         elif pair.path in self._leaves:
             hint = f'The checkpoint holds {_leaf_text(pair.leaf)} there.'
@@ -281,18 +273,16 @@ class _Matcher:
         name = self._names[path]
         # Only leaves can have been renamed, and not to the name of a leaf above or below this one.
         candidates = (
-            self._names[other_path]
+            other
             for other_path, other_leaf in other_side.items()
             if other_path not in this_side
-            and not _is_empty(other_leaf)
+            and not isinstance(other_leaf, Empty)
             and getattr(other_leaf, 'kind', '') not in _NO_ARRAY
             and _values_of(other_leaf) == _values_of(leaf)
+            and not _is_above(name, other := self._names[other_path])
+            and not _is_above(other, name)
         )
-        return tuple(
-            near_names(
-                name, (other for other in candidates if not _is_above(name, other) and not _is_above(other, name))
-            )
-        )
+        return tuple(near_names(name, candidates))
 
     def _dtype_if_it_fits(self, pair: _Pair) -> np.dtype | None:
         """The dtype of the restored leaf, after the cast. None if the leaf does not fit, which is added to the problems."""
@@ -365,9 +355,9 @@ class _Matcher:
         skips = {path for path, kind in without_array.items() if kind in _LEFT_OUT}
         used = set[Path]()
         for path, leaf in self._leaves.items():
-            if (path in self._templates and path not in without_array) or leaf is None or isinstance(leaf, Empty):
+            if (path in self._templates and path not in without_array) or isinstance(leaf, Empty | None):
                 continue
-            above = _topmost_in(path, skips) if skips else None
+            above = _topmost_in(path, skips)
             if above is not None:
                 used.add(above)
                 self.plan.skipped.append(path)
@@ -380,13 +370,11 @@ class _Matcher:
     def _add_unexpected(self, path: Path, leaf: Any, without_array: Mapping[Path, str]) -> None:
         above = _topmost_in(path, without_array)
         near = self._near_names(path, leaf, self._templates, self._leaves)
-        in_template = '' if above is None else 'None' if without_array[above] == 'none' else 'an empty container'
-        where = 'there' if above == path or above is None else f'at {self._names[above]}'
-        hint = (
-            f'The template has {in_template} {where}: ... leaves it out, its subtree restores it.'
-            if in_template
-            else ''
-        )
+        in_template = hint = ''
+        if above is not None:
+            in_template = 'None' if without_array[above] == 'none' else 'an empty container'
+            where = 'there' if above == path else f'at {self._names[above]}'
+            hint = f'The template has {in_template} {where}: ... leaves it out, its subtree restores it.'
         self.plan.problems.append(
             LeafProblem(self._names[path], 'unexpected', _leaf_text(leaf), in_template, hint, near)
         )
@@ -417,7 +405,7 @@ def _as_leaf(path: Path, value: Any, giver: str = 'a state transformation') -> A
     if isinstance(value, (bool, int, float, complex)):
         return np.asarray(value)
     if isinstance(value, (list, tuple)) and not value:
-        return Empty(type(value).__name__)
+        return Empty.of(value)
     raise UnsupportedLeafError(
         f'{leaf_name(path)}: {giver} put a value of type {type(value).__name__} there. Give an array or a number.'
     )
@@ -431,11 +419,13 @@ def _both_python_ints(dtype: np.dtype, template: LeafTemplate) -> bool:
 
 def _leaf_text(leaf: Any) -> str:
     """Describes a leaf of the checkpoint, for a message."""
-    if leaf is None or isinstance(leaf, Empty):
-        return 'None' if leaf is None else 'an empty container'
+    if hasattr(leaf, 'dtype'):
+        return f'{np.dtype(leaf.dtype).name} {tuple(leaf.shape)}'
     return (
-        f'{np.dtype(leaf.dtype).name} {tuple(leaf.shape)}'
-        if hasattr(leaf, 'dtype')
+        'None'
+        if leaf is None
+        else 'an empty container'
+        if isinstance(leaf, Empty)
         else 'text'
         if isinstance(leaf, str)
         else type(leaf).__name__
@@ -447,11 +437,6 @@ def _template_text(template: LeafTemplate) -> str:
     if template.kind == 'scalar' and template.python is not None:
         return f'Python {template.python.__name__}'
     return f'{"" if template.dtype is None else template.dtype.name} {template.shape}'.strip()
-
-
-def _is_empty(leaf: Any) -> bool:
-    """Whether a leaf of a checkpoint or of a template is an empty container."""
-    return isinstance(leaf, Empty) or getattr(leaf, 'kind', '') == 'empty'
 
 
 def _topmost_in(path: Path, paths: Collection[Path]) -> Path | None:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from t5ckpt.format.codecs import CODECS, takes
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.format.facts import TreeFacts
 from t5ckpt.format.zarray import zarray_file
-from t5ckpt.planning.casts import Cast, dtypes_after_cast
+from t5ckpt.planning.casts import Cast, leaves_after_cast
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES
 from t5ckpt.planning.write_assignment import ChunkWrite, WriteAssignment
 from t5ckpt.tree.leaves import LeafToSave, is_jax_array, processes_of
@@ -101,42 +101,20 @@ class ArrayWrite:
         return [zarray_file(self.array), *files] if with_metadata else files
 
 
-class InlineWrite(NamedTuple):
-    """One leaf of the manifest; ``dtype`` is that of ``value`` after the cast, or None for a leaf that is None.
-
-    A named tuple, since there may be many, and a frozen dataclass takes three times as long to make.
-    """
-
-    path: Path
-    name: str
-    value: Any
-    dtype: np.dtype | None
-
-
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """The leaves to write; ``tree_facts`` becomes ``Facts.tree``."""
+    """The leaves to write, those of the manifest with the dtype after the cast; ``tree_facts`` becomes ``Facts.tree``."""
 
     writes: tuple[ArrayWrite, ...]
-    inline: tuple[InlineWrite, ...]
+    inline: tuple[LeafToSave, ...]
     tree_facts: TreeFacts
-
-
-class _Array(NamedTuple):
-    """A leaf with its dtype after the cast; ``array_name`` is the name of its directory if it is stored."""
-
-    path: Path
-    leaf: LeafToSave
-    dtype: np.dtype
-    array_name: str
-    nbytes: int
 
 
 def plan_save(
     given: Sequence[LeafToSave],
     infos: Mapping[Path, ParameterInfo],
     options: SaveOptions,
-    assignment: WriteAssignment | None = None,
+    assignment: WriteAssignment,
     t5x_inlines: Mapping[Path, bool] | None = None,
 ) -> SavePlan:
     """Plans a save.
@@ -151,35 +129,20 @@ def plan_save(
     Raises:
       UnmatchedPattern: the cast selects no leaf.
     """
-    assignment = WriteAssignment() if assignment is None else assignment
-    dtypes = dtypes_after_cast(given, options.cast)
-    # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
-    leaves = sorted(given, key=operator.attrgetter('path')) if assignment.count > 1 else given
-    arrays = [
-        _sized(leaf, dtypes.get(leaf.path, leaf.dtype), infos.get(leaf.path))
-        for leaf in leaves
-        if leaf.dtype is not None
-    ]
-    stored = _stored_paths(arrays, options, assignment, {} if t5x_inlines is None else t5x_inlines)
-    directories = _directories([array for array in arrays if array.path in stored])
-    writes = tuple(
-        _plan_array(array, directories[array.path], options, assignment) for array in arrays if array.path in stored
-    )
-    inline = tuple(
-        InlineWrite(leaf.path, leaf.name, leaf.value, dtypes.get(leaf.path, leaf.dtype))
-        for leaf in leaves
-        if leaf.path not in stored and leaf.kind not in ('empty', 'text')
-    )
+    leaves = leaves_after_cast(given, options.cast)
+    if assignment.count > 1:
+        # Chunks are assigned leaf by leaf, so all processes need the same order, which dicts do not guarantee.
+        leaves = sorted(leaves, key=operator.attrgetter('path'))
+    stored = _stored_paths(leaves, options, assignment, t5x_inlines or {})
+    arrays = [leaf for leaf in leaves if leaf.path in stored]
+    directories = _directories(arrays, infos)
+    writes = tuple(_plan_array(leaf, directories[leaf.path], options, assignment) for leaf in arrays)
+    inline = tuple(leaf for leaf in leaves if leaf.path not in stored and leaf.kind not in ('empty', 'text'))
     return SavePlan(writes, inline, _facts(given, writes))
 
 
-def _sized(leaf: LeafToSave, dtype: np.dtype, info: ParameterInfo | None) -> _Array:
-    array_name = info.array_name if info is not None and info.name else leaf.name
-    return _Array(leaf.path, leaf, dtype, array_name, math.prod(leaf.shape) * dtype.itemsize)
-
-
 def _stored_paths(
-    arrays: Sequence[_Array], options: SaveOptions, assignment: WriteAssignment, t5x_inlines: Mapping[Path, bool]
+    leaves: Sequence[LeafToSave], options: SaveOptions, assignment: WriteAssignment, t5x_inlines: Mapping[Path, bool]
 ) -> set[Path]:
     """The leaves to store as arrays: those too large to inline, and those that process 0 does not hold completely.
 
@@ -190,52 +153,50 @@ def _stored_paths(
     total = 0
     is_single = assignment.count == 1
     # Leaves of equal size stay in the order of the table, which is sorted by path in a job of several processes.
-    for array in sorted(arrays, key=operator.attrgetter('nbytes')):
-        leaf, nbytes = array.leaf, array.nbytes
+    arrays = [(math.prod(leaf.shape) * leaf.dtype.itemsize, leaf) for leaf in leaves if leaf.dtype is not None]
+    for nbytes, leaf in sorted(arrays, key=operator.itemgetter(0)):
         # A job of one process holds every value.
         on_leader = is_single or not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
         leader_has_all = on_leader and leaf.is_whole_per_process
-        in_t5x = t5x_inlines.get(array.path)
+        in_t5x = t5x_inlines.get(leaf.path)
         must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and in_t5x is True)
         limit = options.inline_bytes
-        if in_t5x is None and nbytes > limit and _is_optimizer_vector(array):
+        if in_t5x is None and nbytes > limit and _is_optimizer_vector(leaf):
             limit = max(limit, options.vector_bytes)
         fits = nbytes <= limit and total + nbytes <= options.inline_total_bytes
         if must_inline or (leader_has_all and fits):
             total += nbytes
         else:
-            stored.add(array.path)
+            stored.add(leaf.path)
     return stored
 
 
-def _is_optimizer_vector(array: _Array) -> bool:
+def _is_optimizer_vector(leaf: LeafToSave) -> bool:
     """Whether T5X's partitioners probably give a leaf no axes, as for the factors of Adafactor's second moments."""
-    is_vector = len(array.leaf.shape) <= 1 or not _FACTORS.isdisjoint(array.path)
-    return is_vector and array.path[:2] == _OPTIMIZER_STATE
+    is_vector = len(leaf.shape) <= 1 or not _FACTORS.isdisjoint(leaf.path)
+    return is_vector and leaf.path[:2] == _OPTIMIZER_STATE
 
 
-def _directories(arrays: Sequence[_Array]) -> dict[Path, str]:
+def _directories(leaves: Sequence[LeafToSave], infos: Mapping[Path, ParameterInfo]) -> dict[Path, str]:
     """The directory of each stored leaf. If a transform gives two leaves one name, the first gets it."""
-    names: dict[Path, str] = {}
-    taken: set[str] = set()
-    for array in arrays:
-        candidates = [array.array_name, array.leaf.name]
-        name = next((text for text in candidates if text not in taken), None)
-        while name is None or name in taken:
-            name = f'{candidates[-1]}~{len(taken)}'
-            candidates.append(name)
-        names[array.path] = name
-        taken.add(name)
-    by_name = array_dirs(names.values())
-    return {path: by_name[name] for path, name in names.items()}
+    paths: dict[str, Path] = {}
+    for leaf in leaves:
+        info = infos.get(leaf.path)
+        name = info.array_name if info is not None and info.name else leaf.name
+        if name in paths:
+            name = leaf.name
+        while name in paths:
+            name = f'{name}~{len(paths)}'
+        paths[name] = leaf.path
+    return {paths[name]: directory for name, directory in array_dirs(paths).items()}
 
 
-def _plan_array(array: _Array, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
-    leaf, on_disk = array.leaf, stored_dtype(array.dtype)
+def _plan_array(leaf: LeafToSave, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
+    on_disk = stored_dtype(leaf.dtype)
     chunk_shape, chunks, boxes_of_others = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}
-    stored = StoredArray(directory, leaf.shape, array.dtype, on_disk, metadata)
-    write = ArrayWrite(leaf.path, leaf.name, leaf.value, array.dtype, stored, chunks, boxes_of_others)
+    stored = StoredArray(directory, leaf.shape, leaf.dtype, on_disk, metadata)
+    write = ArrayWrite(leaf.path, leaf.name, leaf.value, leaf.dtype, stored, chunks, boxes_of_others)
     if not takes(metadata['compressor'], write.chunk_bytes):
         raise UnsupportedLeafError(
             f'{leaf.name}: {options.codec} encodes chunks of less than 2 GiB, and those of {leaf.shape} have '
@@ -263,7 +224,7 @@ def plan_text(plan: SavePlan, header: Sequence[str]) -> str:
     return '\n'.join([*header, *sorted(leaves)])
 
 
-def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> str:
+def _leaf_text(write: ArrayWrite | LeafToSave, shardings: dict[int, str]) -> str:
     value = write.value
     if value is None:
         return 'None'
@@ -273,7 +234,7 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
     else:
         # Many leaves share few shardings, and formatting one is slow.
         if id(sharding) not in shardings:
-            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}{_process_text(sharding)}'
+            shardings[id(sharding)] = f'{sharding} on {_devices_text(sharding)}'
         memory = shardings[id(sharding)]
     shape = tuple(getattr(value, 'shape', ()))
     chunks = tuple(write.array.metadata['chunks']) if isinstance(write, ArrayWrite) else 'inline'
@@ -282,17 +243,16 @@ def _leaf_text(write: ArrayWrite | InlineWrite, shardings: dict[int, str]) -> st
 
 
 def _devices_text(sharding: Any) -> str:
-    """The devices in their order; the text of a mesh has only their number."""
+    """The devices in their order, and the process that has all of them, such as a stage of a pipeline.
+
+    The text of a mesh has only their number.
+    """
     mesh = getattr(sharding, 'mesh', None)
     devices = sharding.device_set if mesh is None else mesh.devices.flat
     ids = [device.id for device in devices]
-    return f'devices {digest(str(sorted(ids) if mesh is None else ids).encode())}'
-
-
-def _process_text(sharding: Any) -> str:
-    """The process that holds the whole array, such as a stage of a pipeline; '' if several hold it."""
     processes = processes_of(sharding)
-    return f'{_ALL_OF_PROCESS}{next(iter(processes))}' if len(processes) == 1 else ''
+    owner = f'{_ALL_OF_PROCESS}{next(iter(processes))}' if len(processes) == 1 else ''
+    return f'devices {digest(str(sorted(ids) if mesh is None else ids).encode())}{owner}'
 
 
 def difference(first: str, other: str, process: int) -> DisagreementError:

@@ -73,7 +73,7 @@ def rehearse(table: LeafTable, request: SaveRequest, t5x_inlines: Mapping[Path, 
     """Raises the errors that :func:`write_stream` would raise before it reads or writes anything; for dry runs."""
     context = request.context
     check_room(context.storage, request.step, overwrite=request.overwrite)
-    plan_save(leaves_to_save(table, is_storable), {}, context.options, t5x_inlines=t5x_inlines)
+    plan_save(leaves_to_save(table, is_storable), {}, context.options, WriteAssignment(), t5x_inlines)
 
 
 def write_stream(

@@ -23,9 +23,9 @@ from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, InlineWrite, SavePlan
+from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, SavePlan
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.leaves import LeafToSave, is_jax_array
 from t5ckpt.tree.transfers import explicit_transfers
 
 
@@ -225,7 +225,7 @@ def _device_copies(arrays: Sequence[Any]) -> Sequence[Any]:
     return copies
 
 
-def _as_inline(write: InlineWrite) -> Any:
+def _as_inline(write: LeafToSave) -> Any:
     """The value as T5X expects it in the manifest: a numpy array or scalar, never a Python number."""
     value = write.value
     if value is None:

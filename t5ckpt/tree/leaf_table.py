@@ -33,6 +33,13 @@ class Empty:
 
     kind: str
 
+    @classmethod
+    def of(cls, node: Any) -> Empty | None:
+        """Describes a node of a tree; None if it is not an empty container."""
+        if not isinstance(node, (Mapping, list, tuple)) or len(node) > 0:
+            return None
+        return cls('dict' if isinstance(node, Mapping) else 'list' if isinstance(node, list) else 'tuple')
+
     def build(self) -> Any:
         """A new empty container."""
         return {'dict': dict, 'list': list, 'tuple': tuple}[self.kind]()
@@ -83,9 +90,7 @@ def flatten_nested(
         elif isinstance(value, Mapping) and value:
             table |= flatten_nested(value, is_leaf, path)
         else:
-            table[path] = value or Empty(
-                'dict' if isinstance(value, Mapping) else 'list' if isinstance(value, list) else 'tuple'
-            )
+            table[path] = value or Empty.of(value)
     return table
 
 

@@ -258,25 +258,21 @@ def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = Fals
       UnsupportedLeafError: it is a tracer, or neither an array nor a number.
     """
     _check_is_no_tracer(path, leaf)
-    if is_jax_array(leaf) and isinstance(leaf.dtype, np.dtype):
-        # First, because most leaves are jax.Arrays.
-        sharding = None if host else _own_sharding(leaf) if sharding is None else sharding
-        return LeafTemplate('array', leaf.shape, leaf.dtype, not host, sharding, None if host else _weak(leaf))
-    if leaf is None or leaf is ...:
-        return LeafTemplate('none' if leaf is None else 'skip')
-    if isinstance(leaf, (Empty, str)):
-        return LeafTemplate('text' if isinstance(leaf, str) else 'empty', example=leaf)
-    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
-        return LeafTemplate('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
-    check_is_array(path, leaf)
+    # First, because most leaves are jax.Arrays.
+    if not is_jax_array(leaf):
+        if leaf is None or leaf is ...:
+            return LeafTemplate('none' if leaf is None else 'skip')
+        if isinstance(leaf, (Empty, str)):
+            return LeafTemplate('text' if isinstance(leaf, str) else 'empty', example=leaf)
+        if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+            return LeafTemplate('scalar', (), np.asarray(base_number(type(leaf))(leaf)).dtype, python=type(leaf))
+        check_is_array(path, leaf)
     if is_key(leaf.dtype):
         return _key_template(leaf, sharding)
-    on_device = not isinstance(leaf, (np.ndarray, np.generic, LazyArray)) or sharding is not None
+    on_device = not host and (sharding is not None or not isinstance(leaf, (np.ndarray, np.generic, LazyArray)))
     if sharding is None and on_device:
         sharding = _own_sharding(leaf)
     number = np.generic if isinstance(leaf, np.generic) else None if host else _weak(leaf)
-    if host:
-        on_device, sharding = False, None
     return LeafTemplate('array', tuple(leaf.shape), native_dtype(leaf.dtype), on_device, sharding, number)
 
 
@@ -353,7 +349,7 @@ class LeafToSave(NamedTuple):
     value: Any
     kind: str
     shape: tuple[int, ...] = ()
-    dtype: np.dtype | None = None
+    dtype: Any = None
     note: str = ''
 
     @property

@@ -84,7 +84,7 @@ def _view_pytree(tree: Any) -> StateView:
                 )
             raise
 
-    table = {p: leaf if (kind := _empty_kind(leaf)) is None else Empty(kind) for p, leaf in originals.items()}
+    table = {p: Empty.of(leaf) or leaf for p, leaf in originals.items()}
     return StateView(table, rebuild)
 
 
@@ -98,9 +98,10 @@ def _path_of_single(state: Any) -> Path:
     Raises:
       UnsupportedLeafError: it is not an array.
     """
-    if _empty_kind(state) is not None:
+    if Empty.of(state) is not None:
         raise UnsupportedLeafError('the state is empty: there is nothing to save or restore.')
-    if _is_bare_array(state):
+    # A NumPy scalar is more likely a misplaced step.
+    if hasattr(state, 'shape') and hasattr(state, 'dtype') and not isinstance(state, np.generic):
         return BARE_ARRAY
     if state is None:
         raise UnsupportedLeafError(
@@ -147,13 +148,7 @@ def _clashes(tree: Any, prefix: Path) -> Iterator[Path]:
 
 
 def _is_kept(node: Any) -> bool:
-    return node is None or _empty_kind(node) is not None
-
-
-def _empty_kind(node: Any) -> str | None:
-    if not isinstance(node, (Mapping, list, tuple)) or len(node) > 0:
-        return None
-    return 'dict' if isinstance(node, Mapping) else 'list' if isinstance(node, list) else 'tuple'
+    return node is None or Empty.of(node) is not None
 
 
 def _key_text(key: Any) -> str:
@@ -162,11 +157,6 @@ def _key_text(key: Any) -> str:
         if text is not None or hasattr(key, attribute):
             return str(text)
     return str(key).strip('.[]\'"')
-
-
-def _is_bare_array(state: Any) -> bool:
-    """Whether a state that is a single leaf is an array. A number or NumPy scalar is more likely a misplaced step."""
-    return hasattr(state, 'shape') and hasattr(state, 'dtype') and not isinstance(state, np.generic)
 
 
 def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:

@@ -233,7 +233,7 @@ def test_a_fused_decoder_is_refused_with_its_names(tmp_path: pathlib.Path):
     ('change', 'error', 'words'),
     [
         (lambda p: p.pop('encoder'), UnsupportedFormatError, 'decoder without an encoder'),
-        (lambda p: p['encoder'].pop('relpos_bias'), UnsupportedFormatError, 'relpos_bias'),
+        (lambda p: p['encoder'].pop('relpos_bias'), TreeMismatchError, 'encoder/relpos_bias/rel_embedding: not in'),
         (lambda p: p['encoder']['layers_2'].pop('mlp'), TreeMismatchError, 'encoder/layers_2/mlp/wi/kernel: not in'),
         (lambda p: p['encoder'].pop('layers_1'), TreeMismatchError, 'encoder/layers_1/attention/key/kernel: not in'),
         (

@@ -31,7 +31,7 @@ from t5ckpt.convert.huggingface.config import (
     needs_larger_norm,
     read_config,
 )
-from t5ckpt.convert.huggingface.model import check_leaves, model_of_leaves
+from t5ckpt.convert.huggingface.model import model_of_leaves
 from t5ckpt.convert.huggingface.names import LAYOUT_KEY, Pair, pairs_of
 from t5ckpt.convert.options import ConvertOptions, ConvertReport
 from t5ckpt.convert.safetensors import TensorSpec, TensorWriter, check_dtype
@@ -140,9 +140,8 @@ def _plan(source: Source, options: ConvertOptions) -> _Plan:
     given = read_config(options.config)
     arrays = {leaf_name(path): array for path, array in source.table.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    model, layout = model_of_leaves(shapes, attention_of(given))
+    model, layout = model_of_leaves(shapes, source.identity['path'], attention_of(given))
     pairs = pairs_of(model, layout)
-    check_leaves(pairs, shapes, layout.prefix, source.identity['path'])
     config = config_of(model, given)
     wanted = None if options.cast is None else options.cast.dtype
     dtypes = {pair.leaf: wanted or np.dtype(arrays[pair.leaf].dtype) for pair in pairs}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from t5ckpt.convert.huggingface.config import attention_of, check_config, logits_are_tied, read_config
-from t5ckpt.convert.huggingface.model import check_tensors, model_of_tensors
-from t5ckpt.convert.huggingface.names import LAYOUT_KEY, Layout, Pair, pairs_of
+from t5ckpt.convert.huggingface.model import model_of_tensors
+from t5ckpt.convert.huggingface.names import EMBEDDERS, LAYOUT_KEY, PREFIXES, Layout, Pair, pairs_of
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
 from t5ckpt.convert.source import Source, boxes_of, stamp_of
@@ -45,8 +45,7 @@ def open_hf(directory: str | os.PathLike[str], options: ConvertOptions) -> Sourc
     config = read_config(os.path.join(directory, 'config.json')) | read_config(options.config)
     found = {leaf_name(path): array for path, array in linked_leaves(contents).items()}
     tensors = _without_doubles(found, metadata, config)
-    pairs, step = _pairs(tensors, metadata, config, options)
-    check_tensors(pairs, {name: tensor.shape for name, tensor in tensors.items()}, os.fspath(directory))
+    pairs, step = _pairs(tensors, os.fspath(directory), metadata, config, options)
     table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors) for pair in pairs}
     table['state', 'step'] = np.int32(step)
     identity = {'format': 'hf', 'path': contents.located.url, 'stamp': stamp_of(contents.located)}
@@ -87,10 +86,15 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 def _pairs(
-    tensors: Mapping[str, Any], metadata: Mapping[str, str], config: Mapping[str, Any], options: ConvertOptions
+    tensors: Mapping[str, Any],
+    where: str,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
+    options: ConvertOptions,
 ) -> tuple[list[Pair], int]:
     """The arrays with their tensors, and the step that an export recorded."""
-    model = model_of_tensors({name: tensor.shape for name, tensor in tensors.items()}, str(config.get('model_type')))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    model = model_of_tensors(shapes, where, str(config.get('model_type')))
     if attention_of(config) not in ('', model.attention):
         raise UnsupportedFormatError(
             f'encoder_attention_type: configuration {config.get("encoder_attention_type")!r}, weights {model.attention}'
@@ -118,8 +122,8 @@ def _kept_layout(text: str | None, default: Layout) -> tuple[Layout, int]:
     except (ValueError, TypeError, KeyError, RecursionError):
         return default, 0
     good = all(type(fields[name]) is type(getattr(default, name)) for name in fields)
-    good = good and fields['prefix'] in ('target/', 'params/', 'target/params/', 'params/params/', '')
-    good = good and fields['embedder'] in ('token_embedder', 'encoder/token_embedder')
+    good = good and fields['prefix'] in PREFIXES
+    good = good and fields['embedder'] in EMBEDDERS
     return (Layout(**fields) if good else default), step if type(step) is int and step >= 0 else 0
 
 

@@ -24,6 +24,10 @@ import numpy as np
 
 LAYOUT_KEY = 't5ckpt'
 """The key in a file's metadata that describes T5X's layout of the arrays, for a later import."""
+PREFIXES = ('target/', 'params/', 'target/params/', 'params/params/', '')
+"""The prefixes of all leaves of a model that a layout may have."""
+EMBEDDERS = ('token_embedder', 'encoder/token_embedder')
+"""The scopes of the token embedding that a layout may have."""
 SELF, LOCAL, TRANSIENT_GLOBAL = 'SelfAttention', 'LocalSelfAttention', 'TransientGlobalSelfAttention'
 
 
@@ -90,12 +94,12 @@ class Pair:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self._shape(self.axes)
+        return self.shape_of(self.axes)
 
     @functools.cached_property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each tensor."""
-        return self._shape(self.tensor_axes)
+        return self.shape_of(self.tensor_axes)
 
     @functools.cached_property
     def row_axis(self) -> int:
@@ -120,7 +124,8 @@ class Pair:
         rest = (*box[:axis], *box[axis + 1 :])
         return np.stack([self._from_tensor(tensor, rest) for tensor in tensors[box[axis]]], axis)
 
-    def _shape(self, axes: Sequence[str]) -> tuple[int, ...]:
+    def shape_of(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The sizes of axes."""
         return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in axes)
 
     @functools.cached_property
@@ -144,10 +149,10 @@ class Pair:
         index: list[slice] = []
         shape: list[int] = []
         for first, *inner in self._split_axes:
-            start, stop, _ = cut[first].indices(self._shape([first])[0])
-            width = math.prod(self._shape(inner))
+            start, stop, _ = cut[first].indices(self.shape_of([first])[0])
+            width = math.prod(self.shape_of(inner))
             index.append(slice(start * width, stop * width))
-            shape += [stop - start, *self._shape(inner)]
+            shape += [stop - start, *self.shape_of(inner)]
             cut[first] = slice(None)
         values = np.asarray(tensor[tuple(index)]).reshape(shape).transpose(np.argsort(self._order))
         return values[tuple(cut[axis] for axis in self._array_axes)]

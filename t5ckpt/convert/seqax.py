@@ -19,19 +19,16 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from t5ckpt.catalog.locate import Located, not_of_format
 from t5ckpt.convert.options import ConvertOptions, ConvertReport
-from t5ckpt.convert.source import cast_leaf, open_export
+from t5ckpt.convert.source import open_export
 from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import TrainState
 from t5ckpt.core.text import some_of
-from t5ckpt.core.thread_pool import Pool
 from t5ckpt.distributed.processes import jax_processes
 from t5ckpt.errors import (
     CheckpointExistsError,
@@ -44,21 +41,22 @@ from t5ckpt.errors import (
     UnsupportedTopologyError,
 )
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.dtypes import TYPESTRS
-from t5ckpt.format.facts import NO_FACTS
+from t5ckpt.format.dtypes import TYPESTRS, is_storable
+from t5ckpt.format.facts import NO_FACTS, TreeFacts
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.lazy import LazyArray
-from t5ckpt.planning.casts import check_cast
-from t5ckpt.planning.chunk_shape import choose_chunks
-from t5ckpt.progress import Meter
+from t5ckpt.planning.casts import Cast, leaves_after_cast
+from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_array
+from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.zarr_tree import read_zarr_tree
 from t5ckpt.save.linked_arrays import linked_leaves
-from t5ckpt.storage import Storage, foreign_errors, open_storage, split_path
+from t5ckpt.save.request import SaveContext
+from t5ckpt.save.stage import Staging
+from t5ckpt.save.write import write_arrays
+from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaves import is_jax_array
+from t5ckpt.tree.leaves import leaves_to_save
 from t5ckpt.tree.train_state import flatten_state
 
 __all__ = ['read_seqax', 'seqax_steps', 'write_seqax']
@@ -186,7 +184,6 @@ def export_seqax(
     """
     started = time.monotonic()
     contents, source = open_export(checkpoint, os.fspath(directory), options, typed=False)
-    check_cast(options.cast, source.table)
     where, step = contents.located.url, contents.located.step_to_write()
     if options.like is None:
         names = {path: ''.join(f'.{part}' for part in path) for path in source.table}
@@ -205,9 +202,8 @@ def export_seqax(
             raise TreeMismatchError(
                 f'{where} and `like` have different leaves: only in the checkpoint {only[0]}, only in `like` {only[1]}.'
             )
-    leaves = {names[path]: cast_leaf(path, leaf, options.cast) for path, leaf in source.table.items()}
-    path = _write(directory, step, leaves, options)
-    nbytes, seconds = sum(leaf.nbytes for leaf in leaves.values()), time.monotonic() - started
+    path, writes = _write(directory, step, source.table, names, options)
+    nbytes, seconds = sum(write.array.nbytes for write in writes), time.monotonic() - started
     mapped = {names[path]: leaf_name(path) for path in source.table}
     return ConvertReport(step, path, nbytes, seconds, mapped, dropped=source.dropped)
 
@@ -224,9 +220,9 @@ def write_seqax(directory: str | os.PathLike[str], step: int, state: Any, *, ove
     Returns:
       The directory that was written.
     """
-    table = flatten_state(state).table
-    leaves = {name: table[path] for path, name in _keystr_names(state).items()}
-    return _write(directory, step, leaves, ConvertOptions(overwrite=overwrite))
+    table, names = flatten_state(state).table, _keystr_names(state)
+    leaves = {path: table[path] for path in names}
+    return _write(directory, step, leaves, names, ConvertOptions(overwrite=overwrite))[0]
 
 
 def _keystr_names(state: Any) -> dict[Path, str]:
@@ -241,32 +237,51 @@ def _keystr_names(state: Any) -> dict[Path, str]:
     return {path: jax.tree_util.keystr(keys) for path, (keys, _) in zip(paths, flat, strict=True)}
 
 
-def _write(directory: str | os.PathLike[str], step: int, leaves: Mapping[str, Any], options: ConvertOptions) -> str:
+def _write(
+    directory: str | os.PathLike[str], step: int, table: LeafTable, names: Mapping[Path, str], options: ConvertOptions
+) -> tuple[str, Sequence[ArrayWrite]]:
+    """Writes the leaves under seqax's names; returns the directory and the arrays."""
     if jax_processes().count > 1:
         raise UnsupportedTopologyError("only one process can write seqax's format: convert a checkpoint after the run.")
     name = f'{step:010}'
     if not _STEP.fullmatch(name):
         raise ValueError(f'step={step} must be between 0 and 9999999999, since seqax uses ten digits.')
-    arrays = {key: _checked(key, leaf) for key, leaf in leaves.items()}
+    writes = _planned(table, names, options.cast)
     storage = open_storage(directory)
     _check_room(storage, name, options.overwrite)
     if options.dry_run:
-        return storage.url(name)
+        return storage.url(name), writes
     # seqax ignores names that are not numbers. On a storage without rename, .zattrs makes the checkpoint complete.
     work = f'{name}.tmp' if storage.commits_by_rename else name
     _remove(storage, work)
     storage.make_dir(work)
     storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')
-    meter = Meter(options.progress, sum(array.nbytes for array in arrays.values()))
-    for key, array in arrays.items():
-        _write_array(storage, join(work, key), array)
-        meter.add(array.nbytes)
-    storage.sync_tree(work, sorted(arrays))
+    context = SaveContext(storage, SaveOptions(), progress=options.progress)
+    write_arrays(context, work, Staging(SavePlan(writes, (), TreeFacts()), options.budget_bytes))
+    storage.sync_tree(work, sorted(write.array.location for write in writes))
     storage.write(join(work, '.zattrs'), json.dumps({_DONE: True}).encode())
     if work != name:
         _remove(storage, name)
         storage.publish(work, name)
-    return storage.url(name)
+    return storage.url(name), writes
+
+
+def _planned(table: LeafTable, names: Mapping[Path, str], cast: Cast | None) -> tuple[ArrayWrite, ...]:
+    """The arrays of all leaves, each in the directory with seqax's name."""
+    assignment = WriteAssignment()
+    writes: list[ArrayWrite] = []
+    for leaf in leaves_after_cast(leaves_to_save(table, is_storable), cast):
+        name, dtype = names[leaf.path], leaf.dtype
+        if dtype is None or TYPESTRS.get(dtype.str) != dtype:
+            raise UnsupportedLeafError(
+                f'{name}: seqax does not support the dtype {dtype or "of text"}. Convert the leaf to float32 first.'
+            )
+        if not is_inside(name):
+            raise UnsupportedLeafError(
+                f'{name}: zarr changes this name, so seqax would not find the array. Rename the leaf.'
+            )
+        writes.append(plan_array(leaf, name, SaveOptions(), assignment))
+    return tuple(writes)
 
 
 def _check_room(storage: Storage, name: str, overwrite: bool) -> None:
@@ -281,47 +296,3 @@ def _remove(storage: Storage, name: str) -> None:
     """Removes a checkpoint, the file that makes it complete first, so that seqax never loads a part of it."""
     storage.delete_file(join(name, '.zattrs'))
     storage.delete_tree(name)
-
-
-def _checked(name: str, leaf: Any) -> Any:
-    array = leaf if is_jax_array(leaf) or isinstance(leaf, LazyArray) else np.asarray(leaf)
-    if TYPESTRS.get(np.dtype(array.dtype).str) != array.dtype:
-        raise UnsupportedLeafError(
-            f'{name}: seqax does not support the dtype {array.dtype}. Convert the leaf to float32 first.'
-        )
-    if not is_inside(name):
-        raise UnsupportedLeafError(
-            f'{name}: zarr changes this name, so seqax would not find the array. Rename the leaf.'
-        )
-    return array
-
-
-def _write_array(storage: Storage, key: str, array: Any) -> None:
-    shape = tuple(int(size) for size in array.shape)
-    shard = array.sharding.shard_shape(shape) if is_jax_array(array) else shape
-    # zarr needs chunks of at least one element, even in an empty array.
-    chunks = [max(1, size) for size in choose_chunks(shard, array.dtype.itemsize)]
-    metadata = {
-        'zarr_format': 2,
-        'shape': list(shape),
-        'chunks': chunks,
-        'dtype': np.dtype(array.dtype).str,
-        'compressor': None,
-        'fill_value': None,
-        'filters': None,
-        'order': 'C',
-        'dimension_separator': '.',
-    }
-    values = np.asarray(array) if is_jax_array(array) else array
-    grid = ChunkGrid(tuple(shape), tuple(chunks))
-
-    def write(chunk_index: tuple[int, ...]) -> None:
-        # A chunk at the end of an axis is stored in full.
-        chunk, box = np.zeros(chunks, array.dtype), grid.box(chunk_index)
-        chunk[box.relative_to(box).slices] = values[box.slices]
-        storage.write_chunk(join(key, grid.key(chunk_index)), chunk.reshape(-1).view(np.uint8))
-
-    with foreign_errors(storage.url(key), writing=True), Pool(_CHUNKS_UNDER_WAY) as pool:
-        storage.write_chunk(join(key, '.zarray'), json.dumps(metadata).encode())
-        for future in [pool.submit(write, chunk_index) for chunk_index in grid]:
-            future.result()

@@ -39,6 +39,9 @@ def chunk_shape_for(
     unevenly; its last chunk exceeds the array.
     """
     nbytes = math.prod(shard_shape) * itemsize
+    if nbytes == 0:
+        # zarr has no chunks of size 0, even of an empty array.
+        return tuple(max(1, size) for size in shard_shape)
     parts = min(replicas, max(1, nbytes // _MIN_SPLIT_BYTES))
     chunks = list(choose_chunks(shard_shape, itemsize, min(limit, ceil_div(nbytes, parts))))
     if math.prod(chunks) * itemsize > max(limit, _LARGEST_BYTES):

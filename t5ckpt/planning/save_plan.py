@@ -136,7 +136,7 @@ def plan_save(
     stored = _stored_paths(leaves, options, assignment, t5x_inlines or {})
     arrays = [leaf for leaf in leaves if leaf.path in stored]
     directories = _directories(arrays, infos)
-    writes = tuple(_plan_array(leaf, directories[leaf.path], options, assignment) for leaf in arrays)
+    writes = tuple(plan_array(leaf, directories[leaf.path], options, assignment) for leaf in arrays)
     inline = tuple(leaf for leaf in leaves if leaf.path not in stored and leaf.kind not in ('empty', 'text'))
     return SavePlan(writes, inline, _facts(given, writes))
 
@@ -191,7 +191,12 @@ def _directories(leaves: Sequence[LeafToSave], infos: Mapping[Path, ParameterInf
     return {paths[name]: directory for name, directory in array_dirs(paths).items()}
 
 
-def _plan_array(leaf: LeafToSave, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
+def plan_array(leaf: LeafToSave, directory: str, options: SaveOptions, assignment: WriteAssignment) -> ArrayWrite:
+    """Plans the write of a leaf, with its dtype after the cast, as an array in a directory.
+
+    Raises:
+      UnsupportedLeafError: a chunk is too large for the codec.
+    """
     on_disk = stored_dtype(leaf.dtype)
     chunk_shape, chunks, boxes_of_others = assignment.chunks_of(leaf, on_disk.itemsize, options.chunk_bytes)
     metadata = {'chunks': chunk_shape, 'compressor': CODECS[options.codec]}

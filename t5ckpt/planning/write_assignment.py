@@ -129,7 +129,7 @@ class WriteAssignment:
         To be called for each array, in order.
         """
         shape, value = leaf.shape, leaf.value
-        sharding = value.sharding if is_jax_array(value) else None
+        sharding = value.sharding if is_jax_array(value) and 0 not in shape else None
         key = sharding, shape, itemsize, limit
         if key in self._assigned:
             return self._assigned[key]

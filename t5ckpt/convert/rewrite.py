@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,9 @@ def rewrite_checkpoint(
         leaves = _with_ema(leaves, options.ema, options.parameters)
     files = readers[-1].files
     positions = _iterator_files(last, files)
-    kept = chosen_leaves(_without_dropped(leaves, options.drop, positions), options)
+    drop = LeafPatterns(options.drop, 'drop')
+    drop.check([*map(leaf_name, leaves), *positions])
+    kept = chosen_leaves({path: leaf for path, leaf in leaves.items() if not drop.covers(leaf_name(path))}, options)
     if all(isinstance(leaf, Empty) for leaf in kept.values()):
         raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
     new_paths = _renamed(kept, options.rename)
@@ -110,7 +112,7 @@ def rewrite_checkpoint(
         },
         {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
         dropped=tuple(leaf_name(path) for path in leaves if path not in kept),
-        files=_read_positions(files, positions, options.drop),
+        files=_read_positions(files, {name: file for name, file in positions.items() if not drop.covers(name)}),
         # Without any facts in the source, typed keys and the like are unknown.
         facts=Facts(knows_tree=last.facts.knows_tree, keep=last.facts.keep, metrics=last.facts.metrics),
         # In Flax's manifests, all leaves are inline.
@@ -143,15 +145,10 @@ def _iterator_files(contents: Contents, source: CheckpointFiles) -> dict[str, st
     return files
 
 
-def _read_positions(
-    source: CheckpointFiles, files: Mapping[str, str], dropped: Sequence[str | re.Pattern[str]]
-) -> dict[str, bytes]:
-    """The files of data iterators that are not dropped, compared with their checksums."""
-    patterns = LeafPatterns(dropped, 'drop')
+def _read_positions(source: CheckpointFiles, files: Mapping[str, str]) -> dict[str, bytes]:
+    """Files of data iterators, compared with their checksums."""
     read: dict[str, bytes] = {}
     for name, file in files.items():
-        if patterns.covers(name):
-            continue
         where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
         try:
             read[name] = source.read(file)
@@ -265,48 +262,28 @@ def _with_ema(leaves: LeafTable, scope: str, parameters: str | re.Pattern[str] |
     return {path: leaves[sources.get(path, path)] for path in leaves if path not in averages}
 
 
-def _without_dropped(
-    leaves: LeafTable, given: Sequence[str | re.Pattern[str]], positions: Collection[str]
-) -> LeafTable:
-    patterns = LeafPatterns(given, 'drop').patterns
-    names = {path: leaf_name(path) for path in leaves}
-    _refuse_unused(patterns, [*names.values(), *positions], names.values())
-    return {path: leaf for path, leaf in leaves.items() if not any(p.fullmatch(names[path]) for p in patterns)}
-
-
 def _renamed(leaves: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
     """The new path of each leaf, by its old one."""
-    rules = [(leaf_pattern(pattern), new) for pattern, new in given]
-    unused = [pattern for pattern, _ in rules]
+    new_paths = {path: path for path in leaves}
+    rest = [*leaves]
+    for pattern, replacement in given:
+        patterns = LeafPatterns(pattern, 'rename')
+        patterns.check(map(leaf_name, rest))
+        matches = {path: patterns.patterns[0].fullmatch(leaf_name(path)) for path in rest}
+        rest = [path for path in rest if matches[path] is None]
+        expanded = {path: path_of(match.expand(replacement)) for path, match in matches.items() if match is not None}
+        new_paths |= {path: tuple(key for key in new if key) for path, new in expanded.items()}
     old_names: dict[Path, str] = {}
     clashes: list[str] = []
-    new_paths: dict[Path, Path] = {}
-    for path in leaves:
-        name, new = leaf_name(path), path
-        rule = next(((match, new) for pattern, new in rules if (match := pattern.fullmatch(name))), None)
-        if rule is not None:
-            unused = [pattern for pattern in unused if pattern != rule[0].re]
-            new = tuple(key for key in path_of(rule[0].expand(rule[1])) if key)
+    for path, new in new_paths.items():
         if new in old_names or not new:
             first = f'{old_names[new]} and ' if new in old_names else ''
-            clashes.append(f'{first}{name} would become {leaf_name(new)!r}')
-        new_paths[path], old_names[new] = new, name
+            clashes.append(f'{first}{leaf_name(path)} would become {leaf_name(new)!r}')
+        old_names[new] = leaf_name(path)
     for new, name in old_names.items():
         above = next((old_names[new[:length]] for length in range(1, len(new)) if new[:length] in old_names), None)
         if above is not None:
             clashes.append(f'{name} would become {leaf_name(new)!r}, below the new name of {above}')
     if clashes:
         raise TreeMismatchError(lines('names clash after the renaming:', *listed(clashes)))
-    _refuse_unused(unused, [], list(map(leaf_name, leaves)))
     return new_paths
-
-
-def _refuse_unused(patterns: Sequence[re.Pattern[str]], matched: Collection[str], names: Collection[str]) -> None:
-    """Raises UnmatchedPattern for patterns that match none of the names in ``matched``; ``names`` are those of the leaves."""
-    unused = [pattern.pattern for pattern in patterns if not any(map(pattern.fullmatch, matched))]
-    if unused:
-        shown = ', '.join(near_names(unused[0], names) or list(names)[:3])
-        raise UnmatchedPattern(
-            f'the patterns {unused} match no leaf; the leaves are {shown}, ... Correct or remove the patterns.'
-            f'{meant_pattern(unused[0], names)}'
-        )

@@ -184,18 +184,20 @@ def _is_same(leaf: Any, written: Any, expected: str | None) -> bool:
     """Whether a leaf was written; ``expected`` is the checksum of its values if it is a LazyArray."""
     if isinstance(written, Empty):
         return leaf == written.build()
-    if expected is not None:
-        is_array = isinstance(written, LazyArray) and (written.shape, written.dtype) == (leaf.shape, leaf.dtype)
-        return is_array and digest(np.ascontiguousarray(written.get())) == expected
     if isinstance(written, KeyData):
         import jax
 
         return str(jax.random.key_impl(leaf)) == written.impl and np.array_equal(
             jax.random.key_data(leaf), written.data
         )
-    if leaf is None or isinstance(leaf, (str, dict, list, tuple)):
-        return leaf == written
-    return isinstance(written, LazyArray) and np.array_equal(written.get(), np.asarray(leaf), equal_nan=True)
+    if not isinstance(written, LazyArray):
+        return type(leaf) is type(written) and leaf == written
+    values = written.get()
+    if expected is None:
+        return np.array_equal(values, np.asarray(leaf), equal_nan=True)
+    return (written.shape, written.dtype) == (leaf.shape, leaf.dtype) and digest(
+        np.ascontiguousarray(values)
+    ) == expected
 
 
 def _with_lists(node: Any) -> Any:

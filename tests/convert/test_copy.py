@@ -259,7 +259,7 @@ def test_the_verb_with_changes(tmp_path):
     t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--drop', 'opt_state/.*')
     assert sorted(read('named')) == ['step', 'target']
     assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
-    assert 'match no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)
+    assert 'matches no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)
 
 
 def test_a_step_that_has_lost_its_facts_is_copied_as_the_error_says(tmp_path):

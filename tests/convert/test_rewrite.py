@@ -133,8 +133,8 @@ def test_renamed_leaves_are_linked(run, tmp_path):
 @pytest.mark.parametrize(
     ('changes', 'says'),
     [
-        (ConvertOptions(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*match no leaf"),
-        (ConvertOptions(drop=['kernel']), 'match no leaf'),
+        (ConvertOptions(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*matches no leaf"),
+        (ConvertOptions(drop=['kernel']), 'matches no leaf'),
         (
             ConvertOptions(rename=[('params/dense/.*', 'params/w')]),
             'params/dense/bias and params/dense/kernel would become',

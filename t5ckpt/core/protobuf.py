@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from typing import Any
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """The wire types of a number, of one of fixed size, and of bytes, text or a message."""
 _FIXED = {FIXED64: 8, FIXED32: 4}
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Yields (number, wire type, value) of each field; a number of fixed size is its bytes.
+def fields(message: bytes) -> dict[tuple[int, int], list[Any]]:
+    """The values of each field of a message, in order, by its number and wire type; a number of fixed size is its bytes.
 
     Raises:
       ValueError: the bytes are not a message.
     """
+    found: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
     position, end = 0, len(message)
     while position < end:
         key, position = varint(message, position)
         kind = key & 7
         if kind == VARINT:
             value, position = varint(message, position)
-            yield key >> 3, kind, value
+            found[key >> 3, kind].append(value)
             continue
         if kind == BYTES:
             count, position = varint(message, position)
@@ -31,8 +33,9 @@ def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
             raise ValueError(f'wire type {kind} at byte {position}')
         if position + count > end:
             raise ValueError(f'a field ends {position + count - end} bytes after its message')
-        yield key >> 3, kind, message[position : position + count]
+        found[key >> 3, kind].append(message[position : position + count])
         position += count
+    return found
 
 
 def varint(data: bytes, position: int) -> tuple[int, int]:

@@ -17,11 +17,10 @@ checksum is skipped. An incomplete record is read by the next call. A tensor is 
 
 from __future__ import annotations
 
-import collections
 import functools
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from t5ckpt.core.protobuf import BYTES, FIXED32, FIXED64, VARINT, fields
 
@@ -126,12 +125,12 @@ def scalars_of(data: bytes) -> list[Scalar]:
     Raises:
       ValueError: the bytes are not an event.
     """
-    event = _fields(data)
+    event = fields(data)
     # A varint of 64 bits is a signed number.
     step = ((event[2, VARINT] or [0])[-1] + 2**63) % 2**64 - 2**63
     time = struct.unpack('<d', (event[1, FIXED64] or [bytes(8)])[-1])[0]
     found: list[Scalar] = []
-    for value in [_fields(value) for summary in event[5, BYTES] for value in _fields(summary)[1, BYTES]]:
+    for value in [fields(value) for summary in event[5, BYTES] for value in fields(summary)[1, BYTES]]:
         floats = value[2, FIXED32][-1:] or [_float32(tensor) for tensor in value[8, BYTES][-1:]]
         if floats and len(floats[0]) == 4:
             tag = b''.join(value[1, BYTES][-1:]).decode('utf-8', 'replace')
@@ -140,14 +139,6 @@ def scalars_of(data: bytes) -> list[Scalar]:
 
 
 def _float32(data: bytes) -> bytes:
-    tensor = _fields(data)
+    tensor = fields(data)
     is_float32 = tensor[1, VARINT][-1:] == [_FLOAT32]
     return b''.join(tensor[4, BYTES] + tensor[5, BYTES] + tensor[5, FIXED32]) if is_float32 else b''
-
-
-def _fields(message: bytes) -> dict[tuple[int, int], list[Any]]:
-    """The values of each field of a message, by its number and wire type."""
-    found: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
-    for number, kind, value in fields(message):
-        found[number, kind].append(value)
-    return found

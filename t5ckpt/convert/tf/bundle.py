@@ -124,7 +124,7 @@ def _entries(data: bytes, files: CheckpointFiles, prefix: str) -> Iterator[tuple
     """Yields the name of each tensor, its place, and the masked CRC-32C of its bytes."""
     where, shards, size = files.url(f'{prefix}.index'), 1, functools.cache(files.storage.size)
     for key, value in _table(data, where):
-        fields = _message(value)
+        fields = protobuf.fields(value)
         if key == b'':
             if _number(fields, 2) != 0:
                 raise UnsupportedFormatError(f'{where} was written on a big-endian machine, which is not supported.')
@@ -137,11 +137,12 @@ def _entries(data: bytes, files: CheckpointFiles, prefix: str) -> Iterator[tuple
             file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
             if shard >= shards:
                 raise CorruptCheckpointError(f'{where}: {name} is in file {shard} of {shards}. {_CURE}')
-            yield name, _array(name, fields, where, file, size), _number(fields, 6)
+            crc = int.from_bytes(b''.join(fields[6, protobuf.FIXED32][-1:]), 'little')
+            yield name, _array(name, fields, where, file, size), crc
 
 
 def _array(
-    name: str, fields: Mapping[int, list[Any]], where: str, file: str, size_of: Callable[[str], int | None]
+    name: str, fields: Mapping[tuple[int, int], list[Any]], where: str, file: str, size_of: Callable[[str], int | None]
 ) -> StoredArray:
     number = _number(fields, 1)
     if number not in _DTYPES:
@@ -149,7 +150,8 @@ def _array(
             f'{where}: {name} has the dtype {number} of types.proto, which only TensorFlow reads.'
         )
     offset, size = (_number(fields, field) for field in (4, 5))
-    dims = _messages(next(_messages(fields, 2), {}), 2)
+    shapes = [protobuf.fields(shape) for shape in fields[2, protobuf.BYTES]]
+    dims = [protobuf.fields(dim) for shape in shapes for dim in shape[2, protobuf.BYTES]]
     shape, dtype = tuple(_number(dim, 1) for dim in dims), DTYPES[_DTYPES[number]]
     if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size:
         raise CorruptCheckpointError(
@@ -207,24 +209,5 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
         position += length
 
 
-def _message(data: bytes) -> dict[int, list[Any]]:
-    """The fields of a protocol buffer by number: integers and bytes."""
-    values_by_number: dict[int, list[Any]] = {}
-    for number, kind, value in protobuf.fields(data):
-        values = values_by_number.setdefault(number, [])
-        values.append(int.from_bytes(value, 'little') if isinstance(value, bytes) and kind != protobuf.BYTES else value)
-    return values_by_number
-
-
-def _number(fields: Mapping[int, list[Any]], number: int, default: int = 0) -> int:
-    value = fields.get(number, [default])[0]
-    if not isinstance(value, int):
-        raise ValueError(f'field {number} is not a number')  # noqa: TRY004 - an error in the data
-    return value
-
-
-def _messages(fields: Mapping[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
-    for value in fields.get(number, []):
-        if not isinstance(value, bytes):
-            raise ValueError(f'field {number} is not a message')  # noqa: TRY004
-        yield _message(value)
+def _number(message: Mapping[tuple[int, int], list[Any]], number: int, default: int = 0) -> int:
+    return (message[number, protobuf.VARINT] or [default])[-1]

@@ -252,7 +252,7 @@ def test_the_command_line_names_the_option_that_takes_rules(tmp_path, tf_golden)
     source = str(tf_golden / NAMES[2] / f'model.ckpt-{STEP}')
     (tmp_path / 'rules.py').write_text('import t5ckpt\ntranslator = t5ckpt.CheckpointTranslator()\n')
     said = t5ckpt_cli('convert', 'tf', source, tmp_path / 'run', '--rules', tmp_path / 'rules.py', code=1)
-    assert 'Add or correct a rule in --rules FILE.py' in said
+    assert 'Add or correct a rule of translator= (--rules FILE.py)' in said
     with pytest.raises(errors.TreeMismatchError, match='Add or correct a rule of translator='):
         t5ckpt.convert_checkpoint(
             'tf', source, tmp_path / 'run', t5ckpt.ConvertOptions(translator=t5ckpt.CheckpointTranslator())

@@ -109,7 +109,9 @@ def test_a_checkpoint_that_needs_no_conversion(tmp_path):
     with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=tmp_path / 'run') as checkpointer:
         checkpointer.save({'w': np.ones(3)}, step=1)
     for path in (tmp_path / 'run', tmp_path / 'run/checkpoint_1'):
-        with pytest.raises(errors.UnsupportedFormatError, match="in T5X's format already and needs no conversion"):
+        with pytest.raises(
+            errors.CheckpointNotFoundError, match=r'no file \*\.index\. .* layout of t5x: use t5ckpt cp'
+        ):
             t5ckpt.convert_checkpoint('tf', path, tmp_path / 'out')
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from t5ckpt.catalog.locate import locate
+from t5ckpt.catalog.locate import not_of_format
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.source import Source, warn_no_optimizer
 from t5ckpt.convert.tf.bundle import read_bundle
@@ -26,19 +26,17 @@ from t5ckpt.convert.tf.rules import (
     with_shared_relpos,
 )
 from t5ckpt.core.leaf_path import path_of
+from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingDependencyError,
-    T5CkptError,
     UnsupportedFormatError,
     UnsupportedLeafError,
 )
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.format.names import MANIFEST
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import read_contents
 from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
@@ -81,9 +79,8 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
     elif storage.root_kind() == 'dir':
         prefix = storage.url(_latest_in(storage))
     else:
-        raise CheckpointNotFoundError(
-            f'{path} is neither a directory nor the prefix of a TensorFlow checkpoint. Check the path.'
-        )
+        text = f'{path} is neither a directory nor the prefix of a TensorFlow checkpoint'
+        raise not_of_format(os.fspath(path), text)
     try:
         return TfCheckpoint(prefix, read_bundle(prefix))
     except UnsupportedFormatError as error:
@@ -100,28 +97,14 @@ def _latest_in(storage: Storage) -> str:
         # Only the base name counts, since the directory may have been copied.
         if match is not None and match[1] in prefixes:
             return match[1]
-    if not prefixes:
-        _refuse_readable(storage)
-        if storage.is_file('variables/variables.index'):
-            below = storage.url('variables/variables')
-            raise CheckpointNotFoundError(f'{where} is a SavedModel, whose checkpoint is {below}. Pass that.')
-    if len(prefixes) != 1:
-        several = f'several TensorFlow checkpoints: {", ".join(prefixes[:10])}. Pass one'
-        raise CheckpointNotFoundError(f'{where} has {several if prefixes else "no file *.index"}.')
-    return prefixes[0]
-
-
-def _refuse_readable(storage: Storage) -> None:
-    """Raises UnsupportedFormatError if t5ckpt reads the directory, so that TensorFlow's conversion is not what it needs."""
-    try:
-        located = locate(storage)
-        read_contents(located)
-    except T5CkptError:
-        return
-    what = "in T5X's format already and needs no conversion"
-    if located.manifest != MANIFEST:
-        what = 'in the layout of Orbax or Flax. Convert it from that format'
-    raise UnsupportedFormatError(f'{storage.url()} has no file *.index: it is {what}.')
+    if len(prefixes) == 1:
+        return prefixes[0]
+    if prefixes:
+        raise CheckpointNotFoundError(f'{where} has several TensorFlow checkpoints: {some_of(prefixes, 10)}. Pass one.')
+    if storage.is_file('variables/variables.index'):
+        below = storage.url('variables/variables')
+        raise CheckpointNotFoundError(f'{where} is a SavedModel, whose checkpoint is {below}. Pass that.')
+    raise not_of_format(where, f'{where} has no file *.index')
 
 
 def _open_with_tensorflow(prefix: str, error: UnsupportedFormatError) -> TfCheckpoint:

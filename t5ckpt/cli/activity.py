@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +14,6 @@ import click
 from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import printable
-from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.progress import ProgressReporter, progress_text
 
 _SILENT_SECONDS = 10.0
@@ -39,7 +40,9 @@ class Activity:
         self._has_open_line = False
 
     def __enter__(self) -> Self:
-        start_thread(self._watch, 't5ckpt-waiting', daemon=True)
+        # An interrupt may come at any time; ``threading.Thread`` could hang then.
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(self._watch, ())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,9 +25,7 @@ class ByteBudget:
     """Limits the bytes that are held at once."""
 
     def __init__(self, limit: int):
-        """Makes a budget of ``limit`` bytes, at least 1."""
-        if limit < 1:
-            raise ValueError(f'a byte budget must be at least 1 byte, got {limit}')
+        """Makes a budget of ``limit`` bytes."""
         self.limit = limit
         self._held = 0
         self._peak = 0
@@ -38,21 +36,14 @@ class ByteBudget:
         """The largest number of bytes held at once so far."""
         return self._peak
 
-    def try_acquire(self, size: int) -> bool:
-        """Takes ``size`` bytes if they fit now or nothing else is held; returns whether it took them."""
+    def acquire(self, size: int, seconds: float | None = None) -> bool:
+        """Takes ``size`` bytes, waiting until they fit, at most ``seconds``; returns whether it took them."""
         with self._changed:
-            if self._held > 0 and self._held + size > self.limit:
-                return False
-            self._held += size
-            self._peak = max(self._peak, self._held)
-            return True
-
-    def acquire(self, size: int) -> None:
-        """Takes ``size`` bytes, waiting until they fit."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self.limit)
-            self._held += size
-            self._peak = max(self._peak, self._held)
+            fits = self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self.limit, seconds)
+            if fits:
+                self._held += size
+                self._peak = max(self._peak, self._held)
+            return fits
 
     def release(self, size: int) -> None:
         """Releases ``size`` bytes."""

@@ -8,14 +8,11 @@ of a checkpointer once.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import warnings
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,8 @@ class CallSite:
     def here(cls) -> CallSite:
         """The innermost line of this thread outside the package."""
         frame: FrameType = sys._getframe(1)  # noqa: SLF001 - the only way before Python 3.12  # pyright: ignore[reportPrivateUsage]
-        while _is_ours(frame) and frame.f_back is not None:
+        # By the module, since the constructor of a dataclass has no file.
+        while f'{frame.f_globals.get("__name__")}.'.startswith('t5ckpt.') and frame.f_back is not None:
             frame = frame.f_back
         names = frame.f_globals
         registry = names.setdefault('__warningregistry__', {})
@@ -46,14 +44,6 @@ class CallSite:
 def warn_caller(warning: Warning) -> None:
     """Gives a warning at the line of this thread that called the package."""
     CallSite.here().warn(warning)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    # The constructor of a dataclass is made from a string.
-    return name.startswith(_PACKAGE) or (
-        name == '<string>' and str(frame.f_globals.get('__name__')).startswith('t5ckpt.')
-    )
 
 
 class Notices:

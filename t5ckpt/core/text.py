@@ -9,16 +9,15 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-# Of a name or a pattern that is compared with others; the comparison is quadratic.
 CURE_OF_DAMAGE = 'Restore an older step, or copy the checkpoint again.'
 """The last sentence of errors about a damaged checkpoint."""
 _CURE_AND_REST = re.compile(r'[.;]?\s+[Rr]estore an older step.*', re.DOTALL)
-_LONGEST = 300
+LONGEST = 300
+"""The characters of a name or a pattern that are compared with others; the comparison is quadratic."""
 _LISTED = 20
-_WORD = re.compile(r'\w{2,}')
 # Elements of a collection that an error shows.
 _SHOWN_ELEMENTS = 4
 
@@ -168,40 +167,9 @@ def listed(items: Sequence[object], rest: str = '') -> list[str]:
     return [f'  {item}' for item in items[:_LISTED]] + more
 
 
-def corrected(pattern: str, names: Iterable[str], matches: Callable[[str, str], Any]) -> str:
-    """A pattern that matches no name, with its misspelt keys replaced by those of the names, or with a '/' inside keys.
-
-    Args:
-      pattern: a name or a pattern, of any syntax in which a word matches itself.
-      names: of leaves; the first 10,000 are compared.
-      matches: whether a pattern matches a name.
-
-    Returns:
-      The corrected pattern, or '' if it matches no name either.
-    """
-    first_names = [*itertools.islice(names, 10_000)]
-    keys = {word for name in first_names for word in _WORD.findall(name)}
-
-    def nearest(match: re.Match[str]) -> str:
-        return match[0] if match[0] in keys else next(iter(difflib.get_close_matches(match[0], keys, 1, 0.7)), match[0])
-
-    meant = _WORD.sub(nearest, pattern[:_LONGEST])
-    if meant != pattern:
-        return meant if any(matches(meant, name) for name in first_names) else ''
-    # A '/' inside a key has a backslash before it, which a '.' matches in a regular expression.
-    escaped = [name for name in first_names if '\\/' in name][:1000]
-    slashes = [match.start() for match in re.finditer('/', pattern)][:8] if escaped else []
-    for mark, (first, last) in itertools.product('.\\', itertools.combinations_with_replacement(slashes, 2)):
-        inside = pattern[first : last + 1].replace('/', f'{mark}/')
-        meant = pattern[:first] + inside + pattern[last + 1 :]
-        if any(matches(meant, name) for name in escaped):
-            return meant
-    return ''
-
-
 def did_you_mean(word: str, words: Iterable[str], before: str = ' ') -> str:
     """' Did you mean ...?' with the nearest of some words, or ''."""
-    near = difflib.get_close_matches(word[:_LONGEST], words, 1)
+    near = difflib.get_close_matches(word[:LONGEST], words, 1)
     return f'{before}Did you mean {near[0]!r}?' if near else ''
 
 

@@ -55,14 +55,6 @@ def _finish() -> None:
     _has_finished = True
 
 
-def _pause_at_exit() -> bool:
-    """Whether the interpreter exits; waits then for the end of this daemon thread, but not forever, since it may be joined."""
-    if threading.main_thread().is_alive():
-        return False
-    time.sleep(_LAST_SECONDS)
-    return True
-
-
 @contextlib.contextmanager
 def finished_before_exit() -> Generator[None]:
     """If this is a daemon thread, the interpreter waits for the block before it exits.
@@ -83,23 +75,25 @@ def finished_before_exit() -> Generator[None]:
     finally:
         _unfinished.discard(ended)
         ended.set()
-        is_over = _pause_at_exit()
+        is_over = not threading.main_thread().is_alive()
+        if is_over:
+            # The interpreter ends this daemon thread here; but it may be joined, so not forever.
+            time.sleep(_LAST_SECONDS)
     if is_over:
         raise RuntimeError(
             'the interpreter exits, and ends daemon threads. Join the thread that saves before the program ends.'
         )
 
 
-def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> InterruptSafeEvent | None:
-    """Calls a function in a new thread; returns an event for its end, or None if no thread can be started.
+def start_thread(function: Callable[[], None], name: str) -> bool:
+    """Calls a function in a new thread, for whose end the interpreter waits; returns whether it could be started.
 
     Python 3.12 starts none in ``atexit``, nothing waits for one after ``_finish``, and the machine may have reached its limit.
     Callers do the work themselves then.
     """
-    if not daemon:
-        _wait_at_exit()
-        if _has_finished:
-            return None
+    _wait_at_exit()
+    if _has_finished:
+        return False
     ended = InterruptSafeEvent()
     has_started: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -112,11 +106,10 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> In
 
     def launch() -> None:
         # In a thread without signal handlers. Python waits for a ``Thread`` that is not a daemon, unless it was started late.
-        if not daemon:
-            _unfinished.add(ended)
+        _unfinished.add(ended)
         is_running = False
         try:
-            threading.Thread(target=run, name=name, daemon=daemon).start()
+            threading.Thread(target=run, name=name, daemon=False).start()
             is_running = True
         except RuntimeError:
             _unfinished.discard(ended)
@@ -127,8 +120,8 @@ def start_thread(function: Callable[[], None], name: str, *, daemon: bool) -> In
     try:
         _thread.start_new_thread(launch, ())
     except RuntimeError:
-        return None
-    return ended if has_started.get() else None
+        return False
+    return has_started.get()
 
 
 class Future(Generic[_Result]):

@@ -9,6 +9,7 @@ without the array's name. A restore reports all of them before it reads.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -17,15 +18,17 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.tree.leaves import LeafTemplate, unreduced_axes
 
 
-def boxes_wanted(template: LeafTemplate, shape: tuple[int, ...]) -> list[Box]:
+def boxes_wanted(template: LeafTemplate) -> list[Box]:
     """The distinct boxes that this process's devices hold, or the whole array for a host template."""
+    shape = template.shape
     if not template.device or template.sharding is None:
         return [Box.whole(shape)]
     return _distinct(template.sharding.addressable_devices_indices_map(shape).values(), shape)
 
 
-def boxes_by_process(template: LeafTemplate, shape: tuple[int, ...], count: int) -> list[list[Box]]:
+def boxes_by_process(template: LeafTemplate, count: int) -> list[list[Box]]:
     """For each of ``count`` processes, the boxes that :func:`boxes_wanted` returns in it."""
+    shape = template.shape
     if not template.device or template.sharding is None:
         return [[Box.whole(shape)]] * count
     indices: list[list[Any]] = [[] for _ in range(count)]
@@ -52,22 +55,9 @@ def uses_host_buffer(template: LeafTemplate) -> bool:
     return template.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-class ShardingCheck:
-    """Checks whether arrays of a shape can be sharded as the template asks; once per pair of shape and sharding."""
-
-    def __init__(self) -> None:
-        # A sharding lives as long as the template that holds it.
-        self._problems: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
-
-    def problem(self, template: LeafTemplate) -> tuple[str, str]:
-        """The kind and the description of the problem; both are empty if there is none."""
-        key = (id(template.sharding), template.shape)
-        if key not in self._problems:
-            self._problems[key] = _problem(template.sharding, template.shape)
-        return self._problems[key]
-
-
-def _problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
+@functools.lru_cache(256)
+def sharding_problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
+    """The kind and the description of the reason why an array cannot be sharded so; both are empty if it can."""
     mesh: Any = getattr(sharding, 'mesh', None)
     if type(mesh).__name__ == 'AbstractMesh':
         return 'mesh', f'{sharding.spec} over an AbstractMesh {dict(mesh.shape)}, which has no devices'

@@ -29,7 +29,7 @@ class StoredRead:
     @functools.cached_property
     def boxes(self) -> list[Box]:
         """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.template, self.template.shape)
+        return boxes_wanted(self.template)
 
     @functools.cached_property
     def source_boxes(self) -> list[Box]:
@@ -38,7 +38,7 @@ class StoredRead:
 
     def source_boxes_by_process(self, count: int) -> list[list[Box]]:
         """For each of ``count`` processes, its ``source_boxes``."""
-        boxes = boxes_by_process(self.template, self.template.shape, count)
+        boxes = boxes_by_process(self.template, count)
         return [_source_boxes(of_process, self.leaf.shape) for of_process in boxes]
 
     def chunk_files(self, *, whole: bool) -> Iterator[str]:
@@ -71,11 +71,6 @@ class InlineRead:
     template: LeafTemplate
     dtype: np.dtype
     resizes: bool = False
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The distinct boxes of the restored leaf that this process's devices hold."""
-        return boxes_wanted(self.template, self.template.shape)
 
 
 # --- other shapes: the values keep their indices, as in JAX and Orbax; the rest of a larger template is zero ---------

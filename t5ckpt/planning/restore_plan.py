@@ -27,7 +27,7 @@ from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedLeafError, 
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
-from t5ckpt.planning.device_boxes import ShardingCheck
+from t5ckpt.planning.device_boxes import sharding_problem
 from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
 from t5ckpt.planning.renaming import Rule, renaming_rules
@@ -79,7 +79,6 @@ class RestoreOptions:
     resize: LeafPatterns | None = None
 
 
-@dataclasses.dataclass
 class RestorePlan:
     """The leaves to restore, and the source of each.
 
@@ -96,16 +95,18 @@ class RestorePlan:
       problems: differences that make it an error.
     """
 
-    stored: list[StoredRead] = dataclasses.field(default_factory=list[StoredRead])
-    inline: list[InlineRead] = dataclasses.field(default_factory=list[InlineRead])
-    kept: LeafTable = dataclasses.field(default_factory=dict[Path, Any])
-    fallback: list[InlineRead] = dataclasses.field(default_factory=list[InlineRead])
-    ignored: list[Path] = dataclasses.field(default_factory=list[Path])
-    skipped: list[Path] = dataclasses.field(default_factory=list[Path])
-    absent: list[Path] = dataclasses.field(default_factory=list[Path])
-    notes: list[str] = dataclasses.field(default_factory=list[str])
-    resized: list[str] = dataclasses.field(default_factory=list[str])
-    problems: list[LeafProblem] = dataclasses.field(default_factory=list[LeafProblem])
+    def __init__(self) -> None:
+        """Plans nothing yet."""
+        self.stored: list[StoredRead] = []
+        self.inline: list[InlineRead] = []
+        self.kept: LeafTable = {}
+        self.fallback: list[InlineRead] = []
+        self.ignored: list[Path] = []
+        self.skipped: list[Path] = []
+        self.absent: list[Path] = []
+        self.notes: list[str] = []
+        self.resized: list[str] = []
+        self.problems: list[LeafProblem] = []
 
 
 def plan_restore(
@@ -201,7 +202,6 @@ class _Matcher:
         self._names = {path: leaf_name(path) for path in {**templates, **leaves, **options.fallback}}
         # Possibly misspelt.
         self._unmatched_fallback = [self._names[path] for path in options.fallback if path not in templates]
-        self._shardings = ShardingCheck() if options.on_devices else None
         self.plan = RestorePlan()
         for path, template in templates.items():
             self._match(path, template)
@@ -209,8 +209,8 @@ class _Matcher:
 
     def _match(self, path: Path, template: LeafTemplate) -> None:
         pair = _Pair(path, self._names[path], template, _as_leaf(path, self._leaves.get(path)))
-        if template.sharding is not None and self._shardings is not None:
-            cause, wrong = self._shardings.problem(template)
+        if template.sharding is not None and self._options.on_devices:
+            cause, wrong = sharding_problem(template.sharding, template.shape)
             if wrong:
                 self.plan.problems.append(LeafProblem(pair.name, cause, '', wrong))
         leaf = pair.leaf
@@ -314,7 +314,7 @@ class _Matcher:
             return LeafProblem(pair.name, cause, f'{pair.label}{shape}', str(template.shape))
         if dtype != template_dtype and kind(dtype) != kind(template_dtype) and not _both_python_ints(dtype, template):
             return LeafProblem(pair.name, 'dtype', f'{pair.label}{dtype.name}', template_dtype.name)
-        if template.device and self._shardings is not None and not is_on_devices(cast):
+        if template.device and self._options.on_devices and not is_on_devices(cast):
             hint = f'JAX has no {cast.name} on devices: give the template a NumPy array there.'
             return LeafProblem(
                 pair.name, 'dtype', f'{pair.label}{cast.name}', f'{template_dtype.name} on a device', hint

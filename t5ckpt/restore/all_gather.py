@@ -44,9 +44,8 @@ def split_replicated(reads: Sequence[StoredRead], processes: int) -> tuple[list[
 def _sharding_in_parts(read: StoredRead) -> Any:
     sharding, shape = read.template.sharding, read.template.shape
     mesh = getattr(sharding, 'mesh', None)
-    if mesh is None or read.template.kind != 'array' or read.leaf.nbytes < _MIN_BYTES:
-        return None
-    if not sharding.is_fully_replicated or sharding.is_fully_addressable:
+    is_large_array = read.template.kind == 'array' and read.leaf.nbytes >= _MIN_BYTES
+    if mesh is None or not is_large_array or not sharding.is_fully_replicated or sharding.is_fully_addressable:
         return None
     axis = next((axis for axis, size in enumerate(shape) if size % mesh.size == 0), None)
     if axis is None:

@@ -19,11 +19,11 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast
+from t5ckpt.planning.device_boxes import boxes_wanted
 from t5ckpt.planning.leaf_reads import InlineRead, resized
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype, is_jax_array
 
-_NARROW_BYTES = 4
 # Up to this size, a copy by JAX is faster than making an aligned buffer that JAX uses in place.
 _SMALL_BYTES = 64 * 1024
 
@@ -34,11 +34,7 @@ def _check_narrowed(values: np.ndarray, name: str) -> None:
     Raises:
       DtypeMismatch: naming a value that would change.
     """
-    narrow = (
-        canonical_dtype(values.dtype)
-        if values.dtype.kind in 'iu' and values.dtype.itemsize > _NARROW_BYTES
-        else values.dtype
-    )
+    narrow = canonical_dtype(values.dtype) if values.dtype.kind in 'iu' else values.dtype
     if narrow == values.dtype:
         return
     wrong = values[values.astype(narrow) != values]
@@ -127,7 +123,7 @@ def make_inline_leaf(read: InlineRead) -> Any:
         _check_narrowed(value, read.name)
         whole = value.copy()
         return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[(..., *(index or ()))])
-    hosts = {box: _own_copy(value[box.slices]) for box in read.boxes}
+    hosts = {box: _own_copy(value[box.slices]) for box in boxes_wanted(template)}
     return make_leaf(hosts, template, value.shape, value.dtype, read.name)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -122,7 +122,16 @@ def check_host_memory(reads: Sequence[StoredRead]) -> None:
 
 def leaf_of(read: StoredRead, buffers: Buffers) -> Any:
     """The value of a leaf from the buffers of its ``source_boxes``, which must not be written to afterwards."""
-    hosts = _padded(read, buffers) if read.resizes else buffers
+    hosts: dict[Box, np.ndarray] = {}
+    for box in read.boxes:
+        part = clipped(box, read.leaf.shape)
+        if part == box:
+            hosts[box] = buffers[box]
+            continue
+        hosts[box] = aligned_empty(box.shape, read.dtype)
+        hosts[box][...] = 0
+        if part is not None:
+            hosts[box][part.relative_to(box).slices] = buffers[part]
     return make_leaf(hosts, read.template, read.template.shape, read.dtype, read.name)
 
 
@@ -152,7 +161,7 @@ class _RestoreScheduler:
         """Reads all leaves and puts them on devices."""
         for read, opening in self._opening(reads):
             opened = opening.result()
-            while not self._budget.try_acquire(_bytes_in_flight(read)):
+            while not self._budget.acquire(_bytes_in_flight(read), 0):
                 self._continue()
             # In this thread, since memory that it has freed is used again.
             buffers = {box: aligned_empty(box.shape, read.dtype) for box in read.source_boxes}
@@ -207,18 +216,3 @@ def _chunk_bytes(leaf: StoredArray) -> int:
 def _bytes_in_flight(read: StoredRead) -> int:
     size = sum(box.size for box in read.source_boxes) * max(read.leaf.disk_dtype.itemsize, read.dtype.itemsize)
     return size + _bytes_wanted(read) if read.resizes else size
-
-
-def _padded(read: StoredRead, hosts: Mapping[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-    """The buffers of the template's shape, from the buffers of the stored array's boxes."""
-    padded: dict[Box, np.ndarray] = {}
-    for box in read.boxes:
-        part = clipped(box, read.leaf.shape)
-        if part == box:
-            padded[box] = hosts[box]
-            continue
-        padded[box] = aligned_empty(box.shape, read.dtype)
-        padded[box][...] = 0
-        if part is not None:
-            padded[box][part.relative_to(box).slices] = hosts[part]
-    return padded

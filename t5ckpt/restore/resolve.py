@@ -21,20 +21,19 @@ _UNICODE_ERRORS = 'surrogateescape'
 
 
 def _locate(request: RestoreRequest) -> Located:
-    path = request.path
-    located = (
-        _locate_step(request, request.step) if path is None else _locate_path(request, os.fspath(path), request.step)
-    )
-    return dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
-
-
-def _locate_step(request: RestoreRequest, step: int | None) -> Located:
+    step = request.step
+    if request.path is not None:
+        return _following(request, _locate_path(request, os.fspath(request.path), step))
     try:
-        return locate_step(request.storage, step)
+        return _following(request, locate_step(request.storage, step))
     except CheckpointNotFoundError as error:
         if step is None or request.no_step is None:
             raise
         raise request.no_step(step) from error
+
+
+def _following(request: RestoreRequest, located: Located) -> Located:
+    return dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
 
 
 def _locate_path(request: RestoreRequest, url: str, step: int | None = None) -> Located:
@@ -109,7 +108,7 @@ def _receive(request: RestoreRequest) -> tuple[Located, RawFiles]:
     located = (
         Located(request.storage, *found['location']) if request.path is None else _locate_path(request, found['url'])
     )
-    located = dataclasses.replace(located, follow_links=request.reading.follow_links or located.follow_links)
+    located = _following(request, located)
     # A file system may number its files differently on each machine.
     versions = {name: located.storage.version(join(located.directory, name)) for name in found['versions']}
     return located, RawFiles(*found['files'], versions=versions)

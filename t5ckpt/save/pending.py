@@ -70,7 +70,7 @@ class PendingSave:
 
     def _release(self) -> None:
         """Starts the save, and lets it commit when all values are read; in its call, or in a signal handler above it."""
-        if not self._begun.locked() and start_thread(self._run, f't5ckpt-save-{self.step}', daemon=False) is None:
+        if not self._begun.locked() and not start_thread(self._run, f't5ckpt-save-{self.step}'):
             # An interrupt goes through the save itself.
             self._is_released.set()
             self._run()

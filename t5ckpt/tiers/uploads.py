@@ -273,7 +273,7 @@ class Uploads:
         with self._guard:
             begins = bool(self._waiting or self._follows) and not (self._is_running or self._is_stopped)
             self._is_running |= begins
-        if begins and start_thread(self._work, 't5ckpt-upload', daemon=False) is None:
+        if begins and not start_thread(self._work, 't5ckpt-upload'):
             self._work()
 
     def _work(self) -> None:

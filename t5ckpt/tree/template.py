@@ -14,10 +14,8 @@ from t5ckpt.tree.train_state import BARE_ARRAY, StateView
 
 def leaf_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
     """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
-    if partitioner is None:
-        return {path: leaf_template(path, leaf) for path, leaf in view.table.items()}
-    if not getattr(partitioner, 'params_on_devices', True):
-        return {path: leaf_template(path, leaf, host=True) for path, leaf in view.table.items()}
+    if partitioner is None or not getattr(partitioner, 'params_on_devices', True):
+        return {path: leaf_template(path, leaf, host=partitioner is not None) for path, leaf in view.table.items()}
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes = axes_tree(partitioner, state)

@@ -11,7 +11,7 @@ from support.options import with_options
 
 import t5ckpt
 from t5ckpt.cli.app import app, run as run_verb
-from t5ckpt.core.text import corrected
+from t5ckpt.core.leaf_patterns import meant_pattern
 
 KERNEL = np.ones((2, 3), np.float32)
 STATE = {
@@ -125,11 +125,8 @@ def test_a_verb_names_what_is_meant(run, words, code, meant, capsys):
 
 def test_a_correction_matches():
     names = ['params/hidden/kernel', 'step']
-    matches = str.__eq__
-    assert corrected('parms/hiden/kernel', names, matches) == 'params/hidden/kernel'
-    assert corrected('params/hidden/kernel', names, matches) == ''
-    assert corrected('params/other/kernel', names, matches) == ''
-    assert corrected('', names, matches) == corrected('x', [], matches) == ''
+    assert meant_pattern('parms/hiden/kernel', names) == " Did you mean 'params/hidden/kernel'?"
+    assert meant_pattern('other/bias', names) == meant_pattern('x', []) == ''
 
 
 @pytest.mark.parametrize(

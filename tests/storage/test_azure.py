@@ -84,7 +84,7 @@ def test_the_account_is_that_of_the_options_or_of_the_environment(options, envir
 def test_without_an_account_the_error_names_the_option(monkeypatch):
     for name in ('AZURE_STORAGE_ACCOUNT', 'AZURE_STORAGE_CONNECTION_STRING'):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"az://container/run: no storage account.*option account"):
+    with pytest.raises(ValueError, match=r'az://container/run: no storage account.*option account'):
         open_storage('az://container/run')
 
 
@@ -116,7 +116,9 @@ def test_a_malformed_connection_string_is_refused_and_not_shown(text, monkeypatc
     ],
 )
 def test_urls_of_other_tools_are_answered_with_ours(url):
-    with pytest.raises(errors.UnsupportedFormatError, match=r"write az://box/a/run, with the storage option account=mine\.$"):
+    with pytest.raises(
+        errors.UnsupportedFormatError, match=r'write az://box/a/run, with the storage option account=mine\.$'
+    ):
         open_storage(url)
     with pytest.raises(errors.UnsupportedFormatError, match=r'write az://box/run\.$'):
         open_storage('abfs://box/run')
@@ -144,7 +146,7 @@ def test_a_signature_in_a_url_is_refused_and_not_shown(url, tmp_path, monkeypatc
         lambda: t5ckpt.copy_checkpoint(signed, tmp_path / 'copy'),
     ):
         with pytest.raises(
-            errors.InvalidPathError, match=f"{url}: .*Write az://.*option account.*AZURE_STORAGE_SAS_TOKEN to the query"
+            errors.InvalidPathError, match=f'{url}: .*Write az://.*option account.*AZURE_STORAGE_SAS_TOKEN to the query'
         ) as caught:
             act()
         assert 'SECRET' not in ''.join(traceback.format_exception(caught.value))

@@ -502,7 +502,9 @@ def test_without_a_region_no_manifest_is_deleted(monkeypatch):
     for name in ('AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3'):
         monkeypatch.delenv(name, raising=False)
     storage = open_storage('s3://box/run', {'anonymous': True})
-    with pytest.raises(t5ckpt.errors.AccessDeniedError, match=r"s3://box/run/k is not deleted.*option region, or set AWS_REGION"):
+    with pytest.raises(
+        t5ckpt.errors.AccessDeniedError, match=r's3://box/run/k is not deleted.*option region, or set AWS_REGION'
+    ):
         storage.delete_unchanged('k', b'1')
 
 

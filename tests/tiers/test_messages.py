@@ -135,8 +135,17 @@ def test_a_file_in_the_place_of_the_directory(run_dir, local):
 def test_the_cures_of_a_refused_directory(run_dir, tmp_path, local):
     with checkpointer(tmp_path / 'other', local) as ck:
         ck.save(state(1))
-    with pytest.raises(LocalDirError, match=r'Pass another directory to LocalTier to start without its steps\. Before'):
+    with pytest.raises(
+        LocalDirError, match='Pass another directory to LocalTier, or move this one away, to start'
+    ) as raised:
         checkpointer(run_dir, local).save(state(2))
+    (words,) = re.findall(r'\(t5ckpt (cp .*)@STEP\)', str(raised.value))
+    t5ckpt_cli(*f'{words}@1'.split(), tmp_path / 'copy')
+    assert t5ckpt.all_steps(tmp_path / 'copy') == [1]
+    local.rename(tmp_path / 'kept')
+    with checkpointer(run_dir, local) as ck:
+        ck.save(state(2))
+    assert t5ckpt.all_steps(tmp_path / 'kept') == [1]
     # The directory of a run is not to be deleted.
     with pytest.raises(LocalDirError, match=r'Pass another directory to LocalTier\.$') as raised:
         checkpointer(run_dir, tmp_path / 'other').save(state(2))

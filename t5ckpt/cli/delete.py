@@ -33,7 +33,7 @@ from t5ckpt.cli.verb import (
     verb,
 )
 from t5ckpt.commit.deletion import decide_deletion, find_step, hide
-from t5ckpt.commit.retention import Retention
+from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.core.text import counted, numbered, numbered_are, some_of
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.format.names import step_dir
@@ -204,6 +204,10 @@ def prune(path: str, tier: str | None, dry_run: bool, yes: bool, **rules: Any) -
     retentions = {name: _retention(run, rules) for name, run in runs.items()}
     plan = [(name, each) for name, retention in retentions.items() for each in _with_reasons(runs[name], retention)]
     plan.sort(key=lambda item: (item[1].step, str(item[0])))
+    for retention in retentions.values() if rules['best'] else ():
+        # Of the steps that may be deleted: another program's may have it.
+        if missing := missing_from_all(retention.decided, rules['best']):
+            raise click.UsageError(f'--best: {missing} Nothing was deleted.')
     steps = sorted({each.step for _, each in plan})
     for run in () if plan else runs.values():
         check_exists(run)

@@ -403,7 +403,7 @@ def test_progress_in_a_pipe_is_single_lines(capsys):
         now[0] = float(second)
         lines(second * 10**6, 100 * 10**6)
     shown = capsys.readouterr().err.splitlines()
-    assert shown[0] == 'copying 2.0 MB of 100.0 MB (2 %), 2.0 s, 1.0 MB/s, 98.0 s left'
+    assert shown[0] == 'copying 2.0 MB of 100.0 MB (2 %), 2.0 s, 1.0 MB/s, 98 s left'
     assert len(shown) == 3, 'at 2, 11 and 20 s'
 
 

@@ -126,7 +126,7 @@ def test_best_step_and_metrics(tmp_path):
             ck.metrics(7)
         with pytest.raises(
             ValueError,
-            match=r"do not say which steps are best .*loss \(min\).* Pass the mode, such as best_step\('acc', 'min'\)",
+            match=r"do not say which steps are best .*loss \(min\).* Pass the mode: best_step\('acc', 'min'\)",
         ):
             ck.best_step('acc')
     with Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveOnImprovement('acc', 'max')) as ck:
@@ -801,9 +801,9 @@ def endless():
         ({1: 2}, r'^custom_metadata: key 1 is an int'),
         ({'llama_config': {'id2label': {0: 'no'}}}, r'^custom_metadata: llama_config/id2label: key 0 is an int'),
         ({'a': [{'b': ConfigDict(), 'c': {None: 1}}]}, r'^custom_metadata: a/0/c: key None is a NoneType'),
-        ({'a': {'b': {3}}}, r'^custom_metadata: a/b: \{3\} is a set'),
-        ({'a': math.nan}, r'^custom_metadata: a: nan is a float'),
-        ({'a': np.ones(2)}, r'^custom_metadata: a: .* is a ndarray'),
+        ({'a': {'b': {3}}}, r'^custom_metadata: a/b: \{3\} is of type set'),
+        ({'a': math.nan}, r'^custom_metadata: a: nan is of type float'),
+        ({'a': np.ones(2)}, r'^custom_metadata: a: .* is of type ndarray'),
         (endless(), r'^custom_metadata is nested too deeply'),
     ],
     ids=lambda value: value if isinstance(value, str) else '',

@@ -111,7 +111,7 @@ def test_flax_weights_of_transformers(tmp_path):
     for part in (t5ckpt.load_t5x_checkpoint, lambda path: t5ckpt.convert_checkpoint('flax', path, tmp_path / 'no')):
         with pytest.raises(errors.UnsupportedFormatError, match='is one of 2 files of a model'):
             part(model / files['shared/embedding'])
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"convert_checkpoint\('flax', path, directory\)"):
+    with pytest.raises(errors.CheckpointNotFoundError, match='t5ckpt convert flax'):
         t5ckpt.load_t5x_checkpoint(model)
     index.write_text(json.dumps({'weight_map': {**files, 'more/kernel': files['shared/embedding']}}))
     with pytest.raises(errors.CorruptCheckpointError, match='the files lack more/kernel in flax_model-00001'):

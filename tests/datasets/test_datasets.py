@@ -228,7 +228,7 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize(
     ('state', 'where'),
     [
-        ({'a': [1, {'f': open}]}, r"state\['a'\]\[1\]\['f'\] is a builtins.builtin_function"),
+        ({'a': [1, {'f': open}]}, r"state\['a'\]\[1\]\['f'\] is of type builtins.builtin_function"),
         ({frozenset(): 1}, 'the key frozenset'),
         (np.array([object()]), 'state has the dtype object'),
         (np.zeros(2, 'i4,f8'), 'state has the dtype'),

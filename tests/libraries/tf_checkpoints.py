@@ -96,7 +96,8 @@ save(folder / 'text-7', {'w': whole, 'vocab': np.array([b'a', b'bc'], object)})
 rules = t5ckpt.CheckpointTranslator()
 rules.add('(.*)')(lambda _, key, value, name: (f'target/{name}', value))
 with pytest.raises(
-    UnsupportedLeafError, match=r'^vocab: .*object.*a rule of translator= that returns \(None, None\)\.$'
+    UnsupportedLeafError,
+    match=r'^vocab: .*object.*a rule of translator= \(--rules FILE.py\) that returns \(None, None\)\.$',
 ):
     t5ckpt.convert_checkpoint('tf', folder / 'text-7', folder / 'run', t5ckpt.ConvertOptions(translator=rules))
 rules = t5ckpt.CheckpointTranslator()

@@ -170,7 +170,6 @@ def test_a_misspelt_key_of_fallback_state_is_named(run):
         lambda ck, value: ck.save(STATE, step=9, metrics={'a': value}),
         lambda ck, value: ck.restore(value),
         lambda ck, value: ck.restore(strict=value),
-        lambda ck, value: ck.save(STATE, state_transformation_fns=value),
         lambda ck, value: ck.save(STATE, concurrent_gb=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir=value),
         lambda ck, value: Checkpointer(STATE, checkpoints_dir='run', keep=value),

@@ -127,6 +127,8 @@ class Uploads:
         self._error: Exception | None = None
         # The step that the disk could not read in the latest attempt, or -1.
         self._unreadable = -1
+        # The last error of a read of the disk: the run's storage may fail with the same one.
+        self._read_error: Exception | None = None
         # The steps of the run, as its storage has last answered; None before.
         self._of_run: Collection[int] | None = None
         self.has_started = self._is_running = self._is_stopped = False
@@ -344,7 +346,7 @@ class Uploads:
         except (_NotUploadableError, _StoppedError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - repeated, and raised by wait
-            self._unreadable = step if is_disk_error(error) else -1
+            self._unreadable = step if error is self._read_error and is_disk_error(error) else -1
             if self._error is None and not self._follows:
                 text = 't5ckpt: the upload of step %d to %s failed, and is repeated until it succeeds; saves go on: %s'
                 trace = None if isinstance(error, T5CkptError) else error
@@ -458,6 +460,7 @@ class Uploads:
             yield
         except (FormatError, CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not (is_disk_error(error) and self._unreadable == step):
+                self._read_error = error
                 raise
             raise _NotUploadableError(f'{self._local.url(step_dir(step))} cannot be read: {error}') from error
 

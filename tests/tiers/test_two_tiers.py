@@ -1,5 +1,6 @@
 """Saves to a local directory, with uploads behind: what is where, what waits, and what a restore takes."""
 
+import contextlib
 import json
 import logging
 import os
@@ -463,6 +464,35 @@ def test_a_restart_reads_nothing_of_the_bucket_but_its_index(gs, local):
     assert [
         each.key for each in gs.proxy.clear() if 'checkpoint_1/' in each.key and not each.key.endswith('/checkpoint')
     ] == []
+
+
+class FailsOnce(FaultyStorage):
+    """A disk that fails once, at a file, when ``after`` has failed."""
+
+    def __init__(self, inner, operation, key, after=None):
+        super().__init__(inner)
+        self.at, self.after, self.has_failed = (operation, key), after, False
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        is_upload = threading.current_thread().name == 't5ckpt-upload'
+        is_due = not self.has_failed and (self.after is None or self.after.has_failed)
+        if is_upload and is_due and name == self.at[0] and self.at[1] in key:
+            self.has_failed = True
+            raise StorageError(5, 'injected: input/output error')
+
+
+def test_an_error_of_the_bucket_is_none_of_the_local_disk(run_dir, local):
+    """Each fails once, with the same error: the step is uploaded by the third attempt."""
+    run = FailsOnce(open_storage(run_dir), 'make_dir', '')
+    disk = FailsOnce(open_storage(local), 'read', 'checkpoint_1/checkpoint', after=run)
+    with checkpointer(run, disk) as ck:
+        ck.save(state(1))
+        while not disk.has_failed:
+            with contextlib.suppress(NotPersistedError):
+                ck.wait_until_persisted()
+        ck.wait_until_persisted(1)
+    assert steps_in(run_dir) == [1]
 
 
 def test_a_newer_local_step_without_its_manifest_is_named(run_dir, local, caplog):

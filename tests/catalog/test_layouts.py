@@ -1013,6 +1013,7 @@ def test_a_newer_step_without_its_manifest_is_named(tmp_path, kind, caplog):
         for step in (100, 200, 300):
             ck.save(state(step), step=step)
     storage.delete_file('checkpoint_300/checkpoint')
+    caplog.clear()
     with caplog.at_level('INFO', 't5ckpt'):
         assert t5ckpt.open_checkpoint(run).step == 200
     (line,) = [each for each in caplog.records if 'checkpoint_300' in each.getMessage()]

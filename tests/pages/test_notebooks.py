@@ -1,6 +1,7 @@
 """The notebooks in docs/ run as they stand, on a run of the example trainer, and the shapes of what they show hold."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_are_notebooks():
     assert len(NOTEBOOKS) == 2
+
+
+@pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_no_path_of_the_machine_that_ran_it(notebook):
+    text = re.sub(r'"image/png": ".*"', '', notebook.read_text('utf-8'))
+    assert re.findall(r'(?<![\w.:<\\/])/[\w.-]+/[\w./-]+', text) == []
 
 
 @pytest.mark.slow

@@ -13,9 +13,8 @@ import t5ckpt
 PAGE = pathlib.Path(__file__).with_name('api.md')
 # Defaults whose text is not valid Python.
 DEFAULTS = (
-    (r'<built-in function (\w+)>', r'\1'),
     ('<factory>', '...'),
-    (r'<Signals\.(\w+): \d+>', r'\1'),
+    (r'<Signals\.(\w+): \d+>', r'signal.\1'),
     (r'(?<==)(\w+)\((?:[^()]|\(\))*\)', r'\1()'),
 )
 # Made by the library, or by subclasses.
@@ -35,10 +34,26 @@ INTERNAL = {
 }
 
 
+class Builtin:
+    """A function of C as a default: ``time.time`` instead of ``<built-in function time>``."""
+
+    def __init__(self, function) -> None:
+        self.function = function
+
+    def __repr__(self) -> str:
+        return f'{self.function.__module__}.{self.function.__name__}'
+
+
 def parameters(function) -> str:
     """Names and defaults of what a caller passes, without annotations."""
     signature = inspect.signature(function)
-    given = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name != 'self']
+    given = [
+        each.replace(
+            annotation=each.empty, default=Builtin(each.default) if inspect.isbuiltin(each.default) else each.default
+        )
+        for each in signature.parameters.values()
+        if each.name != 'self'
+    ]
     return str(signature.replace(parameters=given, return_annotation=signature.empty))
 
 

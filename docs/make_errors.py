@@ -33,10 +33,10 @@ MISTAKES = []
 HEAD = """\
 # Errors
 
-This page shows common error messages, each with code that causes it and a link to the fix. Each error of t5ckpt is a
-`t5ckpt.errors.T5CkptError` and a builtin exception; the [list of classes](api.md#errors) has both. Invalid arguments raise
-`ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) lists the errors of jobs of several processes, and
-[the command line](looking.md#on-the-command-line) lists the exit codes. `docs/make_errors.py` runs the code and writes this page.
+Common error messages, each with code that causes it and a link to the fix. Each error of t5ckpt is a
+`t5ckpt.errors.T5CkptError` and a builtin exception; the [list of classes](api.md#errors) has both. Invalid arguments
+raise `ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) lists the errors of several processes, and
+[the command line](looking.md#the-exit-code-of-a-verb) the exit codes. `docs/make_errors.py` writes this page.
 
 All examples use this run in `/data`:
 
@@ -100,12 +100,6 @@ def no_leaf():
     t5ckpt.open_checkpoint('run')['params/dense/kernels']
 
 
-@mistake('[Copy to another storage](storage.md#copy-to-another-storage)')
-def unserved():
-    """A scheme that is not supported"""
-    t5ckpt.open_checkpoint('ftp://host/run')
-
-
 # --- another model --------------------------------------------------------------------------------------------------------
 
 
@@ -146,13 +140,6 @@ def no_rule():
     restore(state(), state_transformation_fns=[rename])
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
-def wrong_rule():
-    """A rule that leads to a leaf that the checkpoint does not have"""
-    rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/dense/(.*)', r'dense/\1')])
-    restore(state(), state_transformation_fns=[rename])
-
-
 # --- what is saved --------------------------------------------------------------------------------------------------------
 
 
@@ -178,13 +165,6 @@ def donated():
     t5ckpt.Checkpointer(new, checkpoints_dir='run').save(old, step=4)
 
 
-@mistake('[The manifest](format.md#the-manifest)')
-def two_names():
-    """Two keys with the same text"""
-    bad = {'layers': {1: jnp.ones(2), '1': jnp.ones(2)}}
-    t5ckpt.Checkpointer(bad, checkpoints_dir='run').save(bad, step=4)
-
-
 @mistake('[The loop](cookbook.md#the-loop)')
 def closed():
     """A save after the `with` block"""
@@ -200,18 +180,6 @@ def closed():
 def positional_directory():
     """The directory in the place of the partitioner"""
     t5ckpt.Checkpointer(state(), 'run')
-
-
-@mistake('[What to keep](cookbook.md#what-to-keep)')
-def keep_none():
-    """`keep=0`"""
-    t5ckpt.Checkpointer(state(), checkpoints_dir='run', keep=0)
-
-
-@mistake('[Weights in bfloat16](changed-models.md#weights-in-bfloat16)')
-def integer_weights():
-    """A cast to integers"""
-    t5ckpt.Checkpointer(state(), checkpoints_dir='run', restore_dtype=jnp.int8)
 
 
 # --- storage --------------------------------------------------------------------------------------------------------------
@@ -245,13 +213,6 @@ def chunk_gone():
     restore(state())
 
 
-@mistake('[Damaged checkpoints](damage.md)')
-def chunk_short():
-    """A truncated chunk"""
-    os.truncate('run/checkpoint_3/params.dense.kernel/0.0', 1000)
-    restore(state())
-
-
 @mistake('[S3 and compatible services](storage.md#s3-and-compatible-services)')
 def no_bucket():
     """A bucket that does not exist"""
@@ -268,12 +229,6 @@ def forbidden():
 def no_server():
     """A server that cannot be reached"""
     t5ckpt.latest_step('s3://weights/run', storage_options={'endpoint': 'http://127.0.0.1:9', 'retry_seconds': 2})
-
-
-@mistake('[S3 and compatible services](storage.md#s3-and-compatible-services)')
-def misspelt_option():
-    """A misspelt option of a storage"""
-    t5ckpt.open_checkpoint('s3://weights/run', storage_options={'regoin': 'eu-central-1'})
 
 
 # --- packages -------------------------------------------------------------------------------------------------------------

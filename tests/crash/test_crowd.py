@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 40
-PROGRAM = f'import sys; sys.path.insert(0, {str(HERE)!r}); import crowd; crowd.main()'
+PROGRAM = f'import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}; import crowd; crowd.main()'
 
 
 def crowd(root, *roles):

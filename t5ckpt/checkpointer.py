@@ -46,7 +46,7 @@ from t5ckpt.errors import (
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.keep_policy import fields_of
 from t5ckpt.options import CheckpointerOptions
-from t5ckpt.planning.casts import casts_of
+from t5ckpt.planning.casts import Cast, casts_of
 from t5ckpt.planning.leaf_choice import LeafChoice
 from t5ckpt.planning.restore_plan import RestoreOptions, strictness
 from t5ckpt.planning.save_plan import SaveOptions
@@ -223,6 +223,7 @@ class Checkpointer:
 
     @restore_dtype.setter
     def restore_dtype(self, dtype: Any) -> None:
+        Cast.of_restore(dtype, self._restorer.options.cast_leaves)
         self._restorer.restore_dtype = dtype
 
     def __repr__(self) -> str:

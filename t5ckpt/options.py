@@ -30,8 +30,8 @@ class CheckpointerOptions:
       reuse_unchanged: chunks that equal those of the previous checkpoint are hard-linked from it, or copied inside the object
         store.
       strict_save: ``save`` raises an error for a state that does not match the template, instead of a warning.
-      cast_leaves: a regex for whole leaf names, such as ``'model/.*'``: ``save_dtype`` and ``restore_dtype`` then apply to the
-        matching leaves instead.
+      cast_leaves: patterns for whole leaf names, such as ``'model/.*'``: ``save_dtype`` and ``restore_dtype`` then apply to the
+        matching leaves instead. Each has to match a floating leaf.
       verify: the check of what is read: 'auto', checksums of chunks that are read whole; 'full', also of those that are mapped
         or read in part; 'quick', sizes.
       mmap: memory-maps local chunk files that are plain, instead of reading them; a restore does so on the CPU backend. See

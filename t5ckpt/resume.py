@@ -107,7 +107,8 @@ def restore_or_init(
       initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. A path
         restores everything, with the position of the data iterator. Each of several provides the leaves that those before it
         lack, and the data starts at its beginning; ``WarmStart(restore_iterator=...)`` decides otherwise.
-      rename: (name in the template, name in the checkpoint), as in :class:`WarmStart`.
+      rename: (name in the template, name in the checkpoint), as in :class:`WarmStart`. A rule for a leaf that the checkpoint has
+        under its new name is an error, unless the old name is gone: each restart would replace the trained values again.
       missing: 'init' takes leaves that the checkpoint lacks from ``init_fn``; 'error' lists them.
       strict: the required match of checkpoint and template, as in :class:`WarmStart`.
       resize: leaves that are padded with zeros or truncated to the template's shape, as in :class:`WarmStart`.
@@ -132,7 +133,8 @@ def restore_or_init(
     for step in reversed(steps):
         error: Exception | None = None
         try:
-            state = run.restore(choice, step=step, donate=donate, init=initial.leaves if missing == 'init' else None)
+            init = initial.leaves if missing == 'init' else None
+            state = run.restore(choice, step=step, repeats=True, donate=donate, init=init)
         except Exception as caught:  # noqa: BLE001 - raised below, when the other processes know
             error = caught
         else:

@@ -54,8 +54,10 @@ from t5ckpt.storage import Storage
 _SHOWN = 20  # deleted steps that are named
 _Plan: TypeAlias = Sequence[tuple[str | None, Decision]]
 """The decisions about steps, each with the name of its tier, or None."""
-_Delete: TypeAlias = Callable[[], tuple[Sequence[tuple[str | None, int]], Mapping[int, str]]]
-"""Deletes steps; returns those that it deleted, each with its tier, and why others were not."""
+_Target: TypeAlias = tuple[str | None, int]
+"""A step of a tier, or of the run where there is no other."""
+_Delete: TypeAlias = Callable[[], tuple[Sequence[_Target], Mapping[_Target, str]]]
+"""Deletes steps; returns those that it deleted, and why others were not."""
 _REFUSED = 'the storage did not delete it'
 _YES = flag('--yes', 'Do not ask for confirmation.')
 
@@ -72,15 +74,20 @@ def _carry_out(plan: _Plan, doomed: int, delete: _Delete, *, dry_run: bool, yes:
     fields = {
         'plan': [{**fields_of(each), 'tier': tier, 'was_deleted': (tier, each.step) in deleted} for tier, each in plan],
         'deleted': sorted({step for _, step in deleted}),
-        'failed': failed,
+        'failed': {step: reason for (_, step), reason in failed.items()},
         'dry_run': dry_run,
     }
-    texts = [str(step) if tier is None else f'{step} ({tier})' for tier, step in deleted]
+    texts = [_shown(target) for target in deleted]
     done = f'deleted: {some_of(texts, _SHOWN)}' if deleted else 'nothing was deleted'
     emit(fields, f'{of_all} would be deleted' if dry_run else done)
-    for step, reason in failed.items():
-        say(f'step {step} was not deleted: {reason}', err=True)
+    for target, reason in failed.items():
+        say(f'step {_shown(target)} was not deleted: {reason}', err=True)
     return Exit.STORAGE if _REFUSED in failed.values() else Exit.NO if failed else Exit.DONE
+
+
+def _shown(target: _Target) -> str:
+    tier, step = target
+    return str(step) if tier is None else f'{step} ({tier})'
 
 
 @verb(
@@ -122,15 +129,15 @@ def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: 
         raise CheckpointNotFoundError(f'{numbered_are("step", absent)} in neither {places}.')
     even = {'even_pinned': pinned, 'even_waiting': force}
     plan = [(name, decide_deletion(runs[name], listed, time.time, **even)) for (name, _), listed in targets.items()]
-    failed: dict[int, str] = {}
+    failed: dict[_Target, str] = {}
 
-    def delete() -> tuple[list[tuple[str | None, int]], Mapping[int, str]]:
-        for (name, step), listed in targets.items():
+    def delete() -> tuple[list[_Target], Mapping[_Target, str]]:
+        for target, listed in targets.items():
             try:
-                hide(runs[name], listed, time.time, **even)()
+                hide(runs[target[0]], listed, time.time, **even)()
             except StepKeptError as error:
-                failed[step] = str(error)
-        return [target for target in targets if target[1] not in failed], failed
+                failed[target] = str(error)
+        return [target for target in targets if target not in failed], failed
 
     kept = list(dict.fromkeys(each.step for _, each in plan if each.keep))
     code = _carry_out(plan, 0 if kept else len(plan), delete, **how)
@@ -219,15 +226,15 @@ def prune(path: str, tier: str | None, dry_run: bool, yes: bool, **rules: Any) -
             f'--keep-step: the run has no {numbered("step", absent)}; it has {existing}. Nothing was deleted.'
         )
 
-    def delete() -> tuple[list[tuple[str | None, int]], Mapping[int, str]]:
-        deleted: list[tuple[str | None, int]] = []
-        failed: dict[int, str] = {}
+    def delete() -> tuple[list[_Target], Mapping[_Target, str]]:
+        deleted: list[_Target] = []
+        failed: dict[_Target, str] = {}
         for name, retention in retentions.items():
             doomed = [each.step for tier, each in plan if tier == name and not each.keep]
             deleted += [(name, step) for step in retention.carry_out(confirmed=doomed)]
             # Another process may have deleted a step in the meantime.
             left = [each for each in retention.plan() if each.step in doomed]
-            failed |= {each.step: each.reason if each.keep else _REFUSED for each in left}
+            failed |= {(name, each.step): each.reason if each.keep else _REFUSED for each in left}
         return deleted, failed
 
     return _carry_out(plan, sum(not each.keep for _, each in plan), delete, dry_run=dry_run, yes=yes)

@@ -128,7 +128,7 @@ def casts_of(save_dtype: Any, restore_dtype: Any, leaves: Patterns | None) -> tu
 
 
 def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
-    """Raises UnmatchedPattern for a cast that applies to none of the floating leaves.
+    """Raises UnmatchedPattern for a cast, or one of its patterns, that applies to none of the floating leaves.
 
     Args:
       cast: the cast, if there is one.
@@ -138,20 +138,22 @@ def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
         return
     dtypes = {path: getattr(leaf, 'dtype', None) for path, leaf in leaves.items()}
     floating = [path for path, dtype in dtypes.items() if isinstance(dtype, np.dtype) and kind(dtype) == 'float']
-    if any(cast.touches(path) for path in floating):
+    names = [leaf_name(path) for path in floating]
+    unmatched = [each for each in cast.patterns.patterns if not any(map(each.fullmatch, names))]
+    if any(cast.touches(path) for path in floating) and not unmatched:
         return
     asked = f'{cast.option}={"template" if cast.dtype is None else cast.dtype.name}'
     if not floating:
         raise UnmatchedPattern(f'{asked} casts floating leaves, but the tree has none. Leave {cast.option} out.')
     roots = root_names(floating)
     which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
+    which = f'that match cast_leaves={unmatched[0].pattern!r}' if unmatched else which
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
     # One pattern for the parameters of several models, which does not match Adam's moments.
     example = '[^/]*/params/.*' if any('params' in path[1:2] for path in floating) else example
     cure = f' Pass a pattern for the whole names of the leaves to cast: cast_leaves={example!r}.'
-    if cast.leaves is not None:
-        names = [leaf_name(path) for path in floating]
-        cure = meant_pattern(cast.patterns.patterns[0], names, 'cast_leaves=') or cure
+    if unmatched:
+        cure = meant_pattern(unmatched[0], names, 'cast_leaves=') or cure
     raise UnmatchedPattern(
         f'{asked} would have no effect: it casts floating leaves {which}, but the floating leaves are {some_of(roots, 8)}.{cure}'
     )

@@ -12,7 +12,7 @@ from t5ckpt.core.arguments import check_word
 from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.leaf_patterns import Pattern, Patterns, leaf_pattern, meant_pattern
 from t5ckpt.core.text import shown, some_of
-from t5ckpt.errors import UnmatchedPattern
+from t5ckpt.errors import TreeMismatchError, UnmatchedPattern
 from t5ckpt.translate import sources_of
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
@@ -87,8 +87,10 @@ class LeafChoice:
                 'rename must be a list of (name in the template, name in the checkpoint), such as '
                 f"[('params/(.*)', r'ema/\\1')], got {shown(rules)}."
             )
-        for pattern, _ in rules:
+        for pattern, replacement in rules:
             leaf_pattern(pattern, 'rename')
+            if not isinstance(replacement, str | None):
+                raise TypeError(f'rename: the name in the checkpoint must be text or None, got {shown(replacement)}.')
 
     @functools.cached_property
     def patterns(self) -> dict[str, LeafPatterns]:
@@ -99,17 +101,19 @@ class LeafChoice:
         """Whether a leaf of the template comes from the checkpoint, if that has it."""
         return self.patterns['take'].covers(name) and not self.patterns['leave'].covers(name)
 
-    def sources(self, held: LeafTable, template: LeafTable, *, of_own_run: bool = False) -> dict[Path, Path]:
+    def sources(self, held: LeafTable, template: LeafTable, *, repeats: bool = False) -> dict[Path, Path]:
         """The path in the checkpoint of each leaf that comes from it, by its path in the template.
 
         Args:
           held: the leaves of the checkpoint.
           template: the leaves of the template.
-          of_own_run: whether later checkpoints have the new names: a rule whose leaf is gone leaves a leaf its own name.
+          repeats: whether the same call restores later checkpoints, which have the new names, too: a rule whose leaf is gone
+            leaves a leaf its own name.
 
         Raises:
           UnmatchedPattern: a pattern matches no leaf.
           MissingLeaves: a rule takes a leaf that the checkpoint lacks.
+          TreeMismatchError: with ``repeats``, a rule replaces a leaf that the checkpoint has under its new name.
         """
         if self == dataclasses.replace(LeafChoice(), missing=self.missing, strict=self.strict):
             return {path: path for path in held}
@@ -119,7 +123,18 @@ class LeafChoice:
         old_names = {name: name for name in theirs}
         if self.rename:
             old_names = sources_of(
-                theirs, ours, self.rename, wanted=self.takes, may_lack=self.missing == 'init', may_stay=of_own_run
+                theirs, ours, self.rename, wanted=self.takes, may_lack=self.missing == 'init', may_stay=repeats
+            )
+        arrays = [
+            leaf_name(path) for path, leaf in held.items() if path in template and not isinstance(leaf, Empty | None)
+        ]
+        replaced = [name for name in arrays if self.takes(name) and old_names.get(name) != name] if repeats else []
+        if replaced:
+            old = old_names.get(replaced[0])
+            raise TreeMismatchError(
+                f'{replaced[0]}: rename= takes it from {old or "the new state"}, and the checkpoint has it, too: each restart '
+                'would lose the trained values. Call Checkpointer.restore(rename=) once, or start a new run with '
+                'initial_checkpoint=WarmStart(path, rename=).'
             )
         return {path_of(new): path_of(old) for new, old in old_names.items() if self.takes(new)}
 

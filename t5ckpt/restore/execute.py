@@ -99,7 +99,7 @@ def _find(request: RestoreRequest) -> _Found:
         )
     contents, view, choice = contents_to_restore(request), flatten_state(request.template), request.choice
     held, facts = leaves_of(contents, request.transforms, unflatten(view.table) if request.transforms else {})
-    paths = choice.sources(held, view.table, of_own_run=request.path is None)
+    paths = choice.sources(held, view.table, repeats=request.repeats)
     paths = {path: old for path, old in paths.items() if path not in request.given}
     leaves = {path: held[old] for path, old in paths.items()}
     keys = {path: facts.keys[old] for path, old in paths.items() if old in facts.keys}

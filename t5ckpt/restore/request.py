@@ -74,6 +74,7 @@ class RestoreRequest:
       reading: the options of reads, such as memory maps.
       continues: whether the caller may train on, so that data without its position is worth a warning.
       choice: which leaves come from the checkpoint.
+      repeats: whether the same call will restore later checkpoints of the run, too, which have the new names.
       strict: see ``strictness``.
       fallback: ``fallback_state``.
       given: leaves that other sources gave; they do not come from this checkpoint.
@@ -109,6 +110,7 @@ class RestoreRequest:
     given: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
     init: Callable[[Sequence[Path]], LeafTable] | None = None
     is_partial: bool = False
+    repeats: bool = False
     note_read: Callable[[int], None] = lambda _: None
     sources: Callable[[], str] = lambda: ''
     note_step: Callable[[int | None], None] = lambda _: None

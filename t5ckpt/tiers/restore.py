@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -79,10 +79,9 @@ class LocalRestore:
         directory: LocalDirectory,
         coordinator: Coordinator,
         clock: Clock,
-        query_run: Callable[[Callable[[], list[int]], list[int] | None], list[int]],
     ):
-        """Reads nothing; ``query_run`` is that of ``tiers/tier.py``."""
-        self._directory, self._clock, self._query_run = directory, clock, query_run
+        """Reads nothing."""
+        self._directory, self._clock = directory, clock
         self._local, self._run = directory.storage, directory.run
         self._coordinator = coordinator
         self._processes = coordinator.processes_of_job()
@@ -172,7 +171,8 @@ class LocalRestore:
         for step, text in (each for _, _, damaged in votes for each in damaged):
             if step > newest_local:
                 why.setdefault(step, (text, False))
-        step_of_run = self._step_of_run(wanted, has_local=bool(known or why))
+        # During an outage it is unknown whether the run has a newer local step that is refused, so an older one may not be taken.
+        step_of_run = self._step_of_run(wanted, may_be_away=chosen is not None and not why)
         if chosen is not None and step_of_run == chosen.step and self._has_later_save(chosen):
             why[chosen.step] = f'{self._run.url()} has a later save of it', False
             chosen = None
@@ -192,14 +192,14 @@ class LocalRestore:
             return False
         return created > local.created and save_id(facts) != local.save
 
-    def _step_of_run(self, wanted: int | None, *, has_local: bool) -> int | None:
+    def _step_of_run(self, wanted: int | None, *, may_be_away: bool) -> int | None:
         def query() -> list[int]:
             if wanted is not None:
                 return [wanted] if has_step(self._run, wanted) else []
             found = newest(self._run)
             return [] if found is None else [found.step]
 
-        return next(iter(self._query_run(query, [] if has_local else None)), None)
+        return next(iter(self._directory.query_run(query, [] if may_be_away else None)), None)
 
     def _of_run(self, request: RestoreRequest, chosen: Mapping[str, Any]) -> Any:
         """Restores from the run's storage, as without local directories."""
@@ -267,11 +267,11 @@ class LocalRestore:
             if isinstance(error, RemoteError):
                 kind = 'none'
             elif isinstance(error, _DAMAGES) and means_damage(error):
-                known, directory = self._lost_files.get(save, frozenset()), self._local.url(step_dir(chosen['step']))
+                known, directory = self._lost_files.get(save, frozenset()), step_dir(chosen['step'])
                 lost = frozenset[str]() if disk is None else disk.unreadable_files() - known
                 self._lost_files[save] = known | lost
                 for name in sorted(lost)[:_SHOWN]:
-                    _log.warning('t5ckpt: %s is damaged, and counts as absent', join(directory, name))
+                    _log.warning('t5ckpt: %s is damaged, and counts as absent', self._local.url(join(directory, name)))
                 # A disk may have failed for a moment.
                 is_new = bool(lost) or (is_disk_error(error) and save not in self._failed_for_a_moment)
                 self._failed_for_a_moment.add(save)

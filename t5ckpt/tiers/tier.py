@@ -221,7 +221,7 @@ class Tier:
             return run_restore(request)
         if not self._is_closed:
             self._begin()
-        restore = LocalRestore(self._directory, self._coordinator, self._clock, self._directory.query_run)
+        restore = LocalRestore(self._directory, self._coordinator, self._clock)
         try:
             return restore.restore(dataclasses.replace(request, no_step=self._no_step))
         finally:

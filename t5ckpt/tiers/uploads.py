@@ -220,6 +220,8 @@ class Uploads:
             except BaseException:
                 if step not in self._waiting:
                     note_ended(self._local, step)
+                # The policy has counted the step.
+                self._schedule.owe(step)
                 raise
             self._schedule.note_taken(step, request.facts.metrics)
             _log.info('t5ckpt: will upload step %d to %s: %s', step, self._run.url(), reason)

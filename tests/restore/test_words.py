@@ -4,9 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-import t5ckpt
 from t5ckpt import Checkpointer, WarmStart, restore_or_init
-from t5ckpt.errors import MissingLeaves, UnmatchedPattern, UnsupportedLeafError
+from t5ckpt.errors import MissingLeaves, TreeMismatchError, UnmatchedPattern, UnsupportedLeafError
 
 OLD = {
     'params': {'a': np.full((2, 3), 1.0, np.float32), 'b': np.full(3, 2.0, np.float32)},
@@ -98,6 +97,26 @@ def test_a_rule_for_averages_holds_in_restore(run):
     assert (restored['params']['a'] == 3.0).all()
 
 
+def test_a_rule_that_each_restart_would_repeat_is_an_error_in_place(run):
+    """Trained parameters would be replaced by the averages, or by new ones, at each restart."""
+    with Checkpointer(OLD, checkpoints_dir=run) as checkpointer:
+        for replacement, source in (('ema/a', 'ema/a'), (None, 'the new state')):
+            with pytest.raises(
+                TreeMismatchError, match=f'params/a: rename= takes it from {source}, and .* has it, too'
+            ):
+                restore_or_init(checkpointer, lambda: OLD, rename=[('params/a', replacement)], missing='init')
+        # What it says works.
+        assert (checkpointer.restore(rename=[('params/a', 'ema/a')])['params']['a'] == 3.0).all()
+    with Checkpointer(OLD, checkpoints_dir=run.parent / 'new') as checkpointer:
+        warm = WarmStart(run, rename=[('params/a', 'ema/a')])
+        assert (restore_or_init(checkpointer, None, initial_checkpoint=warm)['params']['a'] == 3.0).all()
+
+
+def test_a_replacement_is_text_or_none():
+    with pytest.raises(TypeError, match='rename: the name in the checkpoint must be text or None, got 3'):
+        WarmStart('run', rename=[('params/a', 3)])
+
+
 def test_an_abstract_template_has_no_initial_values(run):
     template = jax.eval_shape(lambda: NEW['new'])
     with Checkpointer(template, checkpoints_dir=run) as checkpointer:
@@ -147,5 +166,5 @@ def test_a_pattern_without_a_leaf_is_an_error_in_each_option(run):
         for option in ('take', 'leave', 'resize'):
             with pytest.raises(UnmatchedPattern, match=f"{option}='nowhere' matches no leaf"):
                 checkpointer.restore(**{option: 'nowhere'})
-        with pytest.raises(t5ckpt.errors.TreeMismatchError, match='of rename= match no leaf'):
+        with pytest.raises(TreeMismatchError, match='of rename= match no leaf'):
             checkpointer.restore(rename=[('nowhere', 'params/a')])

@@ -204,7 +204,7 @@ restore_iterator | report | where the data starts: logged
 restore_iterator | error | True for several sources, or without dataset_iterator
 """,
     'WarmStart.takes': 'name | hint | asks',
-    'WarmStart.sources': 'held template of_own_run | hint | for a restore',
+    'WarmStart.sources': 'held template repeats | hint | for a restore',
     'YoungDaly': 'mtbf_seconds first_cost_seconds min_step | error | out of range',
     'YoungDaly.interval': 'cost_seconds write_seconds | hint | asks',
     'apply_assignment_map': """

@@ -495,6 +495,51 @@ def test_an_error_of_the_bucket_is_none_of_the_local_disk(run_dir, local):
     assert steps_in(run_dir) == [1]
 
 
+class FullOnce(FaultyStorage):
+    """A disk that is full when a step is to be committed, once."""
+
+    is_full = False
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if self.is_full and name == 'publish':
+            self.is_full = False
+            raise NoSpaceError(28, 'injected: no space left')
+
+
+def test_a_step_that_was_not_committed_is_followed_by_the_next_save(run_dir, local):
+    disk = FullOnce(open_storage(local))
+    with checkpointer(run_dir, t5ckpt.LocalTier(disk, persist=t5ckpt.SaveEvery(10))) as ck:
+        ck.save(state(1))
+        disk.is_full = True
+        with pytest.raises(NoSpaceError):
+            ck.save(state(10))
+        ck.save(state(11))
+        ck.save(state(12))
+        ck.wait_until_persisted()
+    assert steps_in(run_dir)[-1] == 11
+
+
+def test_a_refused_local_step_is_never_passed_over_while_the_bucket_is_away(gs, local):
+    """The bucket has step 2 whole; without an answer nobody knows that, so neither step 1 nor a new run follows."""
+    run = gs.url()
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=2), storage_options=AWAY) as ck:
+        ck.save(state(1))
+        ck.save(state(2))
+        ck.wait_until_persisted()
+    damage(chunk(local, 2))
+    fails_from_now_on(gs)
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=2), storage_options=AWAY) as ck:
+        with pytest.raises(StorageError, match='503'):
+            ck.restore()
+        with pytest.raises(StorageError, match='503'):
+            t5ckpt.restore_or_init(ck, lambda: state(0))
+        assert steps_in(local) == [1, 2]
+    works_again(gs)
+    with checkpointer(run, t5ckpt.LocalTier(local, keep=2), storage_options=AWAY) as ck:
+        same(t5ckpt.restore_or_init(ck, lambda: state(0)), 2)
+
+
 def test_a_newer_local_step_without_its_manifest_is_named(run_dir, local, caplog):
     with checkpointer(run_dir, local) as ck:
         ck.save(state(1))

@@ -1,10 +1,14 @@
 """The verbs on a local directory find the run that its steps are uploaded to."""
 
 import json
+import os
+import pty
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
+from support import forked
 from support.cli import t5ckpt_cli
 from support.options import with_options
 
@@ -242,3 +246,22 @@ def test_rm_of_a_name_that_differs_between_the_tiers(local, run):
     said = t5ckpt_cli('rm', f'{local}@9', '--yes', '--tier', 'all', code=3)
     assert f'step 9 is in neither {local} nor {run}' in said
     assert 'complete steps are: 1, 4' in t5ckpt_cli('rm', f'{local}@9', '--yes', '--tier', 'persistent', code=3)
+
+
+def test_rm_says_in_which_tier_a_step_was_not_deleted(local, run):
+    """The step of the bucket is pinned while the question waits for its answer."""
+    terminal, other = pty.openpty()
+    words = ['rm', local, 4, '--tier', 'all']
+    process = forked.start(None, *words, stdin=other, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    asked = ''
+    while '?' not in asked:
+        asked += process.stderr.read(1)
+    t5ckpt.pin_checkpoint(run / 'checkpoint_4')
+    os.write(terminal, b'y\n')
+    printed, errors = process.communicate(timeout=60)
+    os.close(terminal)
+    os.close(other)
+    assert process.returncode == 1
+    assert 'deleted: 4 (local)\n' in printed
+    assert 'step 4 (persistent) was not deleted: ' in errors
+    assert (t5ckpt.all_steps(local), t5ckpt.all_steps(run)) == ([3], [1, 4])

@@ -172,6 +172,20 @@ def test_cast_leaves_names_what_is_cast(name, run, tmp_path):
     assert np.dtype(flat(again)['optimizer/mu'].dtype) == np.float32
 
 
+@pytest.mark.parametrize('name', CASTS)
+@pytest.mark.parametrize('patterns', [['model/.*', 'modell/.*'], ['step', 'model/.*'], []])
+def test_each_pattern_of_cast_leaves_is_meant_for_a_floating_leaf(name, patterns, run, tmp_path):
+    with pytest.raises(UnmatchedPattern, match=r"cast_leaves='modell/|cast_leaves='step'|cast_leaves=\[\]"):
+        CASTS[name](run, tmp_path / 'out', 'bfloat16', cast_leaves=patterns)
+
+
+def test_the_dtype_of_later_restores_is_checked_when_it_is_set(run):
+    with t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=run) as checkpointer:
+        with pytest.raises(ValueError, match=r"restore_dtype: 'bfloat61' is not a dtype"):
+            checkpointer.restore_dtype = 'bfloat61'
+        assert checkpointer.restore_dtype is None
+
+
 def test_the_proposed_pattern_casts_the_parameters_of_several_models_and_not_their_moments(tmp_path):
     model = {'opt_state': {'mu': {'w': np.ones(4, np.float32)}}, 'params': {'w': np.ones(4, np.float32)}}
     state = {'actor': model, 'critic': model, 'step': 1}

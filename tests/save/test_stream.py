@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import uuid
@@ -243,14 +244,17 @@ class Interrupted(FaultyStorage):
     """Ctrl-C comes with the third chunk; no file can be linked, and each takes a while."""
 
     chunks = 0
+    guard = threading.Lock()
 
     def link(self, source, target, of=None):
         return False
 
     def write_chunk(self, key, data):
         if not key.endswith('.zarray'):
-            self.chunks += 1
-            if self.chunks == 3:
+            with self.guard:
+                self.chunks += 1
+                is_third = self.chunks == 3
+            if is_third:
                 os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
         return super().write_chunk(key, data)

@@ -23,7 +23,7 @@ from rich.text import Text
 import t5ckpt
 
 HERE = Path(__file__).resolve().parent
-WIDTH = 110
+WIDTH = 126
 
 
 def on_a_terminal(words: list[str], cwd: Path) -> str:

@@ -122,7 +122,7 @@ def _write_table(path: pathlib.Path, entries: list[tuple[bytes, bytes]]) -> None
 def measured(case: str, folder: pathlib.Path) -> dict[str, float]:
     """Seconds and peak megabytes of one case; run in a fresh process."""
     from t5ckpt.convert import ConvertOptions, convert_checkpoint as convert
-    from t5ckpt.convert.rewrite import rewrite_checkpoint as rewrite
+    from t5ckpt.convert.copy import copy_checkpoint as rewrite
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import ConvertOptions, ConvertReport, convert_checkpoint
     from t5ckpt.convert.copy import copy_checkpoint
-    from t5ckpt.convert.rewrite import rewrite_checkpoint
     from t5ckpt.convert.whole_run import convert_run
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.export import export_weights
@@ -131,7 +130,6 @@ __all__ = [
     'open_run',
     'pin_checkpoint',
     'restore_or_init',
-    'rewrite_checkpoint',
     'unpin_checkpoint',
     'verify',
 ]
@@ -142,7 +140,6 @@ _NAMES = {
     'commit.transaction': 'CommittedCheckpoint',
     'convert': 'ConvertOptions ConvertReport convert_checkpoint',
     'convert.copy': 'copy_checkpoint',
-    'convert.rewrite': 'rewrite_checkpoint',
     'convert.whole_run': 'convert_run',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'export': 'export_weights',

@@ -27,7 +27,6 @@ from t5ckpt.cli.verb import (
 )
 from t5ckpt.convert import FORMATS, ConvertOptions, ConvertReport, convert_checkpoint
 from t5ckpt.convert.copy import copy_checkpoint
-from t5ckpt.convert.rewrite import rewrite_checkpoint
 from t5ckpt.convert.whole_run import RUN_FORMATS, convert_run
 from t5ckpt.core.text import human_bytes, some_of
 from t5ckpt.format.codecs import CODECS
@@ -51,7 +50,7 @@ _SHARED = (
 
 def _options(given: Mapping[str, Any]) -> ConvertOptions:
     """The options that were given."""
-    options = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
+    options = {name: value for name, value in given.items() if value not in (None, ())}
     return ConvertOptions(optimizer=not options.pop('no_optimizer', False), progress=progress('writing'), **options)
 
 
@@ -86,7 +85,6 @@ def _emit(report: ConvertReport, options: ConvertOptions) -> None:
     argument('source', CHECKPOINT),
     argument('target', RUN),
     STEP,
-    option('--workers', 'How many files to copy at once; default: 16.', int),
     option('--drop', 'Leave out the leaves that match; may be repeated.', metavar='REGEX', multiple=True),
     flag('--trust-files', 'Copy also where a list of checksums is lost; the copy has new ones.'),
     option(
@@ -104,12 +102,12 @@ def _emit(report: ConvertReport, options: ConvertOptions) -> None:
     FOLLOW_LINKS,
     *_SHARED,
 )
-def cp(source: str, target: str, workers: int | None, average: Sequence[str], follow_links: bool, **given: Any) -> None:
-    """Copies the checkpoint at SOURCE into the run at TARGET: byte for byte, or with changes.
+def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
+    """Copies the checkpoint at SOURCE into the run at TARGET, as it is or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
-    checksum, and the copy is listed when it is complete. A copy with changes takes bounded memory; on the same file system,
-    unchanged chunks are hard-linked, so that both checkpoints share them.
+    checksum, and the copy is listed when it is complete. It takes bounded memory; on the same file system, unchanged chunks are
+    hard-linked, so that both checkpoints share them.
 
     \b
     Examples:
@@ -120,22 +118,7 @@ def cp(source: str, target: str, workers: int | None, average: Sequence[str], fo
       for step in 100 200; do t5ckpt cp run@$step gs://bucket/run; done
     """
     options = _options(given)
-    unchanged = ConvertOptions(overwrite=options.overwrite, dry_run=options.dry_run, progress=options.progress)
-    if average or options != unchanged:
-        if follow_links or workers is not None:
-            raise click.UsageError('--follow-links and --workers apply only to a copy without changes. Leave them out.')
-        _emit(rewrite_checkpoint([*average, source], target, options), options)
-        return
-    report = copy_checkpoint(
-        source,
-        target,
-        workers=16 if workers is None else workers,
-        overwrite=options.overwrite,
-        dry_run=options.dry_run,
-        follow_links=follow_links,
-        progress=options.progress,
-    )
-    _emit(report, options)
+    _emit(copy_checkpoint([*average, source], target, options), options)
 
 
 @verb(

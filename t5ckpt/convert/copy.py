@@ -1,227 +1,274 @@
-"""Copies a checkpoint to another run, byte for byte, between any two storages.
+"""Copies checkpoints between any two storages, as they are or changed: leaves are left out, cast, renamed or averaged.
 
-Files are copied concurrently, and each is compared with its checksum if the checkpoint has checksums. Metadata of arrays that the
-manifest implies is written from it, so a lost or damaged ``.zarray`` costs nothing. The manifest is written last, by the same
-commit as that of a save, so a copy is visible only when it is complete. In a bucket, the files are below a directory of the copy,
-as those of a save, and the manifest names this directory (``format/relocation.py``).
-
-A copy that was cut off leaves its files to garbage collection, and the next one begins again.
+One pass in bounded memory. The chunk files of unchanged arrays are taken over byte for byte, once they match their checksums;
+they are hard-linked if source and copy are on one file system (``save/linked_arrays.py``). The manifest is written anew, by the
+commit of a save. Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import time
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from t5ckpt.catalog.layouts import has_placeholder, is_orbax
-from t5ckpt.catalog.locate import Located, locate, open_target, with_links
-from t5ckpt.commit.garbage_collection import collect
-from t5ckpt.commit.markers import seconds_for
-from t5ckpt.commit.occupancy import check_room
-from t5ckpt.commit.removal import directories_of
-from t5ckpt.commit.taken_steps import taken_step_exists
-from t5ckpt.commit.transaction import Transaction
-from t5ckpt.commit.transfer import copy_files
-from t5ckpt.convert.options import ConvertReport
-from t5ckpt.core.arguments import integer
-from t5ckpt.core.keys import join, parents_of
-from t5ckpt.core.protocols import Progress
-from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.facts import Facts
-from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
-from t5ckpt.format.manifest import file_with_facts, version_of
-from t5ckpt.format.names import (
-    DATASET_REMOVED,
-    FACTS_FILE,
-    MANIFEST,
-    PINNED,
-    foreign_keys,
-    generation_of,
-    is_position,
-    positions_for_t5x,
-    removal_marks,
-    step_dir,
-    without_generation,
+import numpy as np
+
+from t5ckpt.catalog.locate import locate, with_links
+from t5ckpt.convert.options import COPY, ConvertOptions, ConvertReport, check_options
+from t5ckpt.convert.source import Source, carried_facts, chosen_leaves, stamp_of, write_source
+from t5ckpt.core.keys import join
+from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of
+from t5ckpt.core.text import lines, listed
+from t5ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeafProblem,
+    MissingLeaves,
+    TreeMismatchError,
+    mismatch_error,
+    near_names,
 )
-from t5ckpt.format.relocation import relocated
-from t5ckpt.format.zarray import implied_metadata
+from t5ckpt.format.dtypes import kind
+from t5ckpt.format.file_checksums import FileChecksums, entry_of
+from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX, is_position, removal_marks, without_generation
+from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.planning.leaf_choice import LeafPatterns
+from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
-from t5ckpt.reading.contents import decode_contents, read_raw
-from t5ckpt.reading.identity import Identity
+from t5ckpt.reading.contents import Contents, read_contents
+from t5ckpt.save.linked_arrays import linked_leaves, verified_reader
 from t5ckpt.storage import PathOrStorage, Storage
+from t5ckpt.tree.leaf_table import Empty, LeafTable
 
-_CURE = 'Copy an older step, or leave out what is damaged: t5ckpt cp --drop.'
+_PARAMETERS = f'({"|".join(PARAMETER_ROOTS)})(/.*)?'
+_UNLIKE = (
+    'All checkpoints of an average need the same parameters. To average only some of the leaves, pass parameters=.'
+)
 
 
 def copy_checkpoint(
-    source: PathOrStorage,
+    source: PathOrStorage | Sequence[PathOrStorage],
     target: PathOrStorage,
-    step: int | None = None,
-    *,
-    workers: int = 16,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    follow_links: bool = False,
-    progress: Progress | None = None,
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
 ) -> ConvertReport:
-    """Copies a checkpoint byte for byte to another run, on any storage; pins and files of other programs are not copied.
+    """Copies a checkpoint to another run, on any storage, with the changes of the options; or writes the average of several.
+
+    Without changes, all chunk files of the copy have the bytes of the source; pins and files of other programs are not copied.
+    The changes are applied in this order: ``ema``, ``drop``, ``select``, ``optimizer``, ``rename``, ``save_dtype``.
 
     Args:
-      source: a run's directory, a step's directory, or a manifest file; or a Storage with one of the first two as its root.
-      target: the directory of the run that gets the copy, or a Storage with it as its root.
-      step: which step, if ``source`` is a run's directory; None takes the latest.
-      workers: the number of files that are copied at once.
-      overwrite: replaces a complete checkpoint of the step, after the copy is complete.
-      dry_run: copies nothing; the report describes the copy.
-      follow_links: symbolic links out of the checkpoint are followed, and their targets are copied.
-      progress: called with (bytes done, bytes in all), as far as they are known.
+      source: a checkpoint, or several, whose floating parameters (``options.parameters``) are averaged in float64; all other
+        leaves come from the last one. Each is a run's directory (its latest step), a step's, or a manifest file; or a Storage
+        with one of the first two as its root.
+      target: the directory of the run to write to; the copy is ``checkpoint_<step>`` in it, with the step of the last source.
+      options: see :class:`ConvertOptions`.
+
+    Returns:
+      The report, with ``mapped`` from old to new names.
 
     Raises:
-      CheckpointNotFoundError: the checkpoint does not exist.
-      CheckpointExistsError: the target has this step already, or another process replaces or deletes it.
+      CheckpointNotFoundError: a source does not exist.
+      CheckpointExistsError: the step exists, or another process replaces or deletes it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       UnsafeSpecError: a symbolic link leads out of the checkpoint.
+      UnmatchedPattern: a pattern or the cast matches no leaf.
+      TreeMismatchError: two leaves would get the same name, or the checkpoints to average differ.
+      MissingLeaves: a parameter has no moving average.
+      ValueError: ``parameters`` without ``ema`` and with one source.
       StorageError: one of the storages failed. Nothing became visible.
     """
-    started, workers = time.monotonic(), integer('workers', workers, 1)
-    located = with_links(locate(source, step), follow_links)
-    if not located.manifest:
-        where = target.url() if isinstance(target, Storage) else os.fspath(target)
-        of_orbax = is_orbax(located.storage, located.directory)
-        what, kind = ('a checkpoint of Orbax', 'orbax') if of_orbax else ('a tree of zarr arrays', 'zarr')
-        raise UnsupportedFormatError(
-            f'{located.url} is {what}, which has no manifest. Convert it (t5ckpt convert {kind} {located.url} {where}), or copy '
-            'its directory with another tool.'
+    check_options(options, COPY)
+    several = [source] if isinstance(source, (str, os.PathLike, Storage)) else list(source)
+    if not several:
+        raise ValueError('no checkpoint to copy: pass at least one.')
+    if options.parameters is not None and options.ema is None and len(several) == 1:
+        raise ValueError(
+            f'parameters={options.parameters!r} has no effect: it selects leaves to average or to replace by moving averages. '
+            'Pass several checkpoints or ema=, or leave it out. For a cast, pass cast_leaves=.'
         )
-    step, storage = located.step_to_write(), open_target(target)
-    check_room(storage, step, overwrite=overwrite)
-    now, cure = Identity.now(located), 'Copy to another run, or replace it (overwrite=True, or --force).'
-    with taken_step_exists(cure), now.checked_on_failure('copied'):
-        plan = _plan(now)
-        nbytes = sum(plan.sizes.values()) + len(file_with_facts(plan.manifest, plan.facts))
-        if not dry_run:
-            nbytes = _carry_out(plan, storage, step, workers, progress, overwrite=overwrite)
-    files, seconds = (*plan.sizes, MANIFEST), time.monotonic() - started
-    path = storage.url(step_dir(step))
-    return ConvertReport(step, path, nbytes, seconds, left_out=plan.left_out, files=files)
+    contents = [read_contents(with_links(locate(each), options.follow_links)) for each in several]
+    last = contents[-1]
+    readers = [verified_reader(each, trusts_files=options.trust_files) for each in contents]
+    leaves = _with_changed_parameters(contents, readers, options)
+    files = readers[-1].files
+    positions = _iterator_files(last, files)
+    drop = LeafPatterns(options.drop, 'drop')
+    drop.check([*map(leaf_name, leaves), *positions])
+    kept = chosen_leaves({path: leaf for path, leaf in leaves.items() if not drop.covers(leaf_name(path))}, options)
+    if len(kept) < len(leaves) and all(isinstance(leaf, Empty) for leaf in kept.values()):
+        raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
+    new_paths = _renamed(kept, options.rename)
+    in_manifest = last.manifest.leaves
+    found = Source(
+        {new_paths[path]: leaf for path, leaf in kept.items()},
+        last.located.step,
+        {
+            'format': 't5x',
+            'paths': [each.located.url for each in contents],
+            'stamps': [stamp_of(each.located) for each in contents],
+        },
+        {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
+        dropped=tuple(leaf_name(path) for path in leaves if path not in kept),
+        left_out=(PINNED,) if files.storage.is_file(join(files.directory, PINNED)) else (),
+        files=_read_positions(files, {name: file for name, file in positions.items() if not drop.covers(name)}),
+        facts=carried_facts(last.facts),
+        # In Flax's manifests, all leaves are inline.
+        inline={new_paths[path]: isinstance(in_manifest.get(path), np.ndarray) for path in kept}
+        if last.manifest.version
+        else None,
+    )
+    return write_source(found, target, options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The files of a checkpoint that a copy has.
-
-    Attributes:
-      source: the checkpoint.
-      manifest: its bytes without the facts.
-      facts: the bytes of the facts; None if it has none.
-      checksums: of its files, as far as they are known.
-      implied: files whose bytes follow from the manifest, by name.
-      sizes: of all files but the manifest, by name; 0 if unknown.
-      left_out: files that are not copied: the pin, and those of other programs.
-    """
-
-    source: Identity
-    manifest: bytes
-    facts: bytes | None
-    checksums: FileChecksums
-    implied: Mapping[str, bytes]
-    sizes: Mapping[str, int]
-    left_out: tuple[str, ...]
+# --- data iterators ----------------------------------------------------------------------------------------------------
 
 
-def _plan(source: Identity) -> _Plan:
-    """Lists the files of a checkpoint, and decodes its manifest.
-
-    Raises:
-      CorruptCheckpointError: a file is missing, or the manifest differs from its checksum.
-      UnsupportedFormatError: a directory is a symbolic link, or Orbax wrote the checkpoint.
-      StorageError: the storage failed.
-    """
-    located = source.located
-    # The listing leaves out the files of linked directories.
-    for parent, directories, _ in os.walk(located.storage.local_path(located.directory) or ''):
-        for path in (os.path.join(parent, name) for name in directories):
-            if os.path.islink(path):
-                raise UnsupportedFormatError(
-                    f'{path} is a symbolic link to a directory, which a copy does not follow. Put the directory there.'
-                )
-    listed = {key.removeprefix(f'{located.directory}/'): size for key, size in located.storage.walk(located.directory)}
-    raw = read_raw(located, checksums=True)
-    manifest = raw.manifest or b''
-    if has_placeholder(manifest):
-        raise UnsupportedFormatError(f'{located.url} is a checkpoint of Orbax. Convert it: t5ckpt convert orbax.')
-    contents = decode_contents(located, raw)
-    checksums = FileChecksums({**contents.facts.digests, **(contents.checksums or {})})
-    implied: dict[str, bytes] = {}
-    if raw.facts is None:
-        # Also the files of other programs, but not those of other saves, nor T5X's names of positions.
-        directories = directories_of(manifest)
-        own = {name for name in listed if generation_of(name) in directories and name != FACTS_FILE}
-        own -= {PINNED, *positions_for_t5x(own)}
-    else:
-        for array in contents.leaves().values():
-            if isinstance(array, StoredArray):
-                implied |= implied_metadata(array, checksums)
-        own = {*listed, *implied} & {*checksums, *removal_marks(checksums.keys() - {located.manifest})}
-    left_out = ({PINNED} & listed.keys()) | ({*foreign_keys(listed)} - own)
-    sizes = {name: checksums.get(name, (listed.get(name),))[0] or 0 for name in sorted(own - {located.manifest})}
-    plan = _Plan(source, manifest, raw.facts, checksums, implied, sizes, tuple(sorted(left_out)))
-    has_removed = any(without_generation(name) == DATASET_REMOVED for name in own)
-    for name in sorted(checksums.keys() - own):
-        if not (has_removed and is_position(name)):
-            raise CorruptCheckpointError(f'{located.storage.url(join(located.directory, name))} is missing. {_CURE}')
-    return plan
+def _iterator_files(contents: Contents, source: CheckpointFiles) -> dict[str, str]:
+    """The files of data iterators, also those that are recorded and lost, by their name without the generation."""
+    storage, directory = source.storage, join(source.directory, contents.facts.positions_in)
+    names = [entry.name for entry in storage.entries(directory) if entry.name.startswith(TRAIN_DS_PREFIX)]
+    recorded = [file for file in source.checksums or () if is_position(file)]
+    marks = [join(source.directory, mark) for mark in removal_marks(recorded)]
+    files = {} if any(storage.are_files(marks)) else {without_generation(file): file for file in recorded}
+    for name in names:
+        key = join(directory, name)
+        keys = [key] if storage.kind(key) == 'file' else [below for below, _ in storage.walk(key)]
+        files |= {below.removeprefix(f'{directory}/'): below.removeprefix(f'{source.directory}/') for below in keys}
+    return files
 
 
-def _carry_out(
-    plan: _Plan, storage: Storage, step: int, workers: int, progress: Progress | None, *, overwrite: bool
-) -> int:
-    """Copies all files, and commits; returns their bytes.
-
-    Raises:
-      CorruptCheckpointError: a file differs from its checksum. Nothing became visible.
-      UnsafeSpecError: a symbolic link leads out of the checkpoint.
-      StepTakenError: another process has written, replaced or deleted the step.
-      StorageError: one of the storages failed. Nothing became visible.
-    """
-    done, total = 0, sum(plan.sizes.values())
-    lasts, found = seconds_for(total), collect(storage, time.time)
-    with Transaction(storage, step, time.time, overwrite=overwrite, seconds=lasts, listed=found) as work:
-        files, entries = CheckpointFiles.of(plan.source.located), dict[str, FileEntry]()
-
-        def read_checked(name: str) -> bytes:
-            # A damaged file may be larger than the memory.
-            data = plan.implied.get(name)
-            if data is None:
-                data = files.read(name, limit=plan.checksums.get(name, (None,))[0])
-            entries[relocated(name, work.generation)] = entry = entry_of(data)
-            plan.checksums.check(name, entry, files.url(name), _CURE)
-            return data
-
-        with plan.source.reading('copied'):
-            directory = join(work.directory, work.generation)
-            for size in copy_files(read_checked, plan.sizes, storage, directory, workers):
-                done += size
-                if progress is not None:
-                    progress(done, max(total, done))
-        work.positions = [without_generation(name) for name in plan.sizes if is_position(name)]
-        manifest, facts = work.relocated(plan.manifest, plan.facts, plan.source.located.url)
-        _commit(work, plan.source.located, manifest, facts, entries)
-    return done + len(file_with_facts(manifest, facts))
+def _read_positions(source: CheckpointFiles, files: Mapping[str, str]) -> dict[str, bytes]:
+    """Files of data iterators, compared with their checksums."""
+    read: dict[str, bytes] = {}
+    for name, file in files.items():
+        where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
+        try:
+            read[name] = source.read(file)
+        except CheckpointNotFoundError as error:
+            raise CorruptCheckpointError(f'{where} is missing. {cure}') from error
+        (source.checksums or FileChecksums()).check(file, entry_of(read[name]), where, cure)
+    return read
 
 
-def _commit(
-    work: Transaction, located: Located, manifest: bytes, facts: bytes | None, files: Mapping[str, FileEntry]
-) -> None:
-    """Commits. In a bucket, a copy of a step of T5X gets facts, which name its files and those of its iterators."""
-    if facts is not None or not work.generation or version_of(manifest) is None:
-        work.commit(manifest, facts, parents_of(files))
-        return
-    written = located.storage.modified(join(located.directory, located.manifest))
-    sizes = [size for name, (size, _) in files.items() if '/' in without_generation(name)]
-    created = written and max(0.0, written)
-    base = Facts(knows_tree=False, created_unix=created, bytes=sum(sizes), files=len(sizes))
-    work.commit_with_checksums(manifest, base, files, parents_of(files))
+# --- averages ----------------------------------------------------------------------------------------------------------
+
+
+def _with_changed_parameters(
+    contents: Sequence[Contents], readers: Sequence[ArrayReader], options: ConvertOptions
+) -> LeafTable:
+    """The leaves of the last source; with several, or with ``ema``, its parameters are replaced by averages."""
+    tables = [linked_leaves(each, reader) for each, reader in zip(contents, readers, strict=True)]
+    leaves = tables[-1]
+    if len(tables) == 1 and options.ema is None:
+        return leaves
+    parameters = LeafPatterns(_PARAMETERS if options.parameters is None else options.parameters, 'parameters')
+    parameters.check(map(leaf_name, _floating(leaves)))
+    if len(tables) > 1:
+        leaves = _averaged(contents, tables, parameters)
+    return leaves if options.ema is None else _with_ema(leaves, options.ema, parameters)
+
+
+def _averaged(contents: Sequence[Contents], tables: Sequence[LeafTable], parameters: LeafPatterns) -> LeafTable:
+    last = tables[-1]
+    problems: list[LeafProblem] = []
+    for each, leaves in zip(contents[:-1], tables[:-1], strict=True):
+        problems += _differences(leaves, last, each.located.url, parameters)
+    if problems:
+        where = f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
+        raise mismatch_error(problems, where, dict.fromkeys({problem.kind for problem in problems}, _UNLIKE))
+    return last | {path: _mean([leaves[path] for leaves in tables]) for path in _parameters(last, parameters)}
+
+
+def _floating(leaves: LeafTable) -> LeafTable:
+    return {
+        path: leaf
+        for path, leaf in leaves.items()
+        if isinstance(getattr(leaf, 'dtype', None), np.dtype) and kind(leaf.dtype) == 'float'
+    }
+
+
+def _parameters(leaves: LeafTable, parameters: LeafPatterns) -> LeafTable:
+    """The floating leaves that are averaged, or replaced by their moving averages."""
+    return {path: leaf for path, leaf in _floating(leaves).items() if parameters.covers(leaf_name(path))}
+
+
+def _differences(leaves: LeafTable, last: LeafTable, where: str, parameters: LeafPatterns) -> list[LeafProblem]:
+    """The differences between the parameters of two checkpoints to average."""
+    found, expected = _parameters(leaves, parameters), _parameters(last, parameters)
+    problems: list[LeafProblem] = []
+    for path in sorted(found.keys() | expected.keys()):
+        one, other = found.get(path), expected.get(path)
+        texts = ['' if leaf is None else f'{leaf.dtype.name} {tuple(leaf.shape)}' for leaf in (one, other)]
+        if texts[0] == texts[1]:
+            continue
+        if one is None or other is None:
+            cause = 'missing' if one is None else 'unexpected'
+        else:
+            cause = 'dtype' if one.shape == other.shape else 'shape'
+        problems.append(LeafProblem(leaf_name(path), cause, texts[0], texts[1], f'({where})'))
+    return problems
+
+
+def _mean(leaves: Sequence[Any]) -> LazyArray:
+    """The mean of several leaves as a lazy array."""
+    dtype = np.dtype(leaves[0].dtype)
+
+    def read(index: Any = ...) -> np.ndarray:
+        total = sum(np.asarray(leaf[index], np.float64) for leaf in leaves)
+        return np.asarray(total / len(leaves)).astype(dtype)
+
+    return LazyThreadPoolArray(leaves[0].shape, dtype, read, read)
+
+
+def _with_ema(leaves: LeafTable, scope: str, parameters: LeafPatterns) -> LeafTable:
+    """Replaces the parameters by their moving averages, and removes the moving averages from their old location."""
+    pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
+    names = list(map(leaf_name, leaves))
+    sources: dict[Path, Path] = {}
+    missing: list[str] = []
+    for path, leaf in _parameters(leaves, parameters).items():
+        name = pattern.replace('{}', leaf_name(path[1:]))
+        source, shape = path_of(name), tuple(leaf.shape)
+        source_shape = tuple(leaves[source].shape) if source in leaves else None
+        if source_shape == shape:
+            sources[path] = source
+        else:
+            near = ', '.join(near_names(name, names)) if len(missing) < 3 else ''
+            cause = 'does not exist' if source_shape is None else f'has the shape {source_shape}, not {shape}'
+            missing.append(f'{leaf_name(path)}: {name} {cause}. {f"Near: {near}." if near else ""}'.rstrip())
+    if missing:
+        head = f'parameters without a moving average at {pattern!r}:'
+        raise MissingLeaves(lines(head, *listed(missing)))
+    averages = set(sources.values())
+    return {path: leaves[sources.get(path, path)] for path in leaves if path not in averages}
+
+
+# --- names -------------------------------------------------------------------------------------------------------------
+
+
+def _renamed(leaves: LeafTable, given: Sequence[tuple[str | re.Pattern[str], str]]) -> dict[Path, Path]:
+    """The new path of each leaf, by its old one."""
+    new_paths = {path: path for path in leaves}
+    rest = [*leaves]
+    for pattern, replacement in given:
+        patterns = LeafPatterns(pattern, 'rename')
+        patterns.check(map(leaf_name, rest))
+        matches = {path: patterns.patterns[0].fullmatch(leaf_name(path)) for path in rest}
+        rest = [path for path in rest if matches[path] is None]
+        expanded = {path: path_of(match.expand(replacement)) for path, match in matches.items() if match is not None}
+        new_paths |= {path: tuple(key for key in new if key) for path, new in expanded.items()}
+    old_names: dict[Path, str] = {}
+    clashes: list[str] = []
+    for path, new in new_paths.items():
+        if new in old_names or not new:
+            first = f'{old_names[new]} and ' if new in old_names else ''
+            clashes.append(f'{first}{leaf_name(path)} would become {leaf_name(new)!r}')
+        old_names[new] = leaf_name(path)
+    for new, name in old_names.items():
+        above = next((old_names[new[:length]] for length in range(1, len(new)) if new[:length] in old_names), None)
+        if above is not None:
+            clashes.append(f'{name} would become {leaf_name(new)!r}, below the new name of {above}')
+    if clashes:
+        raise TreeMismatchError(lines('names clash after the renaming:', *listed(clashes)))
+    return new_paths

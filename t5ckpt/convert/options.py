@@ -9,7 +9,7 @@ from typing import Any
 
 from t5ckpt.core.arguments import check_flags, check_word, given_step
 from t5ckpt.core.byte_budget import bytes_of_gb
-from t5ckpt.core.leaf_patterns import leaf_pattern
+from t5ckpt.core.leaf_patterns import Patterns, leaf_pattern
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.format.codecs import CODECS
@@ -31,7 +31,7 @@ TAKES: Mapping[str, frozenset[str]] = {
     'to-hf': frozenset({'concurrent_gb', 'config', 'max_shard_bytes'}),
     'to-safetensors': _NAMED | {'concurrent_gb'},
     'to-seqax': _NAMED | {'like'},
-    COPY: _STREAM | _NAMED | {'drop', 'rename', 'ema', 'parameters', 'trust_files'},
+    COPY: _STREAM | _NAMED | {'drop', 'rename', 'ema', 'parameters', 'follow_links', 'trust_files'},
 }
 """The options that have an effect for a format. All take ``step``, ``save_dtype``, ``overwrite``, ``dry_run``, ``progress``."""
 FORMATS = tuple(TAKES.keys() - {COPY})
@@ -58,8 +58,9 @@ class ConvertOptions:
         ``\1`` for groups.
       ema: the location of moving averages of the parameters, which replace them in a copy: a scope, ``'opt_state/0/ema'``, or a
         name in which ``{}`` stands for the parameter's name without its first key, ``'state/param_states/{}/ema'``.
-      parameters: a pattern for the leaves that are averaged, or replaced by their moving averages; None stands for the leaves
+      parameters: patterns for the leaves that are averaged, or replaced by their moving averages; None stands for the leaves
         under ``target`` and ``params``.
+      follow_links: follows symbolic links out of a checkpoint to copy, and copies their targets.
       trust_files: copies also a checkpoint with a lost or damaged list of checksums. Then only the checksum of the manifest is
         compared, the values may be wrong, and the copy has new checksums.
       translator: rules for names of TensorFlow; None takes those of T5.
@@ -87,7 +88,8 @@ class ConvertOptions:
     drop: Sequence[str | re.Pattern[str]] = ()
     rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
     ema: str | None = None
-    parameters: str | re.Pattern[str] | None = None
+    parameters: Patterns | None = None
+    follow_links: bool = False
     trust_files: bool = False
     translator: CheckpointTranslator | None = None
     config: Any = None

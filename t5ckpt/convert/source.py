@@ -44,8 +44,8 @@ class Source:
       mapped, added, dropped, left_out: see :class:`ConvertReport`.
       files: other files of the step, by name in its directory: the state of a data iterator.
       facts: those to copy: metrics, the keep policy.
-      inline: leaves in the source's manifest, which the copy keeps in its manifest whatever their size: T5X cannot restore a
-        stored leaf without mesh axes.
+      inline: whether each leaf is in the source's manifest. It stays where it is, whatever its size: T5X cannot restore a stored
+        leaf without mesh axes. None decides by the size.
     """
 
     table: LeafTable
@@ -57,7 +57,7 @@ class Source:
     left_out: tuple[str, ...] = ()
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     facts: Facts = dataclasses.field(default_factory=Facts)
-    inline: Collection[Path] = ()
+    inline: Mapping[Path, bool] | None = None
 
 
 def chosen_source(
@@ -102,6 +102,17 @@ def warn_no_optimizer(paths: Collection[Path]) -> None:
     )
 
 
+def carried_facts(facts: Facts) -> Facts:
+    """The facts of a source that are also those of its copy."""
+    return Facts(
+        knows_tree=facts.knows_tree,
+        created_unix=facts.created_unix,
+        metrics=facts.metrics,
+        custom_metadata=facts.custom_metadata,
+        keep=facts.keep,
+    )
+
+
 def write_source(source: Source, directory: PathOrStorage, options: ConvertOptions) -> ConvertReport:
     """Writes a source as ``checkpoint_<step>`` in a run's directory.
 
@@ -113,15 +124,17 @@ def write_source(source: Source, directory: PathOrStorage, options: ConvertOptio
     if step is None:
         raise ValueError('the path of the source names no step. Pass ConvertOptions(step=...).')
     storage = open_target(directory)
-    context = SaveContext(storage, SaveOptions(options.cast, options.compression), progress=options.progress)
+    save_options = SaveOptions(options.cast, options.compression)
+    if source.inline is not None:
+        save_options = dataclasses.replace(save_options, inline_bytes=0)
+    context = SaveContext(storage, save_options, progress=options.progress)
     facts = dataclasses.replace(source.facts, source={**source.identity, **options.recorded})
     request = SaveRequest(context, step, options.budget_bytes, options.overwrite, facts, source.files)
-    t5x_inlines = dict.fromkeys(source.inline, True)
     names = (source.mapped, source.added, source.dropped, source.left_out)
     if options.dry_run:
-        rehearse(source.table, request, t5x_inlines)
+        rehearse(source.table, request, source.inline)
         return ConvertReport(step, storage.url(step_dir(step)), 0, 0.0, *names)
-    done = write_stream(source.table, request, t5x_inlines)
+    done = write_stream(source.table, request, source.inline)
     return ConvertReport(step, done.path, done.nbytes, done.seconds, *names)
 
 

@@ -1,6 +1,6 @@
 """Reads checkpoints for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax, zarr, safetensors.
 
-The leaves keep their names; ``rewrite.py`` renames. Arrays of Orbax and JAX are read in parts; the msgpack files of Flax are held
+The leaves keep their names; ``copy.py`` renames. Arrays of Orbax and JAX are read in parts; the msgpack files of Flax are held
 completely.
 """
 
@@ -17,7 +17,7 @@ from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer, no_check
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
 from t5ckpt.convert.seqax import open_seqax
-from t5ckpt.convert.source import Source, chosen_source, stamp_of
+from t5ckpt.convert.source import Source, carried_facts, chosen_source, stamp_of
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.text import printable, some_of
@@ -26,7 +26,7 @@ from t5ckpt.errors import (
     MissingDependencyError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import NO_FACTS, Facts
+from t5ckpt.format.facts import NO_FACTS
 from t5ckpt.format.manifest import Manifest, decode_manifest
 from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
@@ -60,17 +60,10 @@ def open_tree(kind: str, source: str | os.PathLike[str], options: ConvertOptions
       T5CkptError: the source cannot be read.
     """
     contents = _OPENERS[kind](os.fspath(source))
-    located, facts = contents.located, contents.facts
-    # Flax, and Orbax before 0.12, do not record which integers are typed PRNG keys. The template of a restore decides.
-    recorded = Facts(
-        knows_tree=False,
-        created_unix=facts.created_unix,
-        metrics=facts.metrics,
-        custom_metadata=facts.custom_metadata,
-    )
+    located = contents.located
     identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
-    table = linked_leaves(contents)
-    return chosen_source(table, located.step, identity, options, facts=recorded, left_out=contents.left_out)
+    table, facts = linked_leaves(contents), carried_facts(contents.facts)
+    return chosen_source(table, located.step, identity, options, facts=facts, left_out=contents.left_out)
 
 
 def log_left_out(left_out: Sequence[str], found: Source, source: str | os.PathLike[str]) -> None:

@@ -33,15 +33,19 @@ _CURE = 'Use another copy of the checkpoint, or leave the leaf out: t5ckpt cp --
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 
-def open_source(contents: Contents, *, trusts_files: bool = False) -> ArrayReader:
-    """A reader of a checkpoint whose arrays are taken over, with its file checksums if it has them.
+def verified_reader(contents: Contents, *, trusts_files: bool = False) -> ArrayReader:
+    """A reader of a checkpoint whose arrays are taken over. It verifies them by the file checksums, if there are any.
 
     Raises:
       CorruptCheckpointError: a list of checksums is lost or damaged, without ``trusts_files``.
     """
     checksums = contents.checksums
-    if checksums is None and not trusts_files:
-        checksums = contents.read_checksums()
+    if checksums is None:
+        try:
+            checksums = contents.read_checksums()
+        except CorruptCheckpointError:
+            if not trusts_files:
+                raise
     # Arrays that are read to be cast or averaged are verified, too.
     return ArrayReader(contents.located, checksums=checksums, identity=contents.identity)
 
@@ -131,7 +135,7 @@ def linked_write(write: ArrayWrite) -> ArrayWrite:
 def linked_leaves(contents: Contents, reader: ArrayReader | None = None, *, typed: bool = True) -> LeafTable:
     """The leaves of a checkpoint, from which an identical checkpoint can be written. No stored array is read.
 
-    ``reader`` is that of :func:`open_source`, if the caller has it.
+    ``reader`` is that of :func:`verified_reader`, if the caller has it.
 
     With ``typed`` Python numbers and PRNG keys are restored as such if the facts record them; else they are arrays.
 
@@ -139,7 +143,7 @@ def linked_leaves(contents: Contents, reader: ArrayReader | None = None, *, type
       CorruptCheckpointError: the checksums cannot be read.
     """
     tree_facts = contents.facts.tree if typed else TreeFacts()
-    reader = reader or open_source(contents)
+    reader = reader or verified_reader(contents)
     table: LeafTable = {}
     for path, leaf in contents.leaves().items():
         value = LinkedArray.of(reader, leaf, leaf_name(path)) if isinstance(leaf, StoredArray) else leaf

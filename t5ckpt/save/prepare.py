@@ -1,6 +1,6 @@
 """Plans a save and stages its first arrays, in the caller's thread and before anything is written.
 
-Converters and rewriters save as one process: leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is
+Copies and conversions save as one process: leaves are any mixture of numpy arrays, numbers, None and LazyArrays. A LazyArray is
 read when it is written, in slices of one chunk if it can be sliced, and each slice is released once its write was started. The
 bytes in flight stay within ``budget_bytes``, so a checkpoint of any size takes a few hundred megabytes of memory, plus the
 largest leaf that cannot be sliced. The files of a :class:`LinkedArray` are linked (``save/linked_arrays.py``).

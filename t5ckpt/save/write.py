@@ -162,7 +162,8 @@ class _Writer:
 
     def _link_of(self, source: ArraySource, write: ArrayWrite, key: str) -> int:
         """Links or copies a chunk of an array of another checkpoint."""
-        self.report.checksums[key] = source.link(write, key, self._storage, self._directory)
+        with foreign_errors(f'{write.name} in {self._storage.url(self._directory)}', writing=True):
+            self.report.checksums[key] = source.link(write, key, self._storage, self._directory)
         return 0
 
     def _write_file(self, key: str, data: Any, name: str) -> int:

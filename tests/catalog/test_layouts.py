@@ -147,7 +147,7 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
     with pytest.raises(
         errors.UnsupportedFormatError, match=f'{theirs} is in the layout of {layout}, which is not'
     ) as no:
-        t5ckpt.copy_checkpoint(tmp_path / 'ours', run_dir, overwrite=True)
+        t5ckpt.copy_checkpoint(tmp_path / 'ours', run_dir, t5ckpt.ConvertOptions(overwrite=True))
     assert ('Rename it to checkpoint_7 first.' if layout == 't5x-padded' else 'Move it away') in str(no.value)
     with open_ck(run_dir) as ck:
         assert ck.metrics(7) == {}
@@ -320,7 +320,7 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
                 ck.delete,
                 lambda step: ck.save(state(step), step=step, overwrite=True),
                 lambda _: t5ckpt.pin_checkpoint(f'{url}/{theirs}'),
-                lambda step: t5ckpt.copy_checkpoint(ours, url, step),
+                lambda step: t5ckpt.copy_checkpoint(f'{ours}/checkpoint_{step}', url),
                 lambda step: t5ckpt.convert_checkpoint(
                     'safetensors', tmp_path / 'w.safetensors', url, ConvertOptions(step=step)
                 ),
@@ -533,7 +533,7 @@ def test_retention_and_overwrites_leave_what_others_put_into_a_step(run_dir):
     assert list(tree(aside)) == ['eval/scores.json']
     put(run_dir / 'checkpoint_3' / 'eval.json')
     open_ck(run_dir.parent / 'other').save(state(3), step=3)
-    t5ckpt.copy_checkpoint(run_dir.parent / 'other', run_dir, overwrite=True)
+    t5ckpt.copy_checkpoint(run_dir.parent / 'other', run_dir, t5ckpt.ConvertOptions(overwrite=True))
     (aside,) = run_dir.glob('checkpoint_3.foreign-*')
     assert list(tree(aside)) == ['eval.json']
     assert open_ck(run_dir).restore()['w'][0] == 3

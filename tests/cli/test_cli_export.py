@@ -87,3 +87,17 @@ def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     assert not (tmp_path / 'x').exists()
     (tmp_path / 'file').write_text('')
     assert 'file' in t5ckpt_cli('convert', 'to-safetensors', run, tmp_path / 'file' / 'x.safetensors', code=4)
+
+
+def test_the_layout_of_an_export_is_undone(tmp_path: pathlib.Path):
+    """An export records that the layers were scanned, with an axis for heads; the options ask for the opposite."""
+    config = t5.Config(scanned=True, split_heads=True)
+    state = {'target': t5.init(config), 'state': {'step': np.int32(4)}}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
+        checkpointer.save(state)
+    t5ckpt_cli('convert', 'to-hf', tmp_path / 'run', tmp_path / 'hf')
+    t5ckpt_cli('convert', 'hf', tmp_path / 'hf', tmp_path / 'as-it-was')
+    t5ckpt_cli('convert', 'hf', tmp_path / 'hf', tmp_path / 'plain', '--unscanned', '--joined-heads')
+    query = 'attention/query/kernel'
+    assert t5ckpt.open_checkpoint(tmp_path / 'as-it-was')[f'target/encoder/encoder/{query}'].ndim == 4
+    assert t5ckpt.open_checkpoint(tmp_path / 'plain')[f'target/encoder/layers_0/{query}'].ndim == 2

@@ -149,7 +149,7 @@ def test_ctrl_c_between_the_steps_of_a_run_keeps_the_first(s3, tmp_path):
             is_over.wait(DELAY_SECONDS)
 
     for step in (1, 2):
-        t5ckpt.copy_checkpoint(tmp_path / 'run', remote, step)
+        t5ckpt.copy_checkpoint(tmp_path / 'run' / f'checkpoint_{step}', remote)
     s3.proxy.watch = delay
     words = ['convert', 'to-orbax', remote, tmp_path / 'orbax', '--all']
     said, seconds = interrupted(waits, words)

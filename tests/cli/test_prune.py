@@ -121,7 +121,7 @@ def test_a_run_without_a_policy_says_so(tmp_path):
     """Such as one of converted steps."""
     save(tmp_path / 'a', range(2))
     for step in (0, 1):
-        t5ckpt.rewrite_checkpoint(tmp_path / 'a' / f'checkpoint_{step}', tmp_path / 'b')
+        t5ckpt.copy_checkpoint(tmp_path / 'a' / f'checkpoint_{step}', tmp_path / 'b')
     for step in (0, 1):
         put_facts(tmp_path / 'b' / f'checkpoint_{step}', None)
     told = json.loads(CliRunner().invoke(app, ['ls', str(tmp_path / 'b'), '--json']).stdout)

@@ -52,14 +52,14 @@ def restored(run, **options):
         (lambda run: restored(run, restore_dtype='bfloat16', cast_leaves='opt_stat/.*'), "cast_leaves='opt_state/.*'"),
         (lambda run: t5ckpt.export_weights(STATE, run.parent / 'x', take='parms/.*'), "'params/.*'"),
         (
-            lambda run: t5ckpt.rewrite_checkpoint(run, run.parent / 'x', t5ckpt.ConvertOptions(drop=('optstate/.*',))),
+            lambda run: t5ckpt.copy_checkpoint(run, run.parent / 'x', t5ckpt.ConvertOptions(drop=('optstate/.*',))),
             "'opt_state/.*'",
         ),
         (
-            lambda run: t5ckpt.rewrite_checkpoint(
+            lambda run: t5ckpt.copy_checkpoint(
                 [run, run], run.parent / 'x', t5ckpt.ConvertOptions(parameters='parms/.*')
             ),
-            "parameters='params/.*'",
+            "'params/.*'",
         ),
         (
             lambda run: t5ckpt.convert_checkpoint(

@@ -267,7 +267,6 @@ SCENARIOS = {
     'convert': Scenario(_saved(1), lambda t: _convert(t, overwrite=False), adds=_TWO),
     'convert, overwriting': Scenario(_saved(1, 2), lambda t: _convert(t, overwrite=True), replaces=_TWO),
     'copy': Scenario(_source, lambda t: t5ckpt.copy_checkpoint(t.root / SOURCE, t.root), adds=_TWO),
-    'copy with changes': Scenario(_source, lambda t: t5ckpt.rewrite_checkpoint(t.root / SOURCE, t.root), adds=_TWO),
     'prune': Scenario(_saved(1, 2, 3), _prune, removes=_ONE | _TWO),
     'delete': Scenario(_saved(1, 2), lambda t: delete(t.root, 1, FakeClock()), removes=_ONE),
     'delete with the checkpointer': Scenario(_saved(1, 2), lambda t: t.checkpointer.delete(2), removes=_TWO),

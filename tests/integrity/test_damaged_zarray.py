@@ -130,24 +130,22 @@ def assert_intact(copy):
 def test_a_copy_with_changes(damaged, tmp_path, change):
     """Its chunks are linked."""
     with opens_no_zarray(damaged):
-        t5ckpt.rewrite_checkpoint(damaged, tmp_path / 'copy', change)
+        t5ckpt.copy_checkpoint(damaged, tmp_path / 'copy', change)
     assert_intact(tmp_path / 'copy')
     assert (damaged / 'checkpoint_1/params.w/0.0').stat().st_nlink == 2
 
 
 def test_a_copy_of_all_arrays_without_metadata(run_dir, tmp_path):
-    """It is the step before the damage, byte for byte."""
+    """Its arrays are those of the step before the damage, byte for byte."""
     step_dir = save(run_dir, compression='zstd')
     before = bytes_of(step_dir)
     for zarray in step_dir.glob('*/.zarray'):
         zarray.unlink()
     assert_restores(run_dir)
     with opens_no_zarray(run_dir):
-        planned = t5ckpt.copy_checkpoint(run_dir, tmp_path / 'copy', dry_run=True)
-        done = t5ckpt.copy_checkpoint(run_dir, tmp_path / 'copy')
-    assert planned.files == done.files
-    assert (len(done.files), planned.nbytes, done.nbytes) == (len(before), *[sum(map(len, before.values()))] * 2)
-    assert bytes_of(tmp_path / 'copy/checkpoint_1') == before
+        t5ckpt.copy_checkpoint(run_dir, tmp_path / 'copy')
+    copied = bytes_of(tmp_path / 'copy/checkpoint_1')
+    assert {name for name in before if copied[name] != before[name]} == {'checkpoint'}
 
 
 def test_a_chunk_is_not_implied(run_dir, tmp_path):

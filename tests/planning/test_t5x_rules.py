@@ -16,7 +16,7 @@ from support.golden import CASES, Expected, by_name, flatten, nest
 from support.options import with_options
 
 import t5ckpt
-from t5ckpt.convert.rewrite import rewrite_checkpoint
+from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.format.manifest import decode_manifest, encode_manifest
 
 #: Larger than any leaf that is written into the manifest because it is small.
@@ -129,7 +129,7 @@ def test_leaves_without_axes_are_in_the_manifest(run_dir, on_devices, fns):
     )
     assert independent_reader.is_spec(t5x_rules.check(step_dir)['target/token_embedder/embedding'])
     # A copy with changes keeps them there, whatever their names.
-    done = rewrite_checkpoint(step_dir, run_dir / 'copy', t5ckpt.ConvertOptions(drop=['target/norm/scale']))
+    done = copy_checkpoint(step_dir, run_dir / 'copy', t5ckpt.ConvertOptions(drop=['target/norm/scale']))
     t5x_rules.check_axes(pathlib.Path(done.path), wide_rules)
 
 

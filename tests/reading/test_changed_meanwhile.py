@@ -163,7 +163,7 @@ def test_deleted_and_replaced_between_two_blocks(tmp_path):
 @pytest.mark.parametrize(
     'copy',
     [
-        lambda run, out, report: t5ckpt.copy_checkpoint(run, out / 'copy', progress=report),
+        lambda run, out, report: t5ckpt.copy_checkpoint(run, out / 'copy', t5ckpt.ConvertOptions(progress=report)),
         lambda run, out, report: t5ckpt.convert_checkpoint(
             'to-safetensors', run, out / 'x.safetensors', t5ckpt.ConvertOptions(progress=report)
         ),
@@ -173,7 +173,7 @@ def test_deleted_and_replaced_between_two_blocks(tmp_path):
     ],
 )
 def test_copies_of_a_step_that_goes(tmp_path, copy):
-    state = {f'w{i}': np.arange(2**16, dtype=np.float32) + i for i in range(40)}
+    state = {f'w{i}': np.arange(2**14, dtype=np.float32) + i for i in range(160)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(state, step=1)
     step_dir = tmp_path / 'run' / 'checkpoint_1'

@@ -179,5 +179,5 @@ def test_quick_compares_nothing(bucket, url, compression):
 def test_a_copy_that_may_not_read_a_chunk_does_not_call_it_damaged(bucket, url, tmp_path):
     bucket.proxy.choose = lambda kind, key: '403' if kind == 'read' and '.w/0' in key else None
     with pytest.raises(AccessDeniedError, match=r'w/0'):
-        t5ckpt.rewrite_checkpoint(url, tmp_path / 'copy')
+        t5ckpt.copy_checkpoint(url, tmp_path / 'copy')
     assert t5ckpt.all_steps(tmp_path / 'copy') == []

@@ -38,7 +38,7 @@ def copier(world: World, step: int, value: float, *, source: str = 'source') -> 
 
     def run() -> None:
         with contextlib.suppress(*_OVERTAKEN):
-            copy_checkpoint(world.path(source), world.path(), step, workers=1)
+            copy_checkpoint(f'{world.path(source)}/{step_dir(step)}', world.path())
             world.observer.is_saved(step, value)
 
     return run

@@ -72,13 +72,13 @@ def read_slice(url, _, options):
 
 
 def copy_in(url, directory, options):
-    t5ckpt.copy_checkpoint(directory / 'local', open_storage(url, options), 2)
+    t5ckpt.copy_checkpoint(directory / 'local' / 'checkpoint_2', open_storage(url, options))
     return 2
 
 
 def copy_out(url, directory, options):
     target = directory / f'copy{len(list(directory.iterdir()))}'
-    t5ckpt.copy_checkpoint(open_storage(url, options), target, 1)
+    t5ckpt.copy_checkpoint(open_storage(url, options), target)
     same(t5ckpt.load_t5x_checkpoint(target, 1), 1)
 
 

@@ -207,7 +207,7 @@ target, run = run, other
 become(B, lambda: save(3))
 run = target
 there = tree()
-found = become(B, lambda: t5ckpt.copy_checkpoint(other, target, overwrite=True).path)
+found = become(B, lambda: t5ckpt.copy_checkpoint(other, target, t5ckpt.ConvertOptions(overwrite=True)).path)
 print(json.dumps([found, tree() == there]))
 """
 

@@ -132,10 +132,10 @@ config | error | it does not fit the weights
 select drop rename | error | a pattern matches nothing
 ema | error | no leaf is found under it
 parameters | error | nothing is averaged or replaced, or it matches nothing
-trust_files | warning | no list of checksums is lost
+trust_files | hint | a list is intact
+follow_links | warning | the source is not on a local file system
 optimizer | warning | there is no optimizer state
 """,
-    'copy_checkpoint': 'workers | hint | a limit\nfollow_links | warning | the source is not on a local file system',
     'KeepBest': """
 count metric mode period | error | out of range
 metric | warning | it does not come: MissingMetricWarning
@@ -249,7 +249,6 @@ lazy_parameters | hint | numbers and texts are in the manifest
 """,
     'is_pinned_checkpoint': 'ckpt_dir | hint | False, as in T5X',
     'pin_checkpoint': 'txt | hint | the default keeps the reason that is there',
-    'rewrite_checkpoint': 'directory | error | it has the step already',
     'unpin_checkpoint': 'ckpt_dir | report | it is not pinned: logged',
     'restore_or_init': """
 checkpointer init_fn | hint | called where something is new
@@ -324,10 +323,9 @@ kind | error | unknown
 --max-shard-size --scanned --split-heads | error | not for Hugging Face
 """,
     'cp': """
---workers --follow-links | error | with changes
 --follow-links | warning | not on a local file system
 --drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
---trust-files | warning | no list of checksums is lost
+--trust-files | hint | a list is intact
 """,
     'diff': """
 pattern | error | neither has such a leaf

@@ -40,7 +40,7 @@ PROGRAM = """
                 ck.save_async(state, step=step).result()
             restored = ck.restore(step)
             found.append(all((restored[name] == leaf).all() for name, leaf in state.items() if name != 'step'))
-        t5ckpt.copy_checkpoint(run, run + '-copy', step=5)
+        t5ckpt.copy_checkpoint(run + '/checkpoint_5', run + '-copy')
         ck.close()
     except BaseException as error:
         found.append(repr(error))

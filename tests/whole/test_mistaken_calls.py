@@ -31,7 +31,7 @@ def test_the_repr_of_a_conversion_is_short(tmp_path):
     state = {'params': {f'layer_{i}': {'kernel': np.zeros(2, np.float32)} for i in range(300)}, 'step': np.int32(1)}
     with Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
         checkpointer.save(state)
-    done = t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'new')
+    done = t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'new')
     exported = t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'x.safetensors')
     for report in (done, exported):
         assert len(repr(report)) < 700

@@ -220,12 +220,12 @@ class RunMachine(RuleBasedStateMachine):
         saved = self.steps[step]
         if step in self.copies:
             with pytest.raises(CheckpointExistsError):
-                t5ckpt.copy_checkpoint(self.url, self.copies_url, step)
+                t5ckpt.copy_checkpoint(f'{self.url}/checkpoint_{step}', self.copies_url)
         elif saved.condition == LOST:
             with pytest.raises(CorruptCheckpointError):
-                t5ckpt.copy_checkpoint(self.url, self.copies_url, step)
+                t5ckpt.copy_checkpoint(f'{self.url}/checkpoint_{step}', self.copies_url)
         else:
-            t5ckpt.copy_checkpoint(self.url, self.copies_url, step)
+            t5ckpt.copy_checkpoint(f'{self.url}/checkpoint_{step}', self.copies_url)
             self.copies[step] = saved.seed
 
     # --- damage ------------------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ class RunMachine(RuleBasedStateMachine):
         saved, path = self.steps[step], f'{self.url}/checkpoint_{step}'
         if saved.condition == LOST:
             with pytest.raises(CorruptCheckpointError):
-                t5ckpt.rewrite_checkpoint(path, self.new_url())
+                t5ckpt.copy_checkpoint(path, self.new_url())
             lost = {damage.leaf for damage in t5ckpt.verify(path, full=True).damages}
             rest = self.new_url()
-            t5ckpt.rewrite_checkpoint(path, rest, t5ckpt.ConvertOptions(drop=sorted(lost)))
+            t5ckpt.copy_checkpoint(path, rest, t5ckpt.ConvertOptions(drop=sorted(lost)))
             expected = state_of(saved.seed)
             left = {
                 'params/w': expected['params']['w'],
@@ -269,9 +269,9 @@ class RunMachine(RuleBasedStateMachine):
                 np.testing.assert_array_equal(t5ckpt.open_checkpoint(rest)[name][...], left[name])
         elif step in self.copies:
             with pytest.raises(CheckpointExistsError):
-                t5ckpt.rewrite_checkpoint(path, self.copies_url)
+                t5ckpt.copy_checkpoint(path, self.copies_url)
         else:
-            t5ckpt.rewrite_checkpoint(path, self.copies_url)
+            t5ckpt.copy_checkpoint(path, self.copies_url)
             self.copies[step] = saved.seed
 
     # --- what reads the run ------------------------------------------------------------------------------------------

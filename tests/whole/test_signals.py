@@ -115,7 +115,7 @@ CALLS = """
     assert [*left(run)] == [], [*left(run)]
     for copied in [path for path in os.listdir('.') if path.startswith('copy')]:
         # It runs in the thread that was interrupted, and what it leaves is removed by the next one, as after a kill.
-        t5ckpt.copy_checkpoint(run, copied, overwrite=True)
+        t5ckpt.copy_checkpoint(run, copied, t5ckpt.ConvertOptions(overwrite=True))
         assert [*left(copied)] == [], [*left(copied)]
     # Of calls other than saves, the last tasks may still be under way; a dummy stands for a thread of JAX or TensorStore.
     deadline = time.monotonic() + 5

@@ -32,7 +32,6 @@ FUNCTIONS = {
     'open_checkpoint': ['/run'],
     'open_run': ['/run'],
     'pin_checkpoint': ['/run/checkpoint_1'],
-    'rewrite_checkpoint': ['/run', '/new'],
     'unpin_checkpoint': ['/run/checkpoint_1'],
     'verify': ['/run'],
 }

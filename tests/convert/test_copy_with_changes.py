@@ -13,12 +13,13 @@ import pytest
 from flax.training.train_state import TrainState
 from support import golden as cases
 from support.bits import assert_same, random_bits
+from support.facts import facts_of
 from support.golden import flatten
 
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert import ConvertOptions
-from t5ckpt.convert.rewrite import rewrite_checkpoint as rewrite
+from t5ckpt.convert.copy import copy_checkpoint as rewrite
 
 RNG = np.random.default_rng(3)
 PARAMS = {'dense': {'kernel': RNG.standard_normal((300, 200), np.float32), 'bias': np.ones(200, jnp.bfloat16)}}
@@ -105,7 +106,7 @@ def test_keys_of_any_implementation_are_copied(tmp_path):
     keys = {'one': jax.random.key(3, impl=mine), 'many': jax.random.split(jax.random.key(3, impl='rbg'), (50, 100))}
     with t5ckpt.Checkpointer(keys, checkpoints_dir=tmp_path / 'run') as ck:
         ck.save(keys, step=1)
-    t5ckpt.rewrite_checkpoint(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(rename=[('(.*)', r'rng/\1')]))
+    t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(rename=[('(.*)', r'rng/\1')]))
     template = jax.eval_shape(lambda: {'rng': keys})
     restored = t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'copy').restore()['rng']
     assert all((restored[name] == keys[name]).all() for name in keys)
@@ -164,6 +165,16 @@ def test_an_average(run, tmp_path):
         assert_same(leaves[name], (sum(arrays) / 3).astype(last[name].dtype), name)
     for name in set(last) - {'params/dense/kernel', 'params/dense/bias'}:
         assert_same(leaves[name], last[name], name)
+
+
+def test_several_patterns_for_what_is_averaged(run, tmp_path):
+    steps = [run / f'checkpoint_{step}' for step in (1, 3)]
+    rewrite(steps, tmp_path / 'mean', ConvertOptions(parameters=['params/.*', re.compile('.*/EMA/.*', re.IGNORECASE)]))
+    leaves = loaded(tmp_path / 'mean')
+    for name in ('params/dense/kernel', 'opt_state/0/ema/dense/kernel'):
+        assert_same(leaves[name], loaded(run / 'checkpoint_2')[name], name)
+    with pytest.raises(errors.UnmatchedPattern, match=r'parms/\.\*.*Did you mean .*params/\.\*'):
+        rewrite(steps, tmp_path / 'copy', ConvertOptions(parameters=['params/.*', 'parms/.*']))
 
 
 def test_an_average_of_models_that_differ(run, tmp_path):
@@ -267,12 +278,15 @@ def test_damage_is_not_cast_or_averaged_into_something_whole(tmp_path, compressi
     assert not list(tmp_path.glob('model*'))
 
 
-def test_metrics_and_policy_come_along(tmp_path):
+def test_the_facts_of_the_step_come_along(tmp_path):
     state = {'params': {'w': np.ones((64, 64), np.float32)}}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=3) as ck:
-        ck.save(state, step=1, metrics={'loss': 0.5})
+        ck.save(state, step=1, metrics={'loss': 0.5}, custom_metadata={'commit': 'abc'})
     rewrite(tmp_path / 'run', tmp_path / 'copy', ConvertOptions(step=9, save_dtype='bfloat16'))
-    assert t5ckpt.open_checkpoint(tmp_path / 'copy').metrics == {'loss': 0.5}
+    view = t5ckpt.open_checkpoint(tmp_path / 'copy')
+    assert (view.metrics, view.custom_metadata) == ({'loss': 0.5}, {'commit': 'abc'})
+    before, after = (json.loads(facts_of(tmp_path / name)) for name in ('run/checkpoint_1', 'copy/checkpoint_9'))
+    assert all(after[name] == before[name] for name in ('created_unix', 'keep'))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +317,7 @@ def test_memory_stays_bounded(tmp_path):
     ).save(big, step=1)
     code = (
         'import resource, sys\n'
-        'from t5ckpt import ConvertOptions, rewrite_checkpoint as rewrite\n'
+        'from t5ckpt import ConvertOptions, copy_checkpoint as rewrite\n'
         'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
         f'rewrite([{str(tmp_path / "run")!r}] * 2, {str(tmp_path / "mean")!r}, ConvertOptions(concurrent_gb=0.004))\n'
         'print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n'

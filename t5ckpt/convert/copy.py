@@ -1,8 +1,8 @@
 """Copies checkpoints between any two storages, as they are or changed: leaves are left out, cast, renamed or averaged.
 
 One pass in bounded memory. The chunk files of unchanged arrays are taken over byte for byte, once they match their checksums;
-they are hard-linked if source and copy are on one file system (``save/linked_arrays.py``). The manifest is written anew, by the
-commit of a save. Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
+they are hard-linked if source and copy are on one file system (``save/linked_arrays.py``). The manifest is that of a new save.
+Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
 """
 
 from __future__ import annotations

@@ -975,7 +975,7 @@ FUNCTIONS: list[Case] = [
     *(
         (
             owner,
-            'target' if owner == 'convert_checkpoint' else 'directory',
+            'target' if owner in ('convert_checkpoint', 'copy_checkpoint') else 'directory',
             EXISTS,
             'already|exist',
             call,

@@ -223,6 +223,7 @@ hold_seconds | error | not above 0, or no right to write
 target | error | it has the step already, or exists
 kind | error | unknown
 """,
+    'copy_checkpoint': 'target | error | it has the step already',
     'convert_run': """
 kind | error | unknown, or of one checkpoint
 steps | error | the run lacks one

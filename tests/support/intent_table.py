@@ -27,7 +27,7 @@ from t5ckpt.storage.options import BY_SCHEME
 
 # The same wherever they are taken, with one answer each. Everything else has a row of its own below.
 COMMON = """
-path ckpt_dir source sources a b path_or_dir | error | nothing is there
+path ckpt_dir source a b path_or_dir | error | nothing is there
 target | error | it is there already
 checkpoints_dir | hint | a run that begins there: it has no steps yet
 step | error | there is no such step, or the path names one already

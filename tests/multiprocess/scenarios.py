@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
@@ -42,10 +43,13 @@ def mesh(shape=(2, 4)):
     return Mesh(np.array(jax.devices()).reshape(shape), ('data', 'model'))
 
 
+@functools.lru_cache(maxsize=32)
 def full(name: str, shape, dtype, seed: int = 0) -> np.ndarray:
     """The values of a leaf, the same wherever they are asked for."""
     rng = np.random.default_rng([seed, *name.encode()])
-    return np.asarray(rng.standard_normal(shape) * 100).astype(jnp.dtype(dtype))
+    values = np.asarray(rng.standard_normal(shape) * 100).astype(jnp.dtype(dtype))
+    values.setflags(write=False)
+    return values
 
 
 def sharded(values: np.ndarray, axes, shape=(2, 4)) -> jax.Array:

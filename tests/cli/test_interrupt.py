@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support import forked
 from support.cli import ROOT, t5ckpt_cli
 
 import t5ckpt
@@ -42,7 +43,7 @@ def slow(s3):
 
 # What runs the tests may ignore interrupts, and its children then do, too.
 _PROGRAM = """
-import signal, sys
+import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from t5ckpt.cli import main
 main()
@@ -51,13 +52,7 @@ main()
 
 def interrupted(waits, words):
     """Runs a verb and interrupts it while it waits; what it said, and the seconds until its end."""
-    process = subprocess.Popen(
-        [sys.executable, '-c', _PROGRAM, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-    )
+    process = forked.start(_PROGRAM, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert waits.wait(60), process.communicate(timeout=5)
     time.sleep(0.5)
     started = time.monotonic()
@@ -83,24 +78,10 @@ main()
 """
 
 
+# Before there is a handler, and with it: a module of Python, one that C code imports, and one that has threads.
 @pytest.mark.parametrize(
     'module',
-    [
-        't5ckpt.cli.interrupts',
-        't5ckpt.core.standard_descriptors',
-        'click',
-        't5ckpt.cli.app',
-        't5ckpt.cli.verify',
-        'numpy',
-        'numpy.exceptions',
-        'numpy.dtypes',
-        'ml_dtypes',
-        'msgpack',
-        'tensorstore',
-        'tensorstore._tensorstore',
-        'xxhash',
-        't5ckpt.integrity.verify',
-    ],
+    ['t5ckpt.cli.interrupts', 't5ckpt.core.standard_descriptors', 'click', 'numpy.dtypes', 'tensorstore._tensorstore'],
 )
 def test_ctrl_c_during_an_import_ends_with_its_exit_code(tmp_path, module):
     run = save(tmp_path / 'run')
@@ -115,22 +96,20 @@ def test_ctrl_c_during_an_import_ends_with_its_exit_code(tmp_path, module):
     assert 'Traceback' not in done.stderr
 
 
-@pytest.mark.parametrize('words', [[], ['--all']], ids=['one step', 'a run'])
-def test_ctrl_c_ends_a_conversion_at_once(words, slow, tmp_path):
+def test_ctrl_c_ends_a_conversion_at_once(slow, tmp_path):
     s3, waits, is_over = slow
     remote = s3.url()
     ocp = pytest.importorskip('orbax.checkpoint')
     with ocp.CheckpointManager(tmp_path / 'run') as manager:
-        for step in (1, 2):
-            manager.save(step, args=ocp.args.StandardSave(STATE))
-    words = ['convert', 'orbax', tmp_path / 'run', remote, *words]
+        manager.save(1, args=ocp.args.StandardSave(STATE))
+    words = ['convert', 'orbax', tmp_path / 'run', remote]
     said, seconds = interrupted(waits, words)
     assert seconds < 2
     assert said.splitlines()[-1] == 't5ckpt: interrupted'
     assert t5ckpt.all_steps(remote) == []
     is_over.set()
     t5ckpt_cli(*words)
-    assert t5ckpt.all_steps(remote) == ([1, 2] if '--all' in words else [2])
+    assert t5ckpt.all_steps(remote) == [1]
     assert t5ckpt.verify(remote, full=True).ok
 
 

@@ -2,7 +2,7 @@
 
     python tests/multiprocess/chaos.py --seconds 600 --seed 7
 
-Processes are killed (SIGKILL), stopped for 0.1 to 40 s (SIGSTOP) or cut off from the network for as long; the disk becomes full
+Processes are killed (SIGKILL), stopped for up to 40 s (SIGSTOP) or cut off from the network for as long; the disk becomes full
 and is emptied. Each process has a network namespace of its own on a bridge, and the run is on a tmpfs of its own, so nothing
 outside is touched. After the end of each job: each listed step verifies in full and has the values that were saved, the newest
 is not older than any whose save returned, and no process has outlived another by more than the time-outs allow. At the end a
@@ -191,8 +191,8 @@ class Job:
 class Chaos:
     """Job after job on one run."""
 
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, longest: float):
+        self.random, self._longest = random.Random(seed), longest
         self.counts: collections.Counter[str] = collections.Counter()
         self.newest = -1
 
@@ -203,7 +203,7 @@ class Chaos:
             time.sleep(self.random.uniform(0, 1.5))
             kind = self.random.choice(_FAULTS)
             self.counts[kind] += 1
-            seconds = math.exp(self.random.uniform(math.log(0.1), math.log(40)))
+            seconds = math.exp(self.random.uniform(math.log(0.1), math.log(self._longest)))
             self.fault(kind, self.random.choice(job.members), run, seconds)
             if len(job.running()) == COUNT:
                 job.wait_for_a_save(_LIMIT_SECONDS)
@@ -298,12 +298,12 @@ def _full(disk: pathlib.Path) -> Generator[None]:
         ballast.unlink()
 
 
-def _inside(seconds: float, seed: int) -> int:
+def _inside(seconds: float, seed: int, longest: float) -> int:
     """The run, in namespaces of its own."""
     _call('ip', 'link', 'set', 'lo', 'up')
     _call('ip', 'link', 'add', 'br0', 'type', 'bridge')
     _call('ip', 'link', 'set', 'br0', 'up')
-    chaos = Chaos(seed)
+    chaos = Chaos(seed, longest)
     with tempfile.TemporaryDirectory(prefix='t5ckpt-chaos-') as name:
         directory = pathlib.Path(name)
         disk = directory / 'disk'
@@ -324,10 +324,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seconds', type=float, default=600)
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--longest', type=float, default=40, help='seconds of the longest stop or cut')
     parser.add_argument('--inside', action='store_true', help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        sys.exit(_inside(options.seconds, options.seed))
+        sys.exit(_inside(options.seconds, options.seed, options.longest))
     if why := missing():
         sys.exit(why)
     command = [*_NAMESPACES, sys.executable, __file__, *sys.argv[1:], '--inside']

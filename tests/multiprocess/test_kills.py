@@ -52,7 +52,7 @@ def check_after(directory, steps):
     job = Job(2, 4)
     try:
         job.run('restore', directory)
-        job.run('save_and_die', directory, 5, 9, '', '', {})
+        job.run('save', directory, 5)
     finally:
         job.close()
     assert t5ckpt.all_steps(directory) == [*steps, 5]
@@ -64,7 +64,7 @@ def test_killed_in_a_save(tmp_path, process, operation, key, committed):
     options = {'process_timeout': TIMEOUT, 'keep': 1}
     job = Job(2, 4)
     try:
-        job.run('save_and_die', tmp_path, 1, 9, '', '', {})
+        job.run('save', tmp_path, 1)
         job.start('save_and_die', tmp_path, 2, process, operation, key, options)
         answers = job.answers(HEARTBEAT_SECONDS + 10 * TIMEOUT)
         assert answers[process] == DEAD
@@ -100,7 +100,7 @@ def test_process_0_is_stopped_in_a_save(tmp_path):
 def test_killed_in_a_restore(tmp_path, process):
     job = Job(2, 4)
     try:
-        job.run('save_and_die', tmp_path, 1, 9, '', '', {})
+        job.run('save', tmp_path, 1)
         job.start('restore_and_die', tmp_path, process)
         answers = job.answers(HEARTBEAT_SECONDS + 30)
         assert answers[process] == DEAD

@@ -120,10 +120,12 @@ class LostReply:
 
 
 def end_trouble_and_die(trouble):
-    """Ends the trouble of the bucket, and dies when the other processes have ended an upload."""
-    if pathlib.Path(trouble).exists():
-        pathlib.Path(trouble).unlink()
-        time.sleep(5)
+    """Ends the trouble of the bucket, and dies when the other processes have ended the upload of step 1."""
+    flag = pathlib.Path(trouble)
+    if flag.exists():
+        flag.unlink()
+        while any(flag.parent.glob('disk[012]/.t5ckpt/to_persist/1')):
+            time.sleep(0.05)
         scenarios.die()
 
 

@@ -32,6 +32,7 @@ hypothesis.settings.load_profile('t5ckpt')
 
 # Files that take longest, slow tests included: a worker takes a whole file, so the last files that are begun must be short.
 _LONGEST = (
+    *('test_every_call', 'test_example_kills', 'test_tiers', 'test_chaos', 'test_stores', 'test_interrupt'),
     *(
         'test_newcomer',
         'test_examples',

@@ -1,11 +1,17 @@
-"""Local disks whose reads fail in a restore: no file whose bytes were not read is deleted, and the next start has all steps."""
+"""Local disks whose reads fail in a restore: no file whose bytes were not read is deleted, and the next start has all steps.
 
+Local disks whose power is cut in a save: each step that they list is whole.
+"""
+
+import pickle
 import shutil
 
 import pytest
 from job import Job
-from support import faultshim
+from support import faultshim, powercut
 from tier_disks import Place
+
+import t5ckpt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -112,3 +118,30 @@ def test_a_disk_that_fails_while_arrays_are_read_deletes_nothing(job, unequal):
     job.run('tiers_close')
     assert files(unequal, 1) == before
     starts_with_2(job, unequal)
+
+
+def test_the_power_of_both_machines_is_cut_in_a_save(job, tmp_path):
+    """Each disk verifies its part of every step that it lists, and lists the step if the save had returned."""
+    place, trouble = Place(tmp_path), tmp_path / 'trouble'
+    trouble.write_text('away')
+    disks = place.disks[:2]
+    leaves = ['target/rows', 'target/small', 'state/step']
+    place.begin(job, leaves, order=[0, 1], persist=[2], trouble=str(trouble))
+    job.run('tiers_save', 1)
+    before = [powercut.read_tree(disk) for disk in disks]
+    job.run('tiers_save_recorded', 2, each=[str(disk) for disk in disks])
+    job.run('tiers_close')
+    count, root = 0, tmp_path / 'cut'
+    for disk, (tree, links) in zip(disks, before, strict=True):
+        operations = pickle.loads(disk.with_suffix('.operations').read_bytes())
+        recording = powercut.Recording(tree, links, operations)
+        for cut, left in powercut.trees(recording, randoms=1, seed=0):
+            powercut.write_tree(root, left)
+            steps = t5ckpt.all_steps(root)
+            assert steps == [1, 2] or (steps == [1] and cut <= recording.returned), (cut, steps)
+            assert 2 not in steps or (root / '.t5ckpt/to_persist/2').exists(), cut
+            for step in steps:
+                t5ckpt.verify(root, step, full=True).raise_if_damaged()
+            shutil.rmtree(root)
+            count += 1
+    assert count >= 100

@@ -4,7 +4,6 @@ troubles."""
 import contextlib
 import json
 import os
-import pickle
 import shutil
 import time
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import scenarios
 from job import DEAD, HEARTBEAT_SECONDS, Job
-from support import faultshim, powercut, t5x_rules
+from support import t5x_rules
 from support.cli import t5ckpt_cli
 from support.facts import facts_of, put_facts
 from tier_disks import COUNT, Place, restored, saved
@@ -599,12 +598,13 @@ def test_a_process_that_an_error_ends_does_not_wait_for_the_others(four, place, 
     """They may wait for it in a collective, and never end the uploads. The next start uploads the step."""
     trouble = tmp_path / 'trouble'
     trouble.write_text('slow')
-    place.begin(four, trouble=str(trouble))
+    leaves = ['target/bfloat', 'state/step']
+    place.begin(four, leaves, trouble=str(trouble))
     four.run('tiers_save', 1)
     assert four.run('tiers_leave', 2, timeout=60) == [False, False, True, False]
     four.run('tiers_close')
     trouble.unlink()
-    place.begin(four)
+    place.begin(four, leaves)
     assert [answer['step'] for answer in four.run('tiers_restore')] == [1] * COUNT
     assert four.run('tiers_wait', 1) == [None] * COUNT
     four.run('tiers_close')
@@ -824,10 +824,9 @@ def test_sigkill(jobs, place, where):
         job.start('tiers_save', 2, options.get('dies'))
         answers = job.answers(HEARTBEAT_SECONDS + 60)
         if answers[killed] != DEAD:
-            # It dies in the background.
+            # It dies in the background, and then JAX ends the others.
             job.start('tiers_wait')
-            answers = job.answers(HEARTBEAT_SECONDS + 60)
-        assert answers[killed] == DEAD
+            assert job.answers(processes=[killed]) == [DEAD]
     # Its directory does not have the step, if it died before its rename.
     lacks = 'renames' in where
     with jobs.one(ends=False) as job:
@@ -957,35 +956,6 @@ def test_a_training_loop_is_killed_and_continues_on_other_disks(jobs, place):
     assert t5ckpt.all_steps(place.run)[-1] == 8
     assert t5ckpt.verify(place.run / 'checkpoint_8', full=True).ok
     assert [place.steps_on(disk) for disk in range(COUNT)] == [['checkpoint_10', 'checkpoint_9']] * COUNT
-
-
-def test_the_power_of_both_machines_is_cut_in_a_save(place, tmp_path):
-    """Each disk verifies its part of every step that it lists, and lists the step if the save had returned."""
-    job, disks = Job(2, 4, str(faultshim.build(tmp_path))), place.disks[:2]
-    try:
-        leaves, trouble = ['target/rows', 'target/small', 'state/step'], tmp_path / 'trouble'
-        trouble.write_text('away')
-        options = {'trouble': str(trouble), 'persist': [2]}
-        job.run('tiers', place.run, leaves, options, each=[str(disk) for disk in disks])
-        job.run('tiers_save', 1)
-        before = [powercut.read_tree(disk) for disk in disks]
-        job.run('tiers_save_recorded', 2, each=[str(disk) for disk in disks])
-    finally:
-        job.close()
-    count, root = 0, tmp_path / 'cut'
-    for disk, (tree, links) in zip(disks, before, strict=True):
-        operations = pickle.loads(disk.with_suffix('.operations').read_bytes())
-        recording = powercut.Recording(tree, links, operations)
-        for cut, left in powercut.trees(recording, randoms=1, seed=0):
-            powercut.write_tree(root, left)
-            steps = t5ckpt.all_steps(root)
-            assert steps == [1, 2] or (steps == [1] and cut <= recording.returned), (cut, steps)
-            assert 2 not in steps or (root / '.t5ckpt/to_persist/2').exists(), cut
-            for step in steps:
-                t5ckpt.verify(root, step, full=True).raise_if_damaged()
-            shutil.rmtree(root)
-            count += 1
-    assert count >= 100
 
 
 @pytest.mark.parametrize('process', [0, 2])

@@ -553,12 +553,13 @@ class Checkpointer:
         Raises:
           TreeMismatchError: checkpoint and template differ, or a name has no rule; the error lists every difference.
         """
+        from t5ckpt.convert.options import ConvertOptions
         from t5ckpt.convert.tf import open_tf, tf_leaves
         from t5ckpt.convert.tf.model import restore_tf
 
         restore_round = self._restorer.round('a restore')
         with restore_round.together(Phase.RESTORE):
-            source = tf_leaves(open_tf(path_or_dir), translator)
+            source = tf_leaves(open_tf(path_or_dir), ConvertOptions(translator=translator))
             return restore_tf(
                 source, self._restorer.cast(), self._restorer.template, self._restorer.partitioner, strict=strict
             )
@@ -584,6 +585,7 @@ class Checkpointer:
         Returns:
           The checkpoint, in process 0; None in other processes, and if a complete one of this step exists.
         """
+        from t5ckpt.convert.options import ConvertOptions
         from t5ckpt.convert.tf import open_tf, tf_leaves
         from t5ckpt.convert.tf.model import convert_tf_to_model
 
@@ -595,7 +597,7 @@ class Checkpointer:
 
         def convert(_: Sequence[Any]) -> None:
             nonlocal committed
-            source = tf_leaves(open_tf(path_or_dir), translator)
+            source = tf_leaves(open_tf(path_or_dir), ConvertOptions(translator=translator))
             committed = convert_tf_to_model(source, request, self._axes, state_transformation_fns)
 
         self._restorer.round('a conversion').reduce_on_leader(Phase.CONVERT, None, convert)

@@ -9,14 +9,13 @@ from typing import Any
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_path
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import MODEL, Path, leaf_name
 from t5ckpt.core.leaf_patterns import Patterns
 from t5ckpt.core.protocols import Partitioner
 from t5ckpt.core.text import some_of
 from t5ckpt.options import CheckpointerOptions
 from t5ckpt.planning.casts import Cast, check_cast
-from t5ckpt.planning.leaf_choice import LeafPatterns
-from t5ckpt.resume import MODEL
+from t5ckpt.planning.leaf_choice import TakenLeaves
 from t5ckpt.save.arguments import check_no_directory
 from t5ckpt.storage import PathOrStorage, Storage
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
@@ -34,6 +33,7 @@ def export_weights(
     dtype: Any = None,
     step: int | None = None,
     take: Patterns = MODEL,
+    leave: Patterns | None = None,
     partitioner: Partitioner | None = None,
 ) -> CommittedCheckpoint | None:
     """Writes only the weights of a state as a checkpoint, to another directory than the run's.
@@ -48,25 +48,26 @@ def export_weights(
       step: the step of the checkpoint; None takes the state's.
       take: patterns for the whole names of the leaves to write. By default also an RNG stream of Flax NNX under any name is left
         out: a typed PRNG key ``key`` and the ``count`` next to it.
+      leave: patterns for leaves to leave out, although ``take`` matches them.
       partitioner: T5X's.
 
     Returns:
       The checkpoint, or None if a complete checkpoint of this step exists.
 
     Raises:
-      ValueError: no leaf matches ``take``, or ``dtype`` is given and none of the matching leaves is floating.
+      ValueError: a pattern matches no leaf, or ``dtype`` is given and none of the matching leaves is floating.
     """
     check_no_directory('Write export_weights(train_state, directory).', train_state=train_state)
     if not isinstance(directory, Storage):
         check_path('directory', directory)
-    patterns = LeafPatterns(take, 'take')
+    choice = TakenLeaves(take=take, leave=leave)
     cast = None if dtype is None else Cast.of(dtype, take, 'dtype')
 
     def weights(state_dict: Any, parameter_infos: Any) -> tuple[Any, Any]:
         leaves = flatten_nested(state_dict)
         left = _rng_streams(leaves) if take == MODEL else ()
-        patterns.check(map(leaf_name, leaves))
-        kept = {path: leaf for path, leaf in leaves.items() if path not in left and patterns.covers(leaf_name(path))}
+        taken = choice.taken(map(leaf_name, leaves))
+        kept = {path: leaf for path, leaf in leaves.items() if path not in left and leaf_name(path) in taken}
         groups = collections.Counter('/'.join('/'.join(path).split('/')[:2]) for path in kept)
         _log.info(
             't5ckpt: export_weights: leaves below %s', some_of([f'{name} ({n})' for name, n in groups.items()], 20)

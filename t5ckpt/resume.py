@@ -20,7 +20,7 @@ from t5ckpt.catalog.locate import log_newer, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.arguments import check_word, given_step
-from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name
+from t5ckpt.core.leaf_path import MODEL, OPTIMIZER, Path, leaf_name
 from t5ckpt.core.leaf_patterns import Pattern, Patterns
 from t5ckpt.core.text import lines
 from t5ckpt.errors import (
@@ -39,12 +39,6 @@ from t5ckpt.tree.train_state import flatten_state
 __all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
 _log = logging.getLogger('t5ckpt')
-
-MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
-"""The weights, in T5X's and in Flax's train state; a pattern for ``WarmStart.take``.
-
-Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +146,7 @@ def restore_or_init(
         urls = [checkpointer.checkpoints_dir, *(storage.url() for storages in copies for storage in storages)]
         raise CorruptCheckpointError(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
-            'Copy one without its damaged leaves (t5ckpt cp --drop), or move them away to start a new run.'
+            'Copy one without its damaged leaves (t5ckpt cp --leave), or move them away to start a new run.'
         )
     run.agree('a new run', len(sources), lambda counts: _check_new_run(run.storage, counts))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)

@@ -28,19 +28,30 @@ from t5ckpt.cli.verb import (
 from t5ckpt.convert import FORMATS, ConvertOptions, ConvertReport, convert_checkpoint
 from t5ckpt.convert.copy import copy_checkpoint
 from t5ckpt.convert.whole_run import RUN_FORMATS, convert_run
+from t5ckpt.core.leaf_path import MODEL, OPTIMIZER
 from t5ckpt.core.text import human_bytes, some_of
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.translate import CheckpointTranslator
 
 _SHOWN = 8
 _NOT_CONVERTED = {'there': 'already there', 'gone': 'deleted from the source during the conversion'}
+
+
+def _pattern(text: str) -> str:
+    return {'MODEL': MODEL, 'OPTIMIZER': OPTIMIZER}.get(text, text)
+
+
 # Of a copy and of a conversion, with the names of ConvertOptions.
 _SHARED = (
     option('--as-step step', 'Step to write. A leaf that counts steps keeps its value.', NUMBER),
     option('--save-dtype', 'Cast floating parameters to this dtype, such as bfloat16.', metavar='DTYPE'),
     option('--cast-leaves', 'Leaves that --save-dtype casts; default: target/.* and params/.*', metavar='REGEX'),
-    option('--select', 'Only leaves whose whole names match.', metavar='REGEX'),
-    flag('--no-optimizer', 'Leave out the optimizer state.'),
+    option(
+        '--take', 'Only leaves whose whole names match, or MODEL; may be repeated.', _pattern, 'REGEX', multiple=True
+    ),
+    option(
+        '--leave', 'Leave out the leaves that match, or OPTIMIZER; may be repeated.', _pattern, 'REGEX', multiple=True
+    ),
     option('--compression', 'Codec of the arrays.', click.Choice([codec for codec in CODECS if codec])),
     option('--concurrent-gb', 'Limit of the values in memory.', float),
     flag('--force overwrite', 'Replace what exists, when the new is complete.'),
@@ -51,7 +62,7 @@ _SHARED = (
 def _options(given: Mapping[str, Any]) -> ConvertOptions:
     """The options that were given."""
     options = {name: value for name, value in given.items() if value not in (None, ())}
-    return ConvertOptions(optimizer=not options.pop('no_optimizer', False), progress=progress('writing'), **options)
+    return ConvertOptions(progress=progress('writing'), **options)
 
 
 def _fields(report: ConvertReport) -> dict[str, Any]:
@@ -85,7 +96,6 @@ def _emit(report: ConvertReport, options: ConvertOptions) -> None:
     argument('source', CHECKPOINT),
     argument('target', RUN),
     STEP,
-    option('--drop', 'Leave out the leaves that match; may be repeated.', metavar='REGEX', multiple=True),
     flag('--trust-files', 'Copy also where a list of checksums is lost; the copy has new ones.'),
     option(
         '--rename',
@@ -113,7 +123,7 @@ def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
     Examples:
       t5ckpt cp run gs://bucket/run
       t5ckpt cp s3://bucket/run/checkpoint_1000 /data/run
-      t5ckpt cp run weights --no-optimizer --save-dtype bfloat16
+      t5ckpt cp run weights --leave OPTIMIZER --save-dtype bfloat16
       t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
       for step in 100 200; do t5ckpt cp run@$step gs://bucket/run; done
     """
@@ -156,7 +166,7 @@ def convert(kind: str, source: str, target: str, steps: Sequence[int], rules: st
       t5ckpt convert to-orbax new_run orbax_run/12
       t5ckpt convert hf model run --as-step 1000000
       t5ckpt convert to-hf run model --config '{"model_type": "longt5"}'
-      t5ckpt convert to-safetensors run x.safetensors --select 'target/.*'
+      t5ckpt convert to-safetensors run x.safetensors --take 'target/.*'
     """
     everything = given.pop('all')
     of_run = everything or len(steps) > 1

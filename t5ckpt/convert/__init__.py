@@ -74,7 +74,7 @@ def open_source(kind: str, path: str | os.PathLike[str], options: ConvertOptions
     if kind == 'tf':
         from t5ckpt.convert.tf import open_tf, tf_leaves
 
-        return tf_leaves(open_tf(path), options.translator, options)
+        return tf_leaves(open_tf(path), options)
     if kind == 'hf':
         from t5ckpt.convert.huggingface.import_ import open_hf
 

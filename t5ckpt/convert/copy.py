@@ -16,7 +16,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.convert.options import COPY, ConvertOptions, ConvertReport, check_options
-from t5ckpt.convert.source import Source, carried_facts, chosen_leaves, stamp_of, write_source
+from t5ckpt.convert.source import Source, carried_facts, stamp_of, write_source
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of
 from t5ckpt.core.text import lines, listed
@@ -55,7 +55,7 @@ def copy_checkpoint(
     """Copies a checkpoint to another run, on any storage, with the changes of the options; or writes the average of several.
 
     Without changes, all chunk files of the copy have the bytes of the source; pins and files of other programs are not copied.
-    The changes are applied in this order: ``ema``, ``drop``, ``select``, ``optimizer``, ``rename``, ``save_dtype``.
+    The changes are applied in this order: ``ema``, ``take`` and ``leave``, ``rename``, ``save_dtype``.
 
     Args:
       source: a checkpoint, or several, whose floating parameters (``options.parameters``) are averaged in float64; all other
@@ -93,11 +93,11 @@ def copy_checkpoint(
     leaves = _with_changed_parameters(contents, readers, options)
     files = readers[-1].files
     positions = _iterator_files(last, files)
-    drop = LeafPatterns(options.drop, 'drop')
-    drop.check([*map(leaf_name, leaves), *positions])
-    kept = chosen_leaves({path: leaf for path, leaf in leaves.items() if not drop.covers(leaf_name(path))}, options)
+    names = [*map(leaf_name, leaves), *positions]
+    taken = options.taken(names)
+    kept = {path: leaf for path, leaf in leaves.items() if leaf_name(path) in taken}
     if len(kept) < len(leaves) and all(isinstance(leaf, Empty) for leaf in kept.values()):
-        raise TreeMismatchError('the copy would have no leaves. Drop fewer of them.')
+        raise TreeMismatchError('the copy would have no leaves. Leave out fewer of them.')
     new_paths = _renamed(kept, options.rename)
     in_manifest = last.manifest.leaves
     found = Source(
@@ -109,9 +109,9 @@ def copy_checkpoint(
             'stamps': [stamp_of(each.located) for each in contents],
         },
         {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
-        dropped=tuple(leaf_name(path) for path in leaves if path not in kept),
+        dropped=tuple(name for name in names if name not in taken),
         left_out=(PINNED,) if files.storage.is_file(join(files.directory, PINNED)) else (),
-        files=_read_positions(files, {name: file for name, file in positions.items() if not drop.covers(name)}),
+        files=_read_positions(files, {name: file for name, file in positions.items() if name in taken}),
         facts=carried_facts(last.facts),
         # In Flax's manifests, all leaves are inline.
         inline={new_paths[path]: isinstance(in_manifest.get(path), np.ndarray) for path in kept}
@@ -142,7 +142,7 @@ def _read_positions(source: CheckpointFiles, files: Mapping[str, str]) -> dict[s
     """Files of data iterators, compared with their checksums."""
     read: dict[str, bytes] = {}
     for name, file in files.items():
-        where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: drop=['{name}']."
+        where, cure = source.storage.url(join(source.directory, file)), f"Leave it out: leave=['{name}']."
         try:
             read[name] = source.read(file)
         except CheckpointNotFoundError as error:

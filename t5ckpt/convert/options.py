@@ -14,46 +14,46 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.planning.casts import Cast
-from t5ckpt.planning.leaf_choice import LeafPatterns
+from t5ckpt.planning.leaf_choice import LeafPatterns, TakenLeaves
 from t5ckpt.save.request import STREAM_BYTES
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.train_state import MAX_STEP
 
 _STREAM = frozenset({'concurrent_gb', 'compression', 'cast_leaves'})
-_NAMED = frozenset({'cast_leaves', 'optimizer', 'select'})
+_NAMED = frozenset({'cast_leaves', 'take', 'leave'})
 COPY = 'a copy'
 TO_ORBAX = 'to-orbax'
 TAKES: Mapping[str, frozenset[str]] = {
-    'tf': _STREAM | {'optimizer', 'translator'},
+    'tf': _STREAM | _NAMED | {'translator'},
     **dict.fromkeys(('orbax', 'flax', 'jax', 'seqax', 'zarr', 'safetensors'), _STREAM | _NAMED),
     'hf': _STREAM | {'config', 'scanned', 'split_heads'},
     TO_ORBAX: _NAMED,
     'to-hf': frozenset({'concurrent_gb', 'config', 'max_shard_bytes'}),
     'to-safetensors': _NAMED | {'concurrent_gb'},
     'to-seqax': _NAMED | {'like'},
-    COPY: _STREAM | _NAMED | {'drop', 'rename', 'ema', 'parameters', 'follow_links', 'trust_files'},
+    COPY: _STREAM | _NAMED | {'rename', 'ema', 'parameters', 'follow_links', 'trust_files'},
 }
 """The options that have an effect for a format. All take ``step``, ``save_dtype``, ``overwrite``, ``dry_run``, ``progress``."""
 FORMATS = tuple(TAKES.keys() - {COPY})
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertOptions:
+class ConvertOptions(TakenLeaves):
     r"""The options of a conversion or a copy. One that has no effect for a format is an error. Patterns match whole names.
 
     Attributes:
       step: of the checkpoint in T5X's format: the step to write, None for the source's; with a format 'to-...' the step to read,
         None for the latest.
       save_dtype: floating leaves of ``target`` and ``params``, and all of a Hugging Face model, are cast to it.
-      cast_leaves: a pattern for the leaves that are cast instead, by their names in the new checkpoint or file.
+      take: patterns of the leaves to convert, by their names in the source.
+      leave: patterns of the leaves to leave out, although ``take`` matches them, such as :data:`t5ckpt.OPTIMIZER`; of a copy also
+        of files of data iterators.
+      cast_leaves: patterns of the leaves that are cast instead, by their names in the new checkpoint or file.
       compression: as in ``Checkpointer``.
-      optimizer: False leaves the optimizer's state out.
-      select: a pattern; other leaves are left out.
       concurrent_gb: gigabytes (10^9 bytes) of values in flight.
       overwrite: replaces a complete checkpoint of the step, or the output of an earlier conversion, when the new one is complete.
       dry_run: writes nothing; the report describes the conversion.
       progress: called with (bytes done, bytes in all).
-      drop: patterns of leaves and files of data iterators that a copy leaves out.
       rename: (pattern, replacement) pairs; in a copy, the first pattern that matches a leaf's name determines its new name, with
         ``\1`` for groups.
       ema: the location of moving averages of the parameters, which replace them in a copy: a scope, ``'opt_state/0/ema'``, or a
@@ -77,15 +77,12 @@ class ConvertOptions:
 
     step: int | None = None
     save_dtype: Any = None
-    cast_leaves: str | re.Pattern[str] | None = None
+    cast_leaves: Patterns | None = None
     compression: str | None = None
-    optimizer: bool = True
-    select: str | re.Pattern[str] | None = None
     concurrent_gb: float = STREAM_BYTES / 10**9
     overwrite: bool = False
     dry_run: bool = False
     progress: Progress | None = None
-    drop: Sequence[str | re.Pattern[str]] = ()
     rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
     ema: str | None = None
     parameters: Patterns | None = None
@@ -99,15 +96,15 @@ class ConvertOptions:
     like: Any = None
 
     def __post_init__(self) -> None:
-        check_flags(optimizer=self.optimizer, overwrite=self.overwrite, dry_run=self.dry_run)
+        super().__post_init__()
+        check_flags(overwrite=self.overwrite, dry_run=self.dry_run)
         _ = self.cast
         check_word('compression', self.compression, tuple(CODECS))
         step = given_step(self.step)
         if step is not None and step >= MAX_STEP:
             raise ValueError(f'step must be below 10^18, got {step}.')
         _ = self.budget_bytes
-        for name in ('select', 'parameters', 'drop'):
-            LeafPatterns(getattr(self, name), name)
+        LeafPatterns(self.parameters, 'parameters')
         for pattern, new in self.rename:
             try:
                 leaf_pattern(pattern, 'rename').sub(new, '')
@@ -134,10 +131,10 @@ class ConvertOptions:
         """The options that change what is written, in JSON types, as a conversion records them beside its source."""
         given = {
             'save_dtype': None if self.cast is None else str(self.cast.dtype),
-            'cast_leaves': plain(self.cast_leaves),
+            'cast_leaves': _plain(self.cast_leaves),
             'compression': self.compression,
-            'optimizer': None if self.optimizer else False,
-            'select': plain(self.select),
+            'take': None if self.take == '.*' else _plain(self.take),
+            'leave': _plain(self.leave),
         }
         options = {name: value for name, value in given.items() if value is not None}
         return {'options': options} if options else {}
@@ -153,9 +150,10 @@ def check_options(options: ConvertOptions, kind: str) -> None:
         raise ValueError(f'{", ".join(idle)}: no effect on {kind}. Leave it out.')
 
 
-def plain(pattern: str | re.Pattern[str] | None) -> Any:
-    """A pattern in types of JSON; a compiled one becomes its text and its flags."""
-    return [pattern.pattern, pattern.flags] if isinstance(pattern, re.Pattern) else pattern
+def _plain(patterns: Patterns | None) -> Any:
+    """Patterns in types of JSON: the text and the flags of each."""
+    compiled = LeafPatterns(patterns, '').patterns
+    return [[pattern.pattern, pattern.flags] for pattern in compiled] or None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

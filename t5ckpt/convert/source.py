@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, open_target
 from t5ckpt.convert.options import ConvertOptions, ConvertReport
-from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import OPTIMIZER, Path, leaf_name, root_names
-from t5ckpt.core.leaf_patterns import leaf_pattern
-from t5ckpt.errors import NoEffectWarning, OutputExistsError
+from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.errors import OutputExistsError
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast as cast_values
 from t5ckpt.format.facts import Facts
@@ -23,7 +21,6 @@ from t5ckpt.format.names import step_dir
 from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.casts import Cast, cast_dtype
-from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.save_plan import SaveOptions
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
@@ -63,43 +60,16 @@ class Source:
 def chosen_source(
     table: LeafTable, step: int | None, identity: Mapping[str, Any], options: ConvertOptions, **others: Any
 ) -> Source:
-    """The leaves that ``select`` and ``optimizer`` choose, under their names; ``others`` are fields of the source."""
-    chosen = chosen_leaves(table, options)
+    """The leaves that ``take`` and ``leave`` choose, under their names; ``others`` are fields of the source.
+
+    Raises:
+      UnmatchedPattern: a pattern matches no leaf.
+    """
+    taken = options.taken(map(leaf_name, table))
+    chosen = {path: leaf for path, leaf in table.items() if leaf_name(path) in taken}
     names = list(map(leaf_name, chosen))
     dropped = tuple(leaf_name(path) for path in table if path not in chosen)
     return Source(chosen, step, identity, dict(zip(names, names, strict=True)), dropped=dropped, **others)
-
-
-def chosen_leaves(table: LeafTable, options: ConvertOptions) -> LeafTable:
-    """The leaves that ``select`` and ``optimizer`` choose.
-
-    Warns if ``optimizer=False`` finds none to leave out, since a program may store its optimizer's state under another name.
-
-    Raises:
-      UnmatchedPattern: ``select`` matches no name.
-    """
-    chosen = dict(table)
-    if options.select is not None:
-        select = LeafPatterns(options.select, 'select')
-        select.check(map(leaf_name, table))
-        chosen = {path: leaf for path, leaf in table.items() if select.covers(leaf_name(path))}
-    if options.optimizer:
-        return chosen
-    of_optimizer = leaf_pattern(OPTIMIZER)
-    kept = {path: leaf for path, leaf in chosen.items() if not of_optimizer.fullmatch(leaf_name(path))}
-    if len(kept) == len(chosen):
-        warn_no_optimizer(chosen)
-    return kept
-
-
-def warn_no_optimizer(paths: Collection[Path]) -> None:
-    """Warns that ``optimizer=False`` found no optimizer state in a tree with these leaves."""
-    warn_caller(
-        NoEffectWarning(
-            "optimizer=False (--no-optimizer) has no effect: no leaf is under 'opt_state', 'param_states' or 'opt'; the tree has "
-            f'{", ".join(root_names(paths)[:8])}. To leave others out, pass select=, or drop= of a copy.'
-        )
-    )
 
 
 def carried_facts(facts: Facts) -> Facts:
@@ -158,7 +128,7 @@ def open_export(
     Args:
       path: a run's directory, a step's, or a file.
       output: the path to write, which must not contain the checkpoint.
-      options: ``step``, ``select`` and ``optimizer``.
+      options: ``step``, ``take`` and ``leave``.
       typed: typed keys and Python numbers are leaves of their own kind; else only arrays are chosen.
 
     Raises:

@@ -74,7 +74,7 @@ def convert_to_orbax(
     empty = [leaf_name(path) for path, leaf in selected.table.items() if 0 in getattr(leaf, 'shape', ())]
     if empty:
         raise UnsupportedLeafError(
-            f'{some_of(empty, 5)}: Orbax cannot hold arrays without values. Drop them with t5ckpt cp.'
+            f'{some_of(empty, 5)}: Orbax cannot hold arrays without values. Leave them out (leave=, or --leave).'
         )
     leaves = {path: _orbax_leaf(path, leaf, options.cast) for path, leaf in selected.table.items()}
     _check_names(leaves)
@@ -134,7 +134,8 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         return leaf
     if not isinstance(getattr(leaf, 'dtype', None), np.dtype) or isinstance(leaf, complex):
         raise UnsupportedLeafError(
-            f'{leaf_name(path)} is {type(leaf).__name__}, but Orbax can only hold arrays and numbers. Drop it with t5ckpt cp.'
+            f'{leaf_name(path)} is {type(leaf).__name__}, but Orbax can only hold arrays and numbers. Leave it '
+            'out (leave=, or --leave).'
         )
     if isinstance(leaf, KeyData):
         return _keys(path, leaf)
@@ -143,7 +144,7 @@ def _orbax_leaf(path: Path, leaf: Any, cast: Cast | None) -> Any:
         ts.dtype(array.dtype.name)
     except (TypeError, ValueError) as error:
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: Orbax cannot hold {array.dtype.name}. Drop it with t5ckpt cp.'
+            f'{leaf_name(path)}: Orbax cannot hold {array.dtype.name}. Leave it out (leave=, or --leave).'
         ) from error
     return array
 
@@ -155,8 +156,8 @@ def _keys(path: Path, leaf: KeyData) -> Any:
         return jax.random.wrap_key_data(jax.device_put(np.asarray(leaf.data)), impl=leaf.impl)
     except ValueError as error:
         raise UnsupportedLeafError(
-            f'{leaf_name(path)}: Orbax cannot hold PRNG keys of {leaf.impl}, which JAX does not have here. Drop it with '
-            't5ckpt cp.'
+            f'{leaf_name(path)}: Orbax cannot hold PRNG keys of {leaf.impl}, which JAX does not have here. Leave it '
+            'out (leave=, or --leave).'
         ) from error
 
 

@@ -54,7 +54,7 @@ def open_tree(kind: str, source: str | os.PathLike[str], options: ConvertOptions
         ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's. zarr: a run or
         a step of Levanter, or any directory tree of zarr arrays. safetensors: a file, the index of several, or the directory of a
         model; a '/' in a name begins a level of the tree.
-      options: ``select`` and ``optimizer``.
+      options: ``take`` and ``leave``.
 
     Raises:
       T5CkptError: the source cannot be read.

@@ -10,7 +10,12 @@ Path: TypeAlias = tuple[str, ...]
 PARAMETER_ROOTS = ('target', 'params')
 """The first keys of the paths of parameters, in states of T5X and of Flax."""
 OPTIMIZER = r'((.*/)?(param_states|opt_state)|opt)(/.*)?'
-"""The optimizer's state, also of each model in a state of several; a pattern for ``WarmStart.leave``."""
+"""The optimizer's state, also of each model in a state of several; a pattern for ``leave``."""
+MODEL = r'(?!(.*/)?rngs/(.*/)?(key|count)(/value)?$)(target|params)/.*'
+"""The weights, in T5X's and in Flax's train state; a pattern for ``take``.
+
+Of Flax NNX these are all variables of the model but the keys and counters of RNG streams in attributes called ``rngs``.
+"""
 _KEY_END = re.compile(r'\\([/\\])|/')
 # Roots that rarely hold weights.
 _STATE_ROOT = re.compile(r'opt|state|step|ema', re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""The words of a restore: which leaves come from a checkpoint, under which names, and how far they may differ."""
+"""The words that choose leaves, of all functions; and those of a restore: under which names, and how far leaves may differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,39 @@ class LeafPatterns:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafChoice:
+class TakenLeaves:
+    """Chooses leaves by patterns, one or several, as text or compiled, that are matched with their whole names.
+
+    Attributes:
+      take: the leaves to take.
+      leave: the leaves to leave, although ``take`` matches them.
+    """
+
+    take: Patterns = '.*'
+    leave: Patterns | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.patterns
+
+    @functools.cached_property
+    def patterns(self) -> dict[str, LeafPatterns]:
+        """Of ``take`` and ``leave``, by option."""
+        return {option: LeafPatterns(getattr(self, option), option) for option in ('take', 'leave')}
+
+    def takes(self, name: str) -> bool:
+        """Whether a leaf is taken."""
+        return self.patterns['take'].covers(name) and not self.patterns['leave'].covers(name)
+
+    def taken(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that are taken; raises UnmatchedPattern for a pattern that matches none."""
+        names = [*names]
+        for patterns in self.patterns.values():
+            patterns.check(names)
+        return set(filter(self.takes, names))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafChoice(TakenLeaves):
     r"""The leaves of a template that come from a checkpoint; the others are those of the initial state.
 
     Patterns, one or several, as text or compiled, are matched with the whole name of a leaf of the template,
@@ -69,17 +101,15 @@ class LeafChoice:
         zeros, a smaller one is truncated. The log names each leaf. PRNG keys are not resized.
     """
 
-    take: Patterns = '.*'
-    leave: Patterns | None = None
     rename: Sequence[tuple[Pattern, str | None]] = ()
     missing: str = 'error'
     strict: str | None = None
     resize: Patterns | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_word('missing', self.missing, ('error', 'init'))
         check_word('strict', self.strict, (*_STRICTNESS, None))
-        _ = self.patterns
         rules: Any = self.rename
         is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
         if not is_list or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
@@ -94,12 +124,8 @@ class LeafChoice:
 
     @functools.cached_property
     def patterns(self) -> dict[str, LeafPatterns]:
-        """Of ``take``, ``leave`` and ``resize``."""
-        return {option: LeafPatterns(getattr(self, option), option) for option in ('take', 'leave', 'resize')}
-
-    def takes(self, name: str) -> bool:
-        """Whether a leaf of the template comes from the checkpoint, if that has it."""
-        return self.patterns['take'].covers(name) and not self.patterns['leave'].covers(name)
+        """Of ``take``, ``leave`` and ``resize``, by option."""
+        return super().patterns | {'resize': LeafPatterns(self.resize, 'resize')}
 
     def sources(self, held: LeafTable, template: LeafTable, *, repeats: bool = False) -> dict[Path, Path]:
         """The path in the checkpoint of each leaf that comes from it, by its path in the template.

@@ -54,7 +54,7 @@ _PAGE = 4096
 _MIN_THREADS = 8
 _AHEAD = 8
 _CURE = (
-    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --drop" copies the step without these '
+    f'{CURE_OF_DAMAGE} "t5ckpt verify --full" lists all that is damaged. "t5ckpt cp --leave" copies the step without these '
     'leaves.'
 )
 

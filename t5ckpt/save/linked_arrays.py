@@ -29,7 +29,7 @@ from t5ckpt.storage import Storage
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import KeyData
 
-_CURE = 'Use another copy of the checkpoint, or leave the leaf out: t5ckpt cp --drop.'
+_CURE = 'Use another copy of the checkpoint, or leave the leaf out: t5ckpt cp --leave.'
 _PYTHON: Mapping[str, type] = {python.__name__: python for python in (bool, complex, float, int)}
 
 

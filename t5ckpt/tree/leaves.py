@@ -67,7 +67,7 @@ def check_is_array(path: Path, leaf: Any) -> None:
     if values or isinstance(leaf, np.ma.MaskedArray) or not is_array:
         raise UnsupportedLeafError(
             f'{name}: {kind} is neither an array nor a number. {_as_leaf(leaf)}, or leave it out: mark the field static; of a '
-            'file, t5ckpt cp --drop.'
+            'file, t5ckpt cp --leave.'
         )
 
 

@@ -51,7 +51,7 @@ def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
         out,
         '--step',
         '0',
-        '--select',
+        '--take',
         '.*(encoder/encoder_norm|token_embedder)/.*',
     )
     said = json.loads(t5ckpt_cli(*words, '--dry-run', '--json'))
@@ -76,7 +76,7 @@ def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     t5ckpt_cli('convert', 'safetensors', out, tmp_path / 'back')
     assert 'exists already' in t5ckpt_cli('convert', 'safetensors', out, tmp_path / 'back', code=1)
     t5ckpt_cli('convert', 'safetensors', out, tmp_path / 'back', '--force')
-    assert 'matches no leaf' in t5ckpt_cli('convert', 'to-safetensors', run, tmp_path / 'x', '--select', 'xyz', code=1)
+    assert 'matches no leaf' in t5ckpt_cli('convert', 'to-safetensors', run, tmp_path / 'x', '--take', 'xyz', code=1)
     assert 'dtype' in t5ckpt_cli('convert', 'to-safetensors', run, tmp_path / 'x', '--save-dtype', 'int7', code=2)
     assert 'not a size' in t5ckpt_cli('convert', 'to-hf', run, tmp_path / 'x', '--max-shard-size', '5 apples', code=2)
     assert 'contradicts' in t5ckpt_cli('convert', 'to-hf', run, tmp_path / 'x', '--config', '{"d_model": 1}', code=3)

@@ -37,12 +37,12 @@ CASES = [
     ('cat', 'cat /run params/w[0]', 0),
     ('cat', 'cat /run note', 0),
     ('convert', 'convert flax /flax /new', 0),
-    ('convert', 'convert flax /flax /new --no-optimizer --dry-run', 0),
-    ('convert', 'convert flax /plain /new --no-optimizer', 0),
-    ('cp', 'cp /run /new --no-optimizer', 0),
-    ('cp', 'cp /run /new --drop params/.* --dry-run', 0),
+    ('convert', 'convert flax /flax /new --leave OPTIMIZER --dry-run', 0),
+    ('convert', 'convert flax /plain /new', 0),
+    ('cp', 'cp /run /new --leave OPTIMIZER', 0),
+    ('cp', 'cp /run /new --leave params/.* --dry-run', 0),
     ('convert --all', 'convert flax /flax /new --all', 0),
-    ('convert --all', 'convert flax /flax /done --all --no-optimizer', 0),
+    ('convert --all', 'convert flax /flax /done --all --leave OPTIMIZER', 0),
     ('cp', 'cp /run@1 /new', 0),
     ('cp', 'cp /run /new --dry-run', 0),
     ('diff', 'diff /run@1 /run@3', 1),
@@ -203,7 +203,7 @@ def scene(original, tmp_path, capsys):
         root = tmp_path / name
         shutil.copytree(original, root)
         if '/done' in words:
-            options = t5ckpt.ConvertOptions(optimizer=False)
+            options = t5ckpt.ConvertOptions(leave=t5ckpt.OPTIMIZER)
             t5ckpt.convert_run('flax', root / 'flax', root / 'done', options, steps=[1])
         return said([*(f'{root}{word}' if word.startswith('/') else word for word in words.split()), *more], capsys)
 

@@ -118,7 +118,7 @@ def test_what_others_write(tmp_path, kind):
     with pytest.raises(errors.CheckpointExistsError):
         convert(kind, source, tmp_path / 'run')
     smaller = convert(
-        kind, source, tmp_path / 'weights', ConvertOptions(optimizer=False, save_dtype='bfloat16', step=1)
+        kind, source, tmp_path / 'weights', ConvertOptions(leave=t5ckpt.OPTIMIZER, save_dtype='bfloat16', step=1)
     )
     assert smaller.dropped == ('opt_state/0/mu', 'opt_state/1')
     held = leaves_of(tmp_path / 'weights')
@@ -346,7 +346,9 @@ def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
     t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target)
     with pytest.raises(errors.OutputExistsError):
         t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target)
-    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target, ConvertOptions(overwrite=True, optimizer=False))
+    t5ckpt.convert_checkpoint(
+        'to-orbax', tmp_path / 'run', target, ConvertOptions(overwrite=True, leave=t5ckpt.OPTIMIZER)
+    )
     assert not any('opt_state' in name for name in leaves_of(target))
     (target / 'mine.txt').write_text('')
     with pytest.raises(errors.OutputExistsError, match=r'mine\.txt'):
@@ -486,7 +488,7 @@ def test_the_verb(tf_golden, tmp_path):
     would = json.loads(t5ckpt_cli('convert', 'tf', source, run, '--dry-run', '--json'))
     assert (would['dry_run'], would['step'], len(would['mapped']), len(would['added'])) == (True, 1000700, 105, 156)
     assert not run.exists()
-    text = t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--no-optimizer')
+    text = t5ckpt_cli('convert', 'tf', source, run, '--save-dtype', 'float32', '--leave', 'OPTIMIZER')
     for word in ('checkpoint_1000700 written', 'renamed: ', 'dropped: ', 'k_slot_v'):
         assert word in text
     assert '--force' in t5ckpt_cli('convert', 'tf', source, run, code=1)

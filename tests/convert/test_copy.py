@@ -232,25 +232,25 @@ def test_the_verb_with_changes(tmp_path):
     def read(name):
         return t5ckpt.load_t5x_checkpoint(tmp_path / name)
 
-    text = t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--dry-run')
+    text = t5ckpt_cli('cp', run, tmp_path / 'weights', '--leave', 'OPTIMIZER', '--save-dtype', 'bfloat16', '--dry-run')
     assert 'would be written' in text
     assert not (tmp_path / 'weights').exists()
     done = json.loads(
-        t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--save-dtype', 'bfloat16', '--json')
+        t5ckpt_cli('cp', run, tmp_path / 'weights', '--leave', 'OPTIMIZER', '--save-dtype', 'bfloat16', '--json')
     )
     assert (done['step'], done['dry_run'], done['dropped']) == (2, False, ['opt_state/ema/w'])
     assert read('weights')['params']['w'].dtype == 'bfloat16'
-    assert 'exists already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', code=1)
-    t5ckpt_cli('cp', run, tmp_path / 'weights', '--no-optimizer', '--force')
+    assert 'exists already' in t5ckpt_cli('cp', run, tmp_path / 'weights', '--leave', 'OPTIMIZER', code=1)
+    t5ckpt_cli('cp', run, tmp_path / 'weights', '--leave', 'OPTIMIZER', '--force')
     np.testing.assert_array_equal(read('weights')['params']['w'], params['w'] + 4)
     t5ckpt_cli('cp', run, tmp_path / 'ema', '--ema', 'opt_state/ema', '--step', 1, '--as-step', 0)
     np.testing.assert_array_equal(read('ema/checkpoint_0')['params']['w'], params['w'] + 2)
     t5ckpt_cli('cp', run, tmp_path / 'mean', '--average', run / 'checkpoint_1')
     np.testing.assert_array_equal(read('mean')['params']['w'], params['w'] + 2)
-    t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--drop', 'opt_state/.*')
+    t5ckpt_cli('cp', run, tmp_path / 'named', '--rename', 'params/(.*)', r'target/\1', '--leave', 'opt_state/.*')
     assert sorted(read('named')) == ['step', 'target']
-    assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', '(', code=2)
-    assert 'matches no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--drop', 'nothing', code=1)
+    assert 'not a regular expression' in t5ckpt_cli('cp', run, tmp_path / 'x', '--leave', '(', code=2)
+    assert 'matches no leaf' in t5ckpt_cli('cp', run, tmp_path / 'x', '--leave', 'nothing', code=1)
 
 
 def test_a_step_that_has_lost_its_facts_is_copied_as_the_error_says(tmp_path):

@@ -91,7 +91,7 @@ def test_the_iterators_state_goes_along(golden, tmp_path):
 
 
 def test_without_the_optimizer_and_in_bfloat16(run, tmp_path):
-    done = rewrite(run, tmp_path / 'copy', ConvertOptions(optimizer=False, save_dtype='bfloat16'))
+    done = rewrite(run, tmp_path / 'copy', ConvertOptions(leave=t5ckpt.OPTIMIZER, save_dtype='bfloat16'))
     assert len(done.dropped) == 4
     leaves = loaded(tmp_path / 'copy')
     assert set(leaves) == {'params/dense/kernel', 'params/dense/bias', 'params/steps', 'none', 'count', 'step'}
@@ -119,7 +119,7 @@ def test_renamed_leaves_are_linked(run, tmp_path):
     done = rewrite(
         run,
         tmp_path / 'copy',
-        ConvertOptions(rename=rename, drop=['none', re.compile('opt_state/.*/EMA/.*', re.IGNORECASE)]),
+        ConvertOptions(rename=rename, leave=['none', re.compile('opt_state/.*/EMA/.*', re.IGNORECASE)]),
     )
     assert done.mapped['params/dense/kernel'] == 'target/dense/kernel'
     leaves = loaded(tmp_path / 'copy')
@@ -135,14 +135,14 @@ def test_renamed_leaves_are_linked(run, tmp_path):
     ('changes', 'says'),
     [
         (ConvertOptions(rename=[('parms/.*', 'x')]), r"'parms/\.\*'.*matches no leaf"),
-        (ConvertOptions(drop=['kernel']), 'matches no leaf'),
+        (ConvertOptions(leave=['kernel']), 'matches no leaf'),
         (
             ConvertOptions(rename=[('params/dense/.*', 'params/w')]),
             'params/dense/bias and params/dense/kernel would become',
         ),
         (ConvertOptions(rename=[('params/dense/kernel', 'params/dense/bias')]), 'would become'),
         (ConvertOptions(rename=[('params/dense/kernel', '')]), 'would become'),
-        (ConvertOptions(drop=['.*']), 'would have no leaves'),
+        (ConvertOptions(leave=['.*']), 'would have no leaves'),
     ],
 )
 def test_changes_that_cannot_be_made(run, tmp_path, changes, says):
@@ -202,7 +202,7 @@ def test_an_average_of_other_dtypes(run, tmp_path):
 
 @pytest.mark.parametrize('scope', ['opt_state/0/ema', 'opt_state/0/ema/{}'])
 def test_moving_averages_as_parameters(run, tmp_path, scope):
-    rewrite(run, tmp_path / 'ema', ConvertOptions(ema=scope, optimizer=False))
+    rewrite(run, tmp_path / 'ema', ConvertOptions(ema=scope, leave=t5ckpt.OPTIMIZER))
     leaves = loaded(tmp_path / 'ema')
     assert not any('opt_state' in name for name in leaves)
     assert_same(leaves['params/dense/kernel'], loaded(run)['opt_state/0/ema/dense/kernel'])

@@ -131,7 +131,7 @@ def test_pieces_make_the_same_file(run: str, tmp_path: pathlib.Path):
 
 
 def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path):
-    options = ConvertOptions(select='target/(big|half)|.*wide', save_dtype='float32')
+    options = ConvertOptions(take='target/(big|half)|.*wide', save_dtype='float32')
     report = t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'out.safetensors', options)
     assert sorted(report.mapped) == ['state/wide', 'target/big', 'target/half']
     assert 'target/f16' in report.dropped
@@ -167,7 +167,7 @@ def test_a_dtype_that_safetensors_has_not_is_refused_before_anything_is_written(
         checkpointer.save(state, step=1)
     with pytest.raises(UnsupportedLeafError, match=r'target/w: safetensors has no int4.*selection\.$'):
         t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'out')
-    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'out', ConvertOptions(select='.*/v'))
+    t5ckpt.convert_checkpoint('to-safetensors', tmp_path / 'run', tmp_path / 'out', ConvertOptions(take='.*/v'))
 
 
 def test_nothing_is_overwritten_unless_asked(run: str, tmp_path: pathlib.Path):

@@ -125,7 +125,7 @@ def test_flax_weights_of_transformers(tmp_path):
 def test_a_leaf_that_no_checkpoint_holds_is_left_out_by_the_cure(tmp_path):
     path, w = tmp_path / 'state.msgpack', np.ones(3, np.float32)
     path.write_bytes(flax.serialization.msgpack_serialize({'w': w, 'tokenizer': b'\x00'}))
-    with pytest.raises(errors.UnsupportedLeafError, match=r'tokenizer: bytes .* t5ckpt cp --drop'):
+    with pytest.raises(errors.UnsupportedLeafError, match=r'tokenizer: bytes .* t5ckpt cp --leave'):
         t5ckpt.convert_checkpoint('flax', path, tmp_path / 'run', t5ckpt.ConvertOptions(step=1))
-    t5ckpt_cli('cp', path, tmp_path / 'run', '--drop', 'tokenizer', '--as-step', 1)
+    t5ckpt_cli('cp', path, tmp_path / 'run', '--leave', 'tokenizer', '--as-step', 1)
     np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(tmp_path / 'run')['w'], w)

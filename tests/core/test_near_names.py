@@ -52,7 +52,7 @@ def restored(run, **options):
         (lambda run: restored(run, restore_dtype='bfloat16', cast_leaves='opt_stat/.*'), "cast_leaves='opt_state/.*'"),
         (lambda run: t5ckpt.export_weights(STATE, run.parent / 'x', take='parms/.*'), "'params/.*'"),
         (
-            lambda run: t5ckpt.copy_checkpoint(run, run.parent / 'x', t5ckpt.ConvertOptions(drop=('optstate/.*',))),
+            lambda run: t5ckpt.copy_checkpoint(run, run.parent / 'x', t5ckpt.ConvertOptions(leave=('optstate/.*',))),
             "'opt_state/.*'",
         ),
         (
@@ -63,7 +63,7 @@ def restored(run, **options):
         ),
         (
             lambda run: t5ckpt.convert_checkpoint(
-                'to-safetensors', run, run.parent / 'x', t5ckpt.ConvertOptions(select='parms/hiden/.*')
+                'to-safetensors', run, run.parent / 'x', t5ckpt.ConvertOptions(take='parms/hiden/.*')
             ),
             "'params/hidden/.*'",
         ),
@@ -106,9 +106,9 @@ def test_a_pattern_for_keys_with_slashes_is_corrected(tmp_path, keys):
         ('diff {} {} parms/**', 1, "'params/.*'"),
         ('stats {} opt_stat', 1, "'opt_state/.*'"),
         ('show {} --grep .*kernl', 1, "'.*kernel'"),
-        ('cp {} {}.new --drop parms/.*', 1, "'params/.*'"),
+        ('cp {} {}.new --leave parms/.*', 1, "'params/.*'"),
         ('cp {} {}.new --save-dtype bfloat16 --cast-leaves parms/.*', 1, "cast_leaves='params/.*'"),
-        ('convert to-safetensors {} {}.safetensors --select parms/embed', 1, "'params/embed'"),
+        ('convert to-safetensors {} {}.safetensors --take parms/embed', 1, "'params/embed'"),
         ('best {} eval/los --mode min', 2, "'eval/loss'"),
         ('prune {} --best eval/los --mode min', 2, "'eval/loss'"),
         ('ls {} --jsn', 2, "'--json'"),

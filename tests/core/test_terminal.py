@@ -126,7 +126,7 @@ VERBS = [
     ['unpin', 'RUN'],
     ['cp', 'RUN', 'OUT/copy'],
     ['convert', 'to-safetensors', 'RUN', 'OUT/x.safetensors'],
-    ['convert', 'to-safetensors', 'RUN', 'OUT/x.safetensors', '--select', f'nothing{EVIL}('],
+    ['convert', 'to-safetensors', 'RUN', 'OUT/x.safetensors', '--take', f'nothing{EVIL}('],
     ['ls', f'nowhere{EVIL}'],
     ['show', 'RUN', '--grep', f'{EVIL}('],
     ['rm', 'RUN', '2', '--yes'],

@@ -117,11 +117,11 @@ def verbs(at, text, leaf):
     yield from (['verify', run_], ['verify', at / 'damaged', '--full'], ['verify', run_, '--step', '2'])
     yield from (['prune', run_, '--best', text, '--dry-run'], ['prune', run_, '--keep', '1', '--dry-run'])
     yield from (['pin', f'{run_}@1'], ['unpin', f'{run_}@1'], ['pin', at / text])
-    yield from (['cp', one, at / 'copy'], ['cp', one, at / f'new{text}'], ['cp', one, at / 'copy', '--drop', text])
+    yield from (['cp', one, at / 'copy'], ['cp', one, at / f'new{text}'], ['cp', one, at / 'copy', '--leave', text])
     yield from (['cp', one, at / 'renamed', '--rename', '(.*)', f'x{text}/\\1'], ['cp', at / text, at / 'y'])
     yield from (
         ['convert', 'to-safetensors', one, at / 'x.safetensors'],
-        ['convert', 'to-safetensors', one, at / 'z.safetensors', '--select', f'no{text}('],
+        ['convert', 'to-safetensors', one, at / 'z.safetensors', '--take', f'no{text}('],
     )
     yield ['convert', 'to-hf', one, at / 'hf']
     yield from (
@@ -133,8 +133,8 @@ def verbs(at, text, leaf):
         ['show', at / 'x.safetensors'],
         ['cat', at / 'x.safetensors', text],
     )
-    yield from (['cp', at / 'damaged', at / 'fixed'], ['cp', at / 'damaged', at / 'fixed', '--drop', text])
-    yield from (['cp', at / 'damaged', at / 'fixed', '--drop', '.*w.*'], ['cp', at / text, at / 'f2'])
+    yield from (['cp', at / 'damaged', at / 'fixed'], ['cp', at / 'damaged', at / 'fixed', '--leave', text])
+    yield from (['cp', at / 'damaged', at / 'fixed', '--leave', '.*w.*'], ['cp', at / text, at / 'f2'])
     yield from (['convert', 'tf', at / text, at / 'tf'], ['convert', 'flax', one, at / 'fl'], ['convert', text, '', ''])
     yield from (['convert', 'orbax', at / text, at / 'or'], ['convert', 'seqax', at / 'run', at / 'sq'])
     yield from (

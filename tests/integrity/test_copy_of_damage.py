@@ -48,7 +48,7 @@ def test_a_copy_without_what_is_damaged(tmp_path, step, damage):
         with pytest.raises(CorruptCheckpointError):
             t5ckpt.copy_checkpoint(step, tmp_path / 'out', changes)
         assert t5ckpt.all_steps(tmp_path / 'out') == []
-    t5ckpt_cli('cp', step, tmp_path / 'out', *(word for pattern in dropped for word in ('--drop', pattern)))
+    t5ckpt_cli('cp', step, tmp_path / 'out', *(word for pattern in dropped for word in ('--leave', pattern)))
     assert t5ckpt.verify(tmp_path / 'out', full=True).ok
     loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'out')
     np.testing.assert_array_equal(loaded['params']['w'], STATE['params']['w'])
@@ -61,7 +61,7 @@ def test_a_copy_without_what_is_damaged(tmp_path, step, damage):
 def test_a_copy_without_the_list_of_checksums(tmp_path, step, how):
     listed = one(step, 'integrity.*.json')
     listed.unlink() if how == 'lost' else flip(listed, RNG)
-    said = t5ckpt_cli('cp', step, tmp_path / 'out', '--drop', 'opt/.*', code=3)
+    said = t5ckpt_cli('cp', step, tmp_path / 'out', '--leave', 'opt/.*', code=3)
     assert {'lost': 't5ckpt cp --trust-files', 'another': 'is damaged'}[how] in said
     t5ckpt_cli('cp', step, tmp_path / 'out', '--trust-files')
     assert t5ckpt.verify(tmp_path / 'out', full=True).ok

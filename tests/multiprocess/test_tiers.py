@@ -72,7 +72,7 @@ def check_parts(place):
         ['stats', disk],
         ['diff', disk, place.run],
         ['cp', disk, copied],
-        ['cp', disk, copied, '--drop', 'x'],
+        ['cp', disk, copied, '--leave', 'x'],
     ):
         text = t5ckpt_cli(*words, code=3)
         assert 'is the part of process 1 of 4: ' in text

@@ -135,11 +135,11 @@ def test_the_cure_for_a_lost_array_works(run_dir, tmp_path):
     step_dir = save(run_dir)
     shutil.rmtree(step_dir / 'params.w')
     state = state_of()
-    cure = rf'params/w: {step_dir}/params.w/.* is missing. Restore an older step.*"t5ckpt cp --drop"'
+    cure = rf'params/w: {step_dir}/params.w/.* is missing. Restore an older step.*"t5ckpt cp --leave"'
     with pytest.raises(errors.CorruptCheckpointError, match=cure) as caught:
         restore(run_dir, state)
     assert 'quick' not in str(caught.value)
-    t5ckpt_cli('cp', step_dir, tmp_path / 'mended', '--drop', 'params/w')
+    t5ckpt_cli('cp', step_dir, tmp_path / 'mended', '--leave', 'params/w')
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'mended') as ck:
         restored = ck.restore(fallback_state={'params': {'w': state['params']['w'] + 1}})
     assert_same(restored['params']['w'], state['params']['w'] + 1)

@@ -129,12 +129,11 @@ concurrent_gb | hint | a limit
 save_dtype cast_leaves | error | meant for no floating leaf; without a dtype
 compression concurrent_gb max_shard_bytes scanned split_heads translator like | error | with a format that it is not for
 config | error | it does not fit the weights
-select drop rename | error | a pattern matches nothing
+take leave rename | error | a pattern matches nothing
 ema | error | no leaf is found under it
 parameters | error | nothing is averaged or replaced, or it matches nothing
 trust_files | hint | a list is intact
 follow_links | warning | the source is not on a local file system
-optimizer | warning | there is no optimizer state
 """,
     'KeepBest': """
 count metric mode period | error | out of range
@@ -204,6 +203,9 @@ restore_iterator | report | where the data starts: logged
 restore_iterator | error | True for several sources, or without dataset_iterator
 """,
     'WarmStart.takes': 'name | hint | asks',
+    'WarmStart.taken': 'names | hint | asks',
+    'ConvertOptions.takes': 'name | hint | asks',
+    'ConvertOptions.taken': 'names | hint | asks',
     'WarmStart.sources': 'held template repeats | hint | for a restore',
     'YoungDaly': 'mtbf_seconds first_cost_seconds min_step | error | out of range',
     'YoungDaly.interval': 'cost_seconds write_seconds | hint | asks',
@@ -239,7 +241,7 @@ sample_bytes | error | below 1; a larger one than the checkpoint compares all
 step | hint | the step to write
 directory | report | it has the step already: skipped, which is logged
 dtype | error | nothing that is taken is floating
-take | error | it matches nothing
+take leave | error | it matches nothing
 partitioner | hint | as Checkpointer
 """,
     'intersect_state': 'intersect_state_dict | report | what a restore leaves out is logged',
@@ -304,9 +306,8 @@ path paths out source directory target a b | error | nothing is there, or someth
 --storage-option | error | no path is on a storage that has it
 --dry-run --yes --force | hint | where there is nothing to write, to ask or to replace
 --save-dtype --cast-leaves | error | meant for no floating leaf; without a dtype
---no-optimizer | warning | there is no optimizer state
 --compression --concurrent-gb | error | to Orbax
---select | error | it matches nothing
+--take --leave | error | it matches nothing
 """
 
 VERBS = {
@@ -325,7 +326,7 @@ kind | error | unknown
 """,
     'cp': """
 --follow-links | warning | not on a local file system
---drop --rename --ema --average --parameters | error | matches nothing; nothing is averaged
+--rename --ema --average --parameters | error | matches nothing; nothing is averaged
 --trust-files | hint | a list is intact
 """,
     'diff': """

@@ -730,7 +730,7 @@ def test_an_absent_chunk_of_an_array_with_a_fill_value(tmp_path, fill, typestr, 
             assert_same(np.asarray(ck.restore()['target']['w']), values)
     assert t5ckpt.verify(run, full=True).ok
     t5ckpt.copy_checkpoint(run, tmp_path / 'copy')
-    t5ckpt.copy_checkpoint(run, tmp_path / 'rewritten', t5ckpt.ConvertOptions(drop=['state/step']))
+    t5ckpt.copy_checkpoint(run, tmp_path / 'rewritten', t5ckpt.ConvertOptions(leave=['state/step']))
     for copy in (tmp_path / 'copy', tmp_path / 'rewritten'):
         assert_same(t5ckpt.open_checkpoint(copy)['target/w'].get(), values)
         assert t5ckpt.verify(copy, full=True).ok

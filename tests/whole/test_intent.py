@@ -26,7 +26,6 @@ from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     MissingLeaves,
-    NoEffectWarning,
     StepKeptError,
     StorageError,
     UnmatchedPattern,
@@ -272,7 +271,7 @@ def test_an_average_of_nothing_and_moving_averages_of_nothing_are_errors(run, tm
 def without_optimizer(convert):
     def call(run, out):
         (run / 'checkpoint.flax').write_bytes(serialization.to_bytes(nnx_state(2)))
-        return convert(run, out, ConvertOptions(optimizer=False, step=2))
+        return convert(run, out, ConvertOptions(leave=t5ckpt.OPTIMIZER, step=2))
 
     return call
 
@@ -286,24 +285,23 @@ def without_optimizer(convert):
     ],
     ids=['rewrite', 'orbax', 'flax'],
 )
-def test_an_optimizer_that_is_not_found_is_warned_of(convert, run, tmp_path):
-    with pytest.warns(NoEffectWarning, match=r'optimizer=False .* the tree has model/, optimizer/, step.*drop'):
+def test_an_optimizer_that_is_not_found_is_an_error(convert, run, tmp_path):
+    with pytest.raises(UnmatchedPattern, match=r'leave=.*param_states.*matches no leaf, such as '):
         without_optimizer(convert)(run, tmp_path / 'out')
 
 
-def test_an_optimizer_that_tensorflow_has_not_is_warned_of():
+def test_an_optimizer_that_tensorflow_has_not_is_an_error():
     tensors = {'global_step': np.int32(1), 'decoder/w': KERNEL}
     rules = t5ckpt.CheckpointTranslator()
     rules.add(r'(.*)')(lambda opts, key, value, name: (name, value))
-    with pytest.warns(NoEffectWarning, match=r'optimizer=False .* the tree has decoder/, global_step'):
-        tf_leaves(TfCheckpoint('model.ckpt-1', tensors), rules, ConvertOptions(optimizer=False))
+    with pytest.raises(UnmatchedPattern, match=r'leave=.*matches no leaf, such as global_step, decoder/w'):
+        tf_leaves(TfCheckpoint('model.ckpt-1', tensors), ConvertOptions(translator=rules, leave=t5ckpt.OPTIMIZER))
 
 
 def test_the_command_line_casts_the_leaves_of_its_options(run, tmp_path):
     _, error = cli('cp', run, tmp_path / 'a', '--save-dtype', 'bfloat16', code=1)
     assert "the leaves to cast: cast_leaves='model/.*'." in error
-    _, error = cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*', '--no-optimizer')
-    assert error.startswith('t5ckpt: warning: optimizer=False (--no-optimizer) has no effect')
+    cli('cp', run, tmp_path / 'a', '--save-dtype=bfloat16', '--cast-leaves=model/.*')
     assert t5ckpt.load_t5x_checkpoint(tmp_path / 'a')['model']['dense']['kernel'].dtype == BF16
     _, error = cli('convert', 'to-safetensors', run, tmp_path / 'x.safetensors', '--cast-leaves=model/.*', code=2)
     assert 'has no effect without' in error

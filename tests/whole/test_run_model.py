@@ -258,7 +258,7 @@ class RunMachine(RuleBasedStateMachine):
                 t5ckpt.copy_checkpoint(path, self.new_url())
             lost = {damage.leaf for damage in t5ckpt.verify(path, full=True).damages}
             rest = self.new_url()
-            t5ckpt.copy_checkpoint(path, rest, t5ckpt.ConvertOptions(drop=sorted(lost)))
+            t5ckpt.copy_checkpoint(path, rest, t5ckpt.ConvertOptions(leave=sorted(lost)))
             expected = state_of(saved.seed)
             left = {
                 'params/w': expected['params']['w'],

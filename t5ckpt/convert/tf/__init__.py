@@ -15,7 +15,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import not_of_format
 from t5ckpt.convert.options import ConvertOptions
-from t5ckpt.convert.source import Source, warn_no_optimizer
+from t5ckpt.convert.source import Source
 from t5ckpt.convert.tf.bundle import read_bundle
 from t5ckpt.convert.tf.rules import (
     PARAM_STATES,
@@ -38,7 +38,6 @@ from t5ckpt.format.dtypes import is_storable
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, open_storage, split_path
-from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.leaf_table import LeafTable
 
 __all__ = ['T5_RULES', 'TfCheckpoint', 'open_tf', 'tf_leaves']
@@ -132,46 +131,39 @@ def _open_with_tensorflow(prefix: str, error: UnsupportedFormatError) -> TfCheck
     return TfCheckpoint(prefix, {name: lazy(name) for name in sorted(shapes)})
 
 
-def tf_leaves(
-    checkpoint: TfCheckpoint,
-    translator: CheckpointTranslator | None = None,
-    options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
-) -> Source:
+def tf_leaves(checkpoint: TfCheckpoint, options: ConvertOptions = ConvertOptions()) -> Source:  # noqa: B008 - frozen
     """The leaves of a TensorFlow checkpoint under T5X's names.
 
     Args:
       checkpoint: from :func:`open_tf`.
-      translator: the rules; None takes those of T5.
-      options: ``optimizer=False`` leaves out the slots of the optimizer.
+      options: ``translator``, and ``take`` and ``leave`` for T5X's names.
 
     Raises:
       UnsupportedLeafError: a rule keeps a tensor of text.
+      UnmatchedPattern: a pattern matches no leaf.
       TreeMismatchError: a name has no rule, or two names would become the same leaf.
       MissingLeaves: with T5's rules, if the leaves of a T5 are incomplete.
     """
-    rules = T5_RULES if translator is None else translator
+    rules = T5_RULES if options.translator is None else options.translator
     translation = with_shared_relpos(rules.translate(checkpoint.tensors))
-    leaves, mapped, dropped = translation.leaves, translation.mapped, translation.dropped
-    for old, new in mapped.items():
+    for old, new in translation.mapped.items():
         dtype = checkpoint.tensors[old].dtype
         # Text; a rule may have made an array of it.
-        if leaves[new] is checkpoint.tensors[old] and not is_storable(dtype):
+        if translation.leaves[new] is checkpoint.tensors[old] and not is_storable(dtype):
             raise UnsupportedLeafError(
                 f'{old}: a tensor of dtype {dtype} cannot be saved. Drop it by a rule of translator= (--rules '
                 'FILE.py) that returns (None, None).'
             )
-    if not options.optimizer:
-        leaves = {name: value for name, value in leaves.items() if not name.startswith(PARAM_STATES)}
-        if len(leaves) == len(translation.leaves):
-            warn_no_optimizer([path_of(name) for name in leaves])
-        dropped += tuple(old for old, new in mapped.items() if new not in leaves)
-        mapped = {old: new for old, new in mapped.items() if new in leaves}
-    if translator is None:
-        check_complete(leaves)
-    has_slots = any(name.startswith(PARAM_STATES) for name in leaves)
+    taken = options.taken(translation.leaves)
+    has_slots = any(name.startswith(PARAM_STATES) for name in taken)
+    if options.translator is None:
+        check_complete([name for name in translation.leaves if has_slots or not name.startswith(PARAM_STATES)])
+    leaves = {name: value for name, value in translation.leaves.items() if name in taken}
+    mapped = {old: new for old, new in translation.mapped.items() if new in taken}
+    dropped = (*translation.dropped, *(old for old in translation.mapped if old not in mapped))
     added = with_all_slots(leaves) if has_slots else {}
     # The rules of another model may give it the name that it has there.
-    step = leaves.get(STEP, leaves.get('step'))
+    step = translation.leaves.get(STEP, translation.leaves.get('step'))
     if step is None:
         match = re.search(r'-(\d+)$', checkpoint.prefix)
         if match is not None and int(match[1]) <= np.iinfo(np.int32).max:

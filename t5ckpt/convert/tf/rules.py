@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -149,14 +149,14 @@ def with_all_slots(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in added.items() if name not in leaves}
 
 
-def check_complete(leaves: Mapping[str, Any]) -> None:
+def check_complete(leaves: Iterable[str]) -> None:
     """Raises MissingLeaves with all layers, parts of layers and slots of parameters that are missing in a T5."""
     missing = [*_missing_in_layers(leaves), *_missing_slots(leaves)]
     if missing:
         raise MissingLeaves(lines('the checkpoint is not a complete T5:', *listed(missing)))
 
 
-def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:
+def _missing_in_layers(leaves: Iterable[str]) -> list[str]:
     towers: dict[str, dict[int, set[str]]] = {}
     for name in leaves:
         match = re.fullmatch(r'target/(\w+)/layers_(\d+)/(?!relpos_bias)(.*)', name)
@@ -178,7 +178,7 @@ def _missing_in_layers(leaves: Mapping[str, Any]) -> list[str]:
     return sorted(missing)
 
 
-def _missing_slots(leaves: Mapping[str, Any]) -> list[str]:
+def _missing_slots(leaves: Iterable[str]) -> list[str]:
     slots: dict[str, set[str]] = {}
     for name in leaves:
         if name.startswith(PARAM_STATES):

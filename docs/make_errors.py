@@ -5,12 +5,11 @@
 
 Each function below is one mistake. Its docstring is the heading, its body what the page shows, and it has to raise. They
 run in order, each in a directory of its own, in which `run` holds step 3 of STATE. A server on the loopback takes the place of
-S3: it has no bucket, and forbids the access to `private`. pandas cannot be imported.
+S3: it has no bucket, and forbids the access to `private`.
 """
 
 from __future__ import annotations
 
-import functools
 import http.server
 import inspect
 import logging
@@ -78,12 +77,6 @@ def no_run():
     t5ckpt.Checkpointer(state(), checkpoints_dir='runs').restore()
 
 
-@mistake('[Find, pin and list steps](api.md#find-pin-and-list-steps)')
-def no_step():
-    """A step that does not exist"""
-    restore(state(), step=30)
-
-
 @mistake(
     '[Migration](migration.md), [other trainers](other-trainers.md), [safetensors](changed-models.md#weights-from-safetensors)'
 )
@@ -133,13 +126,6 @@ def another_kind():
     restore({**state(), 'step': 0.0})
 
 
-@mistake('[Restoring into a changed model](changed-models.md), [names and patterns](looking.md#names-and-patterns)')
-def no_rule():
-    """A rule that matches no leaf"""
-    rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/proj/(.*)', r'params/dense/\1')])
-    restore(state(), state_transformation_fns=[rename])
-
-
 # --- what is saved --------------------------------------------------------------------------------------------------------
 
 
@@ -171,15 +157,6 @@ def closed():
     with t5ckpt.Checkpointer(state(), checkpoints_dir='run') as checkpointer:
         pass
     checkpointer.save_async(state(), step=4)
-
-
-# --- options --------------------------------------------------------------------------------------------------------------
-
-
-@mistake('[From T5X](migration.md#from-t5x), whose constructor has a partitioner')
-def positional_directory():
-    """The directory in the place of the partitioner"""
-    t5ckpt.Checkpointer(state(), 'run')
 
 
 # --- storage --------------------------------------------------------------------------------------------------------------
@@ -229,15 +206,6 @@ def forbidden():
 def no_server():
     """A server that cannot be reached"""
     t5ckpt.latest_step('s3://weights/run', storage_options={'endpoint': 'http://127.0.0.1:9', 'retry_seconds': 2})
-
-
-# --- packages -------------------------------------------------------------------------------------------------------------
-
-
-@mistake('[Start in five minutes](start.md), [Look into checkpoints](looking.md)')
-def no_pandas():
-    """A package that is not installed"""
-    t5ckpt.open_checkpoint('run').to_pandas()
 
 
 # --- the page -------------------------------------------------------------------------------------------------------------
@@ -295,7 +263,6 @@ def page() -> str:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ['AWS_ENDPOINT_URL_S3'] = f'http://127.0.0.1:{server.server_port}'
     os.environ |= {'AWS_ACCESS_KEY_ID': 'key', 'AWS_SECRET_ACCESS_KEY': 'secret'}
-    sys.modules['pandas'] = None
     for number, (function, cure) in enumerate(MISTAKES, 1):
         with tempfile.TemporaryDirectory() as directory:
             work = pathlib.Path(directory).resolve()

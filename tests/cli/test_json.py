@@ -19,9 +19,7 @@ from t5ckpt.cli.app import run as run_verb
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'json.md').read_text(encoding='utf-8')
 KINDS = {
     key: kind
-    for keys, kind in re.findall(
-        r'^\| (`[^|]*`) \| ([a-z ]+) \| [^|]* \|$', PAGE.partition('## Meaning')[2], re.MULTILINE
-    )
+    for keys, kind in re.findall(r'^\| (`[^|]*`) \| ([a-z ]+) \|$', PAGE.partition('## Meaning')[2], re.MULTILINE)
     for key in re.findall('`(.*?)`', keys)
 }
 TABLES: dict[str, list[tuple[str, str]]] = {}

@@ -131,7 +131,7 @@ def test_it_asks_no_other_host_for_anything(site):
 def test_messages_are_wrapped(site):
     """docs/site.css wraps the blocks of this class."""
     text = (site / 'errors.html').read_text(encoding='utf-8')
-    assert text.count('<div class="language-text highlight">') == 23
+    assert text.count('<div class="language-text highlight">') == 19
     assert '.language-text code' in (site / 'site.css').read_text(encoding='utf-8')
 
 

@@ -381,10 +381,11 @@ def test_steps_of_levanter_open_restore_and_convert(tmp_path, ocdbt):
         assert_same(t5ckpt.open_checkpoint(tmp_path / 'out', step=10)[name][...], np.asarray(values), name)
 
 
-def test_the_refused_copy_of_a_tree_of_zarr_names_the_format_to_convert(tmp_path):
+def test_a_copy_of_a_tree_of_zarr_is_a_checkpoint(tmp_path):
     levanter_step(tmp_path / 'lev' / 'step-10')
-    with pytest.raises(UnsupportedFormatError, match=r'step-10 is a tree of zarr.*t5ckpt convert zarr'):
-        t5ckpt.copy_checkpoint(tmp_path / 'lev', tmp_path / 'copy')
+    t5ckpt.copy_checkpoint(tmp_path / 'lev', tmp_path / 'copy')
+    for name, values in TREE.items():
+        assert_same(t5ckpt.open_checkpoint(tmp_path / 'copy', step=10)[name][...], np.asarray(values), name)
 
 
 def test_every_step_of_levanter_converts(tmp_path):
